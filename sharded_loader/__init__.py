@@ -1,0 +1,112 @@
+"""Batches in order, split over devices, read by processes or threads: an MXNet-Gluon-style loader for PyTorch.
+
+    from sharded_loader import ShardedDataLoader
+
+    for shards in ShardedDataLoader(dataset, 256, shuffle=True, num_workers=8, devices="auto"):
+        ...
+
+The names below are looked up when they are used: a worker process imports its own few modules and never pays
+for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from sharded_loader import batchify as batchify
+    from sharded_loader import recordio as recordio
+    from sharded_loader.data.batchify import default_batchify_fn as default_batchify_fn
+    from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
+    from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
+    from sharded_loader.data.datasets import Dataset as Dataset
+    from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
+    from sharded_loader.data.recordio import RecordFileDataset as RecordFileDataset
+    from sharded_loader.errors import SampleError as SampleError
+    from sharded_loader.errors import SampleReadError as SampleReadError
+    from sharded_loader.errors import WorkerDiedError as WorkerDiedError
+    from sharded_loader.execution.pipeline import LoaderClosedError as LoaderClosedError
+    from sharded_loader.execution.pools.inline import InlinePool as InlinePool
+    from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
+    from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
+    from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
+    from sharded_loader.parallel import Replicas as Replicas
+    from sharded_loader.parallel import split_and_load as split_and_load
+    from sharded_loader.parallel import split_data as split_data
+    from sharded_loader.rng import sample_generator as sample_generator
+    from sharded_loader.rng import sample_rng as sample_rng
+    from sharded_loader.rng import sample_seed as sample_seed
+    from sharded_loader.sampling import BatchSampler as BatchSampler
+    from sharded_loader.sampling import BoundedBudgetSampler as BoundedBudgetSampler
+    from sharded_loader.sampling import ConstWidthBucket as ConstWidthBucket
+    from sharded_loader.sampling import ExpWidthBucket as ExpWidthBucket
+    from sharded_loader.sampling import FilterSampler as FilterSampler
+    from sharded_loader.sampling import FixedBucketSampler as FixedBucketSampler
+    from sharded_loader.sampling import IntervalSampler as IntervalSampler
+    from sharded_loader.sampling import LinearWidthBucket as LinearWidthBucket
+    from sharded_loader.sampling import RandomSampler as RandomSampler
+    from sharded_loader.sampling import Sampler as Sampler
+    from sharded_loader.sampling import SequentialSampler as SequentialSampler
+    from sharded_loader.sampling import ShardedBatchSampler as ShardedBatchSampler
+    from sharded_loader.sampling import SortedBucketSampler as SortedBucketSampler
+    from sharded_loader.sampling import SortedSampler as SortedSampler
+    from sharded_loader.sampling import SplitSampler as SplitSampler
+    from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
+    from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
+    from sharded_loader.stats import LoaderStats as LoaderStats
+
+_HOMES = {
+    "sharded_loader.data.batchify": ["default_batchify_fn"],
+    "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset"],
+    "sharded_loader.data.recordio": ["RecordFileDataset"],
+    "sharded_loader.errors": ["SampleError", "SampleReadError", "WorkerDiedError"],
+    "sharded_loader.execution.pipeline": ["LoaderClosedError"],
+    "sharded_loader.execution.pools.inline": ["InlinePool"],
+    "sharded_loader.execution.pools.process": ["ProcessPool"],
+    "sharded_loader.execution.pools.thread": ["ThreadPool"],
+    "sharded_loader.loader": ["ShardedDataLoader"],
+    "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
+    "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
+    "sharded_loader.sampling": [
+        "BatchSampler",
+        "BoundedBudgetSampler",
+        "ConstWidthBucket",
+        "ExpWidthBucket",
+        "FilterSampler",
+        "FixedBucketSampler",
+        "IntervalSampler",
+        "LinearWidthBucket",
+        "RandomSampler",
+        "Sampler",
+        "SequentialSampler",
+        "ShardedBatchSampler",
+        "SortedBucketSampler",
+        "SortedSampler",
+        "SplitSampler",
+        "SubsetRandomSampler",
+        "WeightedRandomSampler",
+    ],
+    "sharded_loader.stats": ["LoaderStats"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("batchify", "recordio")
+
+__all__ = sorted([*_HOME_OF, *_MODULES])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"sharded_loader.{name}")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sharded_loader' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,135 @@
+"""What went wrong, where, and how to see it again.
+
+An error that the dataset raises reaches the loop as the object that was raised: same class, same attributes.
+Two notes are added to it: where it happened (epoch, batch, shard, sample, worker) and, as the last line, the
+call that repeats it in the trainer. From a worker process the traceback travels as text and becomes the
+``__cause__``.
+
+Own classes exist only where nobody raised anything (a worker died), and inherit from the built-in class that
+a caller would catch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended while the loader needed it (killed, out of memory, crashed, ``os._exit``).
+
+    Attributes:
+        worker: number of the worker, from 0.
+        exitcode: its exit code; minus the number of the signal that killed it; None where unknown.
+        batch: number of the batch that it was reading, None if it was idle or starting.
+    """
+
+    def __init__(self, message: str, *, worker: int, exitcode: int | None, batch: int | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.exitcode = exitcode
+        self.batch = batch
+
+
+class SampleReadError(RuntimeError):
+    """Stands in for an exception that cannot travel or must not pass through a ``for`` loop as itself.
+
+    The first for exceptions that do not pickle (the message keeps type name and text), the second for
+    ``StopIteration``, ``SystemExit`` and the like, which would end the loop or the program in silence.
+    """
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker process, as text. Always the ``__cause__`` of the exception itself."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+@dataclass(frozen=True)
+class SampleError:
+    """A sample that could not be read, as ``on_error`` callables get it.
+
+    Attributes:
+        index: the index that the sampler yielded.
+        epoch: number of the epoch, from 0.
+        batch: number of the batch in the epoch, from 0.
+        shard: number of the shard in the batch, from 0; None where batches have no shards.
+        error: the exception that was raised.
+    """
+
+    index: Hashable
+    epoch: int
+    batch: int
+    shard: int | None
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the stream, and in which worker, something happened."""
+
+    epoch: int
+    batch: int
+    shard: int | None = None
+    worker: str | None = None
+
+    def note(self, error: BaseException, sample: Any = None, *, samples: Sequence[Any] = ()) -> None:
+        """Add to ``error`` where it happened and how to see it again.
+
+        Args:
+            error: gets two notes.
+            sample: the index that was being read, in a list of one; None if none was.
+            samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
+        """
+        where = [f"epoch {self.epoch}", f"batch {self.batch}"]
+        if self.shard is not None:
+            where.append(f"shard {self.shard}")
+        if sample is not None:
+            where.append(f"sample {sample[0]!r}")
+        if self.worker is not None:
+            where.append(self.worker)
+        add_note(error, "sharded_loader: in " + ", ".join(where))
+        if sample is not None:
+            add_note(error, f"see it again, in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
+        elif samples:
+            shown = ", ".join(map(repr, samples[:8])) + (", ..." if len(samples) > 8 else "")
+            add_note(
+                error,
+                f"no single sample failed; see the samples, in this process: "
+                f"[loader.read(i, epoch={self.epoch}) for i in ({shown},)]",
+            )
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """`BaseException.add_note`; on Python 3.10 the same attribute, which 3.10 keeps but does not print."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+        return
+    notes = getattr(error, "__notes__", None)
+    if notes is None:
+        notes = []
+        error.__notes__ = notes  # type: ignore[attr-defined]
+    notes.append(text)
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """An exit code in words: ``killed by SIGKILL (signal 9); often the out-of-memory killer``."""
+    if exitcode is None:
+        return "exit code unknown"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    import signal
+
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = "; often the kernel's out-of-memory killer: see dmesg, use fewer workers or smaller batches"
+    return f"killed by {name} (signal {-exitcode})" + (hint if exitcode == -9 else "")

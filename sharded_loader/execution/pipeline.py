@@ -1,0 +1,304 @@
+"""Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
+
+    EpochPlan --fill--> window of entries --dispatch--> pool --receive--> entries filled in --next--> in order
+
+There is no background thread in the trainer that would compete for its GIL: planning, dispatch and reordering
+happen inside `next`, under one lock. Several iterators, several threads and `close` from elsewhere meet at
+that lock. One thread at a time (the leader) waits on the pool, without the lock; the others wait for the
+leader. Results are filed with the run (the iterator) that they belong to.
+
+Every step can be interrupted by a KeyboardInterrupt without losing a batch:
+  * `next` leaves the entry in the window; `done` takes it out as its last step, `undo` puts it back;
+  * a task counts as dispatched after the pool has it; dispatched twice, it is done twice, and filed once;
+  * a result leaves the pool after it has been filed.
+
+Owns: the windows. Does not own: the pool's workers (the pool does), batches handed out (the user does).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from sharded_loader.execution.plan import EpochPlan
+from sharded_loader.execution.pools.base import ANY_RUN, Job, Pool, Result, Task
+
+
+class LoaderClosedError(RuntimeError):
+    """The loader was closed; make a new one."""
+
+
+@dataclass
+class Entry:
+    """A batch in flight: planned, perhaps dispatched, perhaps finished."""
+
+    seq: int
+    task: Task | None
+    result: Result | None = None
+    dispatched: bool = False
+
+
+@dataclass
+class Run:
+    """One iterator's way through one epoch. Filled and emptied by the pipeline only.
+
+    Attributes:
+        number: identifies the run in tasks and results.
+        epoch: number of the epoch.
+        plan: where its tasks come from.
+        window: the batches in flight, in order.
+        urgent: errors to raise at the next call, whatever is in the window.
+        failure: set when the run can never go on; raised by every call.
+        delivered: batches that the user has had, those in whose place an error was raised included.
+        ended: the user has seen the end.
+    """
+
+    number: int
+    epoch: int
+    plan: EpochPlan
+    window: deque[Entry] = field(default_factory=deque)
+    urgent: deque[BaseException] = field(default_factory=deque)
+    failure: BaseException | None = None
+    delivered: int = 0
+    ended: bool = False
+
+
+class Pipeline:
+    """The windows of all live iterators of one loader, over one pool.
+
+    Args:
+        pool: who reads.
+        prefetch: how many batches of a run are kept in flight. May be changed at any time.
+    """
+
+    def __init__(self, pool: Pool, prefetch: int) -> None:
+        self.pool = pool
+        self.prefetch = prefetch
+        self.closed = False
+        self._pid = os.getpid()
+        self._numbers = itertools.count()
+        self._runs: dict[int, Run] = {}
+        self._ended: deque[int] = deque()
+        # Reentrant: a signal handler or a finalizer may close the loader in the middle of `next`.
+        self._changed = threading.Condition(threading.RLock())
+        self._leader: int | None = None
+        # Not 0 while this thread is at work under the lock: the garbage collector may call `end` there.
+        self._working = 0
+
+    # -- runs -----------------------------------------------------------------------------------------------
+
+    def new_number(self) -> int:
+        """A number for a run that is going to be opened."""
+        return next(self._numbers)
+
+    def open(self, run: Run, job: Job, *, renew: bool = False) -> None:
+        """Begin a run: start the pool if it does not run, and put the first batches in flight.
+
+        Args:
+            run: the new run.
+            job: what the workers are to read.
+            renew: send ``job`` to workers that run already.
+        """
+        with self._changed:
+            self.check_open()
+            self._working += 1
+            try:
+                self._drop_ended()
+                if renew or not self.pool.started:
+                    self.pool.start(job)
+                self._runs[run.number] = run
+                self._fill(run, self.prefetch)
+                self._dispatch()
+            finally:
+                self._working -= 1
+
+    def end(self, number: int) -> None:
+        """A run's iterator is gone. Called by finalizers, so it must not wait for the lock.
+
+        If another thread, or this one further up the stack, is at work, the run is dropped at the next step.
+        """
+        self._ended.append(number)
+        if self._changed.acquire(blocking=False):
+            try:
+                if not self._working and not self.closed and os.getpid() == self._pid:
+                    self._drop_ended()
+            finally:
+                self._changed.release()
+
+    def close(self) -> None:
+        """Stop the pool. Any thread; twice; while another thread waits in `next`, which then raises."""
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the workers
+        me = threading.get_ident()
+        with self._changed:
+            if self.closed:
+                return
+            self.closed = True
+            if self.pool.started:
+                self.pool.wake()
+            self._changed.notify_all()
+            # The leader looks at what the pool owns; it leaves as soon as it wakes (an inline or
+            # thread-pool leader that is in the user's code: after its sample, and it needs nothing of ours).
+            self._changed.wait_for(lambda: self._leader in (None, me), timeout=1.0)
+            self.pool.close()
+            self._runs.clear()
+
+    def check_open(self) -> None:
+        """Raise if the loader cannot be used."""
+        if self.closed:
+            raise LoaderClosedError("the loader is closed: make a new ShardedDataLoader")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this loader was made in process {self._pid}, and this is its forked child {os.getpid()}, which has "
+                f"no workers: make a loader in the child"
+            )
+
+    # -- the loop -------------------------------------------------------------------------------------------
+
+    def next(self, run: Run) -> Entry:
+        """The run's next batch, finished. It stays in the window until `done`.
+
+        Raises:
+            StopIteration: after the last one.
+            Exception: an error that is raised out of order (a worker died), or that ends the run.
+            LoaderClosedError: the loader was closed.
+        """
+        me = threading.get_ident()
+        try:
+            while True:
+                with self._changed:
+                    self.check_open()
+                    entry = self._advance(run)
+                    if entry is not None:
+                        return entry
+                    if self._leader not in (None, me):
+                        self._changed.wait()
+                        continue
+                    self._leader = me
+                self.pool.wait()
+        finally:
+            if self._leader == me:
+                with self._changed:
+                    self._leader = None
+                    self._changed.notify_all()
+
+    def done(self, run: Run, entry: Entry) -> None:
+        """The batch is being handed out: put another in flight, and take this one out of the window."""
+        with self._changed:
+            self._working += 1
+            try:
+                if not self.closed:
+                    self._fill(run, self.prefetch + 1)
+                    self._dispatch()
+                if run.window and run.window[0] is entry:
+                    run.delivered = entry.seq + 1
+                    run.window.popleft()
+            finally:
+                self._working -= 1
+
+    def undo(self, run: Run, entry: Entry) -> None:
+        """Handing out was interrupted: the batch is the next one again."""
+        with self._changed:
+            if not run.window or run.window[0].seq > entry.seq:
+                run.window.appendleft(entry)
+            run.delivered = entry.seq
+
+    def _advance(self, run: Run) -> Entry | None:
+        """Do all that can be done without waiting. Returns the run's next entry if it is finished."""
+        self._working += 1
+        try:
+            self._drop_ended()
+            if run.failure is not None:
+                raise run.failure
+            self._fill(run, max(1, self.prefetch))
+            self._dispatch()
+            self._receive(run)
+            self._dispatch()
+            if run.urgent:
+                raise run.urgent.popleft()
+            if not run.window:
+                raise StopIteration
+            return run.window[0] if run.window[0].result is not None else None
+        finally:
+            self._working -= 1
+
+    @staticmethod
+    def _fill(run: Run, depth: int) -> None:
+        plan, window = run.plan, run.window
+        if window and window[-1].seq == plan.taken:
+            plan.advance()  # an interruption came between the two last steps below
+        while len(window) < depth:
+            planned = plan.head()
+            if planned is None:
+                return
+            seq = plan.taken
+            if isinstance(planned, Task):
+                window.append(Entry(seq, planned))
+            else:
+                window.append(Entry(seq, None, Result(run.number, seq, error=planned), dispatched=True))
+            plan.advance()
+
+    def _dispatch(self) -> None:
+        """Give waiting tasks to the pool, those that are needed soonest first."""
+        waiting = [
+            (place, entry)
+            for run in self._runs.values()
+            for place, entry in enumerate(run.window)
+            if not entry.dispatched
+        ]
+        if not waiting:
+            return
+        waiting.sort(key=_place)
+        for _, entry in waiting[: max(0, self.pool.capacity())]:
+            assert entry.task is not None  # an entry without a task counts as dispatched
+            self.pool.submit(entry.task)
+            entry.dispatched = True
+
+    def _receive(self, current: Run) -> None:
+        try:
+            for result in self.pool.receive():
+                self._file(result, current)
+        except Exception as error:
+            # The pool cannot work and has closed itself; a new epoch starts it again.
+            for run in self._runs.values():
+                run.failure = error
+            self._runs.clear()
+            raise
+
+    def _file(self, result: Result, current: Run) -> None:
+        run = current if result.run == ANY_RUN else self._runs.get(result.run)
+        if run is None:
+            return
+        if result.at_once and result.error is not None and all(error is not result.error for error in run.urgent):
+            run.urgent.append(result.error)
+        for entry in run.window:
+            if entry.seq == result.seq and result.run != ANY_RUN:
+                if entry.result is None:
+                    entry.result = result
+                    if result.at_once:
+                        run.window.remove(entry)
+                break
+        if run is not current:
+            self._changed.notify_all()
+
+    def _drop_ended(self) -> None:
+        while self._ended:
+            number = self._ended[0]
+            run = self._runs.pop(number, None)
+            if run is not None:
+                run.window.clear()
+                if self.pool.started:
+                    self.pool.cancel(number)
+            self._ended.popleft()
+
+    def is_live(self, run: Run) -> bool:
+        """Whether the run can still deliver."""
+        return run.number in self._runs
+
+
+def _place(waiting: tuple[int, Entry]) -> int:
+    return waiting[0]

@@ -1,0 +1,165 @@
+"""From a sampler's batches of one epoch to numbered tasks: checked, and split into shards.
+
+    batches (lists of indices, or lists of lists) -> EpochPlan.head() -> Task | the error for that place
+
+Whatever is wrong with a batch (empty, an index out of range, more shards than devices) is an error at that
+batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
+are not affected.
+
+The plan can be interrupted anywhere: a KeyboardInterrupt inside a sampler's generator ends that generator
+for ever, so the plan starts it again and skips what it has had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_loader.errors import add_note
+from sharded_loader.execution.pools.base import Task
+from sharded_loader.sampling.shards import is_sharded, split_batch
+
+
+_END: Any = object()
+
+
+@dataclass
+class Split:
+    """How batches become shards. Read for each batch, so a change holds from the next one.
+
+    Attributes:
+        num_shards: into how many shards flat batches are split; None: not at all.
+        max_shards: how many a batch may have, the number of devices; None: any number.
+        weights: shares of the shards; None: equal ones.
+    """
+
+    num_shards: int | None = None
+    max_shards: int | None = None
+    weights: list[float] | None = None
+
+
+class EpochPlan:
+    """The batches of one epoch, one after the other.
+
+    Args:
+        run: which iterator asks.
+        epoch: number of the epoch.
+        batches: ``start -> iterator`` over the epoch's batches from number ``start`` on.
+        position: ``batch number -> place of its first sample in the global order``.
+        length: samples in the dataset, to check indices against; None: not checked.
+        split: how batches become shards.
+        start: number of the first batch.
+    """
+
+    def __init__(
+        self,
+        run: int,
+        epoch: int,
+        batches: Callable[[int], Iterator[Any]],
+        position: Callable[[int], int],
+        length: int | None,
+        split: Split,
+        start: int = 0,
+    ) -> None:
+        self._run = run
+        self._epoch = epoch
+        self._batches = batches
+        self._position = position
+        self._length = length
+        self._split = split
+        self._iterator: Iterator[Any] | None = None
+        self._head: Task | BaseException | None = None
+        self._last = False
+        self.taken = start
+
+    def head(self) -> Task | BaseException | None:
+        """The next batch as a task; the error to raise in its place; None after the last one."""
+        if self._head is None and not self._last:
+            try:
+                self._head = self._read_head()
+            except BaseException:
+                self._iterator = None
+                raise
+        return self._head
+
+    def advance(self) -> None:
+        """The head has been put in flight; `taken` counts it."""
+        self._head, self.taken = None, self.taken + 1
+
+    def _read_head(self) -> Task | BaseException | None:
+        seq = self.taken
+        try:
+            if self._iterator is None:
+                self._iterator = self._batches(seq)
+            batch = next(self._iterator, _END)
+        except Exception as error:
+            self._last = True
+            add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
+            return error
+        if batch is _END:
+            self._last = True
+            return None
+        try:
+            return self._make_task(seq, batch)
+        except Exception as error:
+            return error
+
+    def _make_task(self, seq: int, batch: Any) -> Task:
+        where = f"epoch {self._epoch}, batch {seq}"
+        if not hasattr(batch, "__len__") or isinstance(batch, (str, bytes)):
+            raise TypeError(
+                f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
+                f"it must yield lists of indices, or lists of such lists (shards)"
+            )
+        if len(batch) == 0:
+            raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
+        sharded = is_sharded(batch)
+        if sharded:
+            shards = [_as_list(shard) for shard in batch]
+            for number, shard in enumerate(shards):
+                if not shard:
+                    raise ValueError(f"{where}, shard {number} is empty: leave the shard out of the batch instead")
+        elif self._split.num_shards is not None:
+            shards = split_batch(_as_list(batch), self._split.num_shards, self._split.weights)
+            sharded = True
+        else:
+            shards = [_as_list(batch)]
+        limit = self._split.max_shards
+        if limit is not None and len(shards) > limit:
+            raise ValueError(
+                f"{where} has {len(shards)} shards, but there are only {limit} devices: "
+                f"let the batch sampler yield at most {limit} shards, or name more devices"
+            )
+        for number, shard in enumerate(shards):
+            self._check_range(shard, f"{where}, shard {number}" if sharded else where)
+        return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
+
+    def _check_range(self, indices: Sequence[Any], where: str) -> None:
+        length = self._length
+        if length is None:
+            return
+        try:
+            if max(indices) < length and min(indices) >= -length:
+                return
+        except TypeError:
+            return  # keys that are no numbers: the dataset knows them
+        bad = next(index for index in indices if not -length <= index < length)
+        raise IndexError(
+            f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
+            f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
+        )
+
+
+def _as_list(indices: Any) -> list[Any]:
+    """A list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost)."""
+    if isinstance(indices, list):
+        return indices if type(indices[0] if indices else 0) is int else [_plain(index) for index in indices]
+    if hasattr(indices, "tolist"):
+        found = indices.tolist()
+        return found if isinstance(found, list) else [found]
+    return [_plain(index) for index in indices]
+
+
+def _plain(index: Any) -> Any:
+    return index.item() if hasattr(index, "item") else index

@@ -1,0 +1,297 @@
+"""The trainer's end of the pipe to one worker process, and the one place where the trainer waits.
+
+A message is a head (a pickle) and some buffers, each sent as one frame of `multiprocess.connection`, so that
+the worker's end is an ordinary ``Connection`` that blocks. The trainer's end must not block: two processes
+that both send 400 KB through one duplex pipe wait for each other for ever. So `SocketLink` frames its own
+messages over a non-blocking socket: what cannot be sent now waits in `outbox`, and what has come in part
+waits in the link until the rest is there.
+
+`PortableLink` does the same with nothing but ``Connection`` (Windows, where a pipe has no descriptor that
+could be made non-blocking). Its sends block for as long as the worker's receiver thread needs to take them,
+which is never long, because that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
+
+Interruptions. A KeyboardInterrupt between a system call and the note of what it did leaves the stream at
+an unknown place. `torn` is True in between, and stays True after one: such a link cannot be used again, its
+worker is replaced. Complete messages lie in `inbox` until the caller has dealt with them and takes them out.
+
+Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` must stay unchanged until sent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from multiprocess import connection
+
+PORTABLE = sys.platform == "win32" or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
+
+_COUNT = struct.Struct("!I")
+_SIZE = struct.Struct("!i")
+_LONG_SIZE = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A pickle and the buffers that it refers to."""
+
+    head: Any
+    buffers: list[Any]
+
+
+def head_frame(head: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """The first frame of a message: the sizes of the buffers that follow, then the pickle."""
+    sizes = [buffer.nbytes for buffer in buffers]
+    return _COUNT.pack(len(sizes)) + struct.pack(f"!{len(sizes)}Q", *sizes) + head
+
+
+def read_head(frame: Any) -> tuple[list[int], memoryview]:
+    """Sizes of the buffers that follow, and the pickle."""
+    (count,) = _COUNT.unpack_from(frame)
+    sizes = list(struct.unpack_from(f"!{count}Q", frame, _COUNT.size))
+    return sizes, memoryview(frame)[_COUNT.size + 8 * count :]
+
+
+def send_message(conn: Any, head: bytes, buffers: Sequence[memoryview]) -> None:
+    """Send a message through a blocking connection (the worker's end)."""
+    conn.send_bytes(head_frame(head, buffers))
+    for buffer in buffers:
+        conn.send_bytes(buffer)
+
+
+def receive_message(conn: Any) -> Message:
+    """Receive a message from a blocking connection; EOFError or OSError when the other end is gone."""
+    sizes, head = read_head(conn.recv_bytes())
+    buffers = []
+    for size in sizes:
+        buffer = np.empty(size, np.uint8)
+        # A buffer of size 0 cannot be given to recv_bytes_into, but its frame has to be read.
+        if size:
+            conn.recv_bytes_into(buffer)
+        else:
+            conn.recv_bytes()
+        buffers.append(buffer)
+    return Message(head, buffers)
+
+
+class Link(ABC):
+    """The trainer's end of the pipe to one worker."""
+
+    live: weakref.WeakSet[Link] = weakref.WeakSet()
+    """Every open link of this process: a forked worker closes them first, or end-of-file on one of them
+    would never come."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Message] = deque()
+        self.torn = False
+        self.ended = False
+        Link.live.add(self)
+
+    @property
+    @abstractmethod
+    def waitable(self) -> Any:
+        """What `wait_for_any` watches."""
+
+    @property
+    @abstractmethod
+    def has_unsent(self) -> bool:
+        """Whether something waits to be sent."""
+
+    @abstractmethod
+    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        """Send a message, or as much of it as goes now. A worker that is gone is noticed by `receive`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send more of what waits."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Put what has come completely into `inbox`; sets `ended` when the worker's end is closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end: the worker sees end-of-file."""
+
+
+class SocketLink(Link):
+    """A link over a non-blocking socket."""
+
+    def __init__(self, conn: Any) -> None:
+        super().__init__()
+        self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+        conn.close()
+        self._socket.setblocking(False)
+        self._outbox: deque[memoryview] = deque()
+        self._expect(_SIZE.size)
+        self._reading_size = True
+        self._head: memoryview | None = None
+        self._sizes: list[int] = []
+        self._buffers: list[Any] = []
+
+    def _expect(self, size: int) -> None:
+        self._frame = np.empty(size, np.uint8)
+        self._target = memoryview(self._frame)
+        self._filled = 0
+
+    @property
+    def waitable(self) -> Any:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        frames: list[memoryview] = []
+        for frame in (memoryview(head_frame(head, buffers)), *buffers):
+            size = frame.nbytes
+            prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
+            # One write for a small frame: two would be two system calls and wake the worker twice.
+            frames.extend([memoryview(prefix + bytes(frame))] if size < 16384 else [memoryview(prefix), frame])
+        self.torn = True
+        self._outbox.extend(frame.cast("B") for frame in frames if frame.nbytes)
+        self.torn = False
+        self.flush()
+
+    def flush(self) -> None:
+        self.torn = True
+        while self._outbox:
+            try:
+                sent = self._socket.send(self._outbox[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                self._outbox.clear()
+                break
+            if sent == self._outbox[0].nbytes:
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = self._outbox[0][sent:]
+        self.torn = False
+
+    def receive(self) -> None:
+        self.torn = True
+        while self._fill():
+            self._advance()
+        self.torn = False
+
+    def _fill(self) -> bool:
+        """Whether the frame (or the size) that is being read is complete."""
+        while self._filled < self._frame.nbytes:
+            try:
+                count = self._socket.recv_into(self._target[self._filled :])
+            except BlockingIOError:
+                return False
+            except OSError:
+                count = 0
+            if count == 0:
+                self.ended = True
+                return False
+            self._filled += count
+        return True
+
+    def _advance(self) -> None:
+        """Go on from a complete frame to the next one."""
+        if self._reading_size:
+            if self._frame.nbytes == _LONG_SIZE.size:
+                (size,) = _LONG_SIZE.unpack(self._target)
+            else:
+                (size,) = _SIZE.unpack(self._target)
+            if size == -1:
+                self._expect(_LONG_SIZE.size)
+                return
+            self._reading_size = False
+            self._expect(size)
+            return
+        if self._head is None:
+            self._sizes, self._head = read_head(self._frame)
+            self._buffers = []
+        else:
+            self._buffers.append(self._frame)
+        if len(self._buffers) == len(self._sizes):
+            self.inbox.append(Message(self._head, self._buffers))
+            self._head = None
+        self._reading_size = True
+        self._expect(_SIZE.size)
+
+    def close(self) -> None:
+        Link.live.discard(self)
+        self._outbox.clear()
+        self._socket.close()
+
+
+class PortableLink(Link):
+    """A link over a blocking ``Connection``."""
+
+    def __init__(self, conn: Any) -> None:
+        super().__init__()
+        self._conn = conn
+
+    @property
+    def waitable(self) -> Any:
+        return self._conn
+
+    @property
+    def has_unsent(self) -> bool:
+        return False
+
+    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        self.torn = True
+        try:
+            send_message(self._conn, head, buffers)
+        except OSError:
+            pass  # the worker is gone: `receive` finds end-of-file
+        self.torn = False
+
+    def flush(self) -> None:
+        pass
+
+    def receive(self) -> None:
+        self.torn = True
+        try:
+            while self._conn.poll():
+                self.inbox.append(receive_message(self._conn))
+        except (EOFError, OSError):
+            self.ended = True
+        self.torn = False
+
+    def close(self) -> None:
+        Link.live.discard(self)
+        self._conn.close()
+
+
+def make_link(conn: Any) -> Link:
+    """The trainer's end over ``conn``, which it takes over."""
+    return PortableLink(conn) if PORTABLE else SocketLink(conn)
+
+
+def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any) -> set[int]:
+    """Block until a link can be read (or, with something unsent, written), a worker ended, or `waker` woke.
+
+    Returns:
+        The sentinels of the workers that have ended.
+    """
+    ends = set(sentinels)
+    if PORTABLE:
+        # At most 63 handles on Windows; there the end of a worker shows as end-of-file.
+        watched = [] if sys.platform == "win32" else list(ends)
+        ready = connection.wait([link.waitable for link in links] + watched + [waker])
+        return {item for item in ready if isinstance(item, int)}
+    poller = select.poll()
+    for link in links:
+        poller.register(link.waitable, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
+    for sentinel in ends:
+        poller.register(sentinel, select.POLLIN)
+    poller.register(waker.fileno(), select.POLLIN)
+    return {fd for fd, _ in poller.poll() if fd in ends}

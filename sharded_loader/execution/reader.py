@@ -1,0 +1,237 @@
+"""Reads one batch: samples from the dataset, then batchify. The same code in every pool.
+
+    Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with its place noted)
+
+In bulk where the dataset can: ``get_batch(indices)`` (only with the default batchify: it returns a finished
+batch), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is done
+again one by one, to name the sample.
+
+A reader belongs to one thread. It owns the batch until it returns it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.data.batchify import assemble, default_batchify_fn
+from sharded_loader.errors import Place, SampleError, SampleReadError, add_note
+from sharded_loader.execution.pools.base import NOTHING, Job, Result, Task
+from sharded_loader.rng import SampleScope, philox, sample_scope
+
+Empty = Callable[[tuple[int, ...], Any], Any]
+
+_BAD: Any = object()
+
+
+class Reader:
+    """Makes batches of one job, one after the other.
+
+    Args:
+        job: dataset, batchify function, seed, what to do about bad samples.
+        worker: how errors name this worker (``worker 2 (pid 4711)``); None in the caller's own thread.
+        empty: gives the memory that a batch is put together in.
+    """
+
+    def __init__(self, job: Job, worker: str | None = None, empty: Empty = np.empty) -> None:
+        self._job = job
+        self._worker = worker
+        self._empty = empty
+        self._dataset = job.dataset
+        self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
+        self._get_batch = getattr(job.dataset, "get_batch", None) if job.batchify_fn is None else None
+        self._get_items = getattr(job.dataset, "__getitems__", None)
+
+    def read(self, task: Task) -> Result:
+        """The batch that ``task`` asks for. 
+
+        Exceptions become part of the result; only a KeyboardInterrupt in the caller's own thread passes.
+        """
+        began = time.perf_counter()
+        skipped: list[tuple[Any, BaseException]] = []
+        with sample_scope(SampleScope(self._job.seed, task.epoch)) as scope:
+            try:
+                batches, samples = self._read_shards(task, scope, skipped)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    if self._worker is None:
+                        raise
+                    error = self._placed(error, self._place(task, 0), None, task.shards[0])
+                return Result(
+                    task.run, task.seq, error=error, skipped=tuple(skipped), seconds=time.perf_counter() - began
+                )
+        batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
+        return Result(
+            task.run, task.seq, batch, samples, skipped=tuple(skipped), seconds=time.perf_counter() - began
+        )
+
+    def read_sample(self, index: Any, epoch: int) -> Any:
+        """One sample, with its generator; exceptions pass as they are."""
+        with sample_scope(SampleScope(self._job.seed, epoch)) as scope:
+            scope.at(index)
+            return self._dataset[index]
+
+    def _read_shards(
+        self, task: Task, scope: SampleScope, skipped: list[tuple[Any, BaseException]]
+    ) -> tuple[list[Any], int]:
+        if self._job.on_error != "raise":
+            if self._get_batch or self._get_items:
+                try:
+                    return self._read_strict(task, scope)
+                except Exception:
+                    scope.by_index.clear()  # read again one by one, with the same random numbers
+            return self._read_tolerant(task, scope, skipped)
+        return self._read_strict(task, scope)
+
+    def _read_strict(self, task: Task, scope: SampleScope) -> tuple[list[Any], int]:
+        batches = []
+        count = 0
+        for number, indices in enumerate(task.shards):
+            place = self._place(task, number)
+            batches.append(self._read_shard(indices, task, scope, place))
+            count += len(indices)
+        return batches, count
+
+    def _place(self, task: Task, shard: int) -> Place:
+        return Place(task.epoch, task.seq, shard if task.sharded else None, self._worker)
+
+    def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, place: Place) -> Any:
+        bulk = self._get_batch or self._get_items
+        if bulk is not None:
+            scope.index = SampleScope.NO_SAMPLE
+            try:
+                found = bulk(indices)
+                if self._get_batch is not None:
+                    return found
+                samples = _checked(found, indices)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._name_culprit(indices, scope, place, error)
+        else:
+            samples = self._read_one_by_one(indices, scope, place)
+        return self._make_batch(samples, task, scope, place, indices)
+
+    def _read_one_by_one(self, indices: Sequence[Any], scope: SampleScope, place: Place) -> list[Any]:
+        dataset = self._dataset
+        samples = []
+        index: Any = None
+        try:
+            for index in indices:
+                scope.index = index
+                scope.drawn = None
+                samples.append(dataset[index])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._placed(error, place, [index])  # noqa: B904 - the same object, or its cause is set
+        return samples
+
+    def _name_culprit(self, indices: Sequence[Any], scope: SampleScope, place: Place, error: BaseException) -> None:
+        """Raise the error of the sample that made a bulk read fail; of the bulk read if none does alone."""
+        scope.by_index.clear()
+        self._read_one_by_one(indices, scope, place)
+        raise self._placed(error, place, None, indices)  # noqa: B904 - as above
+
+    def _make_batch(
+        self, samples: list[Any], task: Task, scope: SampleScope, place: Place, indices: Sequence[Any]
+    ) -> Any:
+        scope.at(("batchify_fn", task.seq, place.shard or 0))
+        try:
+            return assemble(self._batchify, samples, self._empty)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._placed(error, place, None, indices)  # noqa: B904 - as above
+
+    @staticmethod
+    def _placed(
+        error: BaseException, place: Place, sample: list[Any] | None, samples: Sequence[Any] = ()
+    ) -> BaseException:
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+            stand_in = SampleReadError(
+                f"{type(error).__name__} raised by the dataset or batchify_fn ({error}), "
+                f"which would end the loop in silence: raise another exception there"
+            )
+            stand_in.__cause__ = error
+            error = stand_in
+        place.note(error, sample, samples=samples)
+        return error
+
+    # -- on_error other than "raise" ------------------------------------------------------------------------
+
+    def _read_tolerant(
+        self, task: Task, scope: SampleScope, skipped: list[tuple[Any, BaseException]]
+    ) -> tuple[list[Any], int]:
+        """Read every sample first, then mend or drop the bad ones: a replacement may come from any shard."""
+        shards = [
+            self._read_good(indices, task, scope, self._place(task, number), number, skipped)
+            for number, indices in enumerate(task.shards)
+        ]
+        good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
+        if not good:
+            if self._job.keep_batch:
+                index, error = skipped[-1]
+                add_note(error, f"on_error={self._job.on_error!r}: no sample of the batch could be read")
+                raise error
+            return [], 0
+        if self._job.on_error == "replace":
+            for number, shard in enumerate(shards):
+                for i, sample in enumerate(shard):
+                    if sample is _BAD:
+                        rng = philox(self._job.seed, "replace", task.epoch, task.seq, number, i)
+                        n, j = good[int(rng.integers(len(good)))]
+                        shard[i] = shards[n][j]
+        batches = []
+        count = 0
+        for number, shard in enumerate(shards):
+            kept = [sample for sample in shard if sample is not _BAD]
+            if kept:
+                place = self._place(task, number)
+                batches.append(self._make_batch(kept, task, scope, place, task.shards[number]))
+                count += len(kept)
+        return batches, count
+
+    def _read_good(
+        self,
+        indices: Sequence[Any],
+        task: Task,
+        scope: SampleScope,
+        place: Place,
+        shard: int,
+        skipped: list[tuple[Any, BaseException]],
+    ) -> list[Any]:
+        """The samples of a shard; `_BAD` where one could not be read and no callable mended it."""
+        samples: list[Any] = []
+        for index in indices:
+            scope.at(index)
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                failed = self._placed(error, place, [index])
+                skipped.append((index, failed))
+                samples.append(self._mend(index, task, shard, failed, place))
+        return samples
+
+    def _mend(self, index: Hashable, task: Task, shard: int, error: BaseException, place: Place) -> Any:
+        on_error = self._job.on_error
+        if not callable(on_error):
+            return _BAD
+        failed = SampleError(index, task.epoch, task.seq, shard if task.sharded else None, error)
+        try:
+            return on_error(failed)
+        except Exception as again:
+            raise self._placed(again, place, [index]) from error
+
+
+def _checked(samples: Any, indices: Sequence[Any]) -> list[Any]:
+    found = list(samples)
+    if len(found) != len(indices):
+        raise ValueError(
+            f"__getitems__ was asked for {len(indices)} samples and returned {len(found)}: "
+            f"return one sample per index, in the order of the indices"
+        )
+    return found

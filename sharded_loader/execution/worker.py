@@ -1,0 +1,269 @@
+"""A worker process, from its first line to its last.
+
+    receiver thread:  pipe -> inbox                     always drains, so the trainer's sends never wait
+    main thread:      inbox -> Reader -> encode -> pipe
+
+The job (the dataset and how to read it) comes by inheritance under fork, else as the first message. The
+process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code
+then gets `GRACE` seconds, because nobody waits for what it does.
+
+SIGINT is the trainer's affair: it is ignored here (and was blocked while the process started). BLAS and
+OpenMP are limited to one thread: a pool is parallel by its processes.
+
+Nothing here imports torch. If the user's dataset does, torch is told that it is in a worker, also when the
+import comes later, in the middle of a batch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import threadpoolctl
+
+from sharded_loader.errors import Place, add_note
+from sharded_loader.execution.pools.base import Job, Result, Task
+from sharded_loader.execution.pools.link import Link, Message, receive_message, send_message
+from sharded_loader.execution.reader import Reader
+from sharded_loader.memory import publish
+from sharded_loader.memory.codec import EncodedError, encode, encode_error
+from sharded_loader.rng import derive_key, seed_globals
+
+GRACE = 0.3
+"""Seconds between end-of-file and the end of a worker that is in the user's code."""
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What a worker is to read: inherited under fork, else published."""
+
+    job: Job
+    worker_init_fn: Callable[[int], Any] | None
+
+
+@dataclass(frozen=True)
+class JobFollows:
+    """From now on read this: the message's buffers are a published `NewJob`."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Do not begin the tasks of this run."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker has its dataset."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker could not take the job: unpickling it or ``worker_init_fn`` raised."""
+
+    error: EncodedError
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A result whose exceptions are encoded."""
+
+    result: Result
+    error: EncodedError | None = None
+    skipped: tuple[tuple[Any, EncodedError], ...] = ()
+
+
+class _Worker:
+    def __init__(self, conn: Any, number: int, num_workers: int) -> None:
+        self._conn = conn
+        self._number = number
+        self._num_workers = num_workers
+        self._name = f"worker {number} (pid {os.getpid()})"
+        self._inbox: queue.SimpleQueue[Message | Task | None] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._finished = threading.Event()
+        self._job: Job | None = None
+        self._reader: Reader | None = None
+        self._epoch: int | None = None
+
+    # -- receiver thread ------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = receive_message(self._conn)
+                content = pickle.loads(message.head)
+                if isinstance(content, Cancel):
+                    self._cancelled.add(content.run)
+                elif isinstance(content, Task):
+                    self._inbox.put(content)
+                else:  # the user's objects are unpickled by the main thread
+                    self._inbox.put(message)
+        except (EOFError, OSError):
+            self._inbox.put(None)
+            if not self._finished.wait(GRACE):
+                os._exit(1)
+
+    # -- main thread ----------------------------------------------------------------------------------------
+
+    def run(self, inherited: NewJob | None) -> None:
+        threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
+        taken = inherited is None or self._take_job(inherited)
+        while taken:
+            item = self._inbox.get()
+            if item is None:
+                break
+            if isinstance(item, Message):
+                taken = self._take_job(item)
+            elif isinstance(item, Task):
+                self._do(item)
+        self._finished.set()
+
+    def _take_job(self, source: NewJob | Message) -> bool:
+        first = self._job is None
+        try:
+            new = publish.load(source.buffers[0], source.buffers[1:]) if isinstance(source, Message) else source
+            self._job = new.job
+            _prepare_torch(self._number, self._num_workers, new.job)
+            if first and new.worker_init_fn is not None:
+                seed_globals(derive_key(new.job.seed, "worker_init_fn", self._number))
+                new.worker_init_fn(self._number)
+            self._reader = Reader(new.job, self._name)
+            self._epoch = None
+            self._send(Ready())
+        except BaseException as error:
+            add_note(error, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
+            self._send(Failed(encode_error(error)))
+            return False
+        return True
+
+    def _do(self, task: Task) -> None:
+        if task.run in self._cancelled:
+            self._send(Reply(Result(task.run, task.seq)))
+            return
+        assert self._job is not None and self._reader is not None  # the job is the first message
+        if task.epoch != self._epoch:
+            set_epoch = getattr(self._job.dataset, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(task.epoch)
+            self._epoch = task.epoch
+        # The same for a batch that is made again, by whichever worker.
+        seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
+        result = self._reader.read(task)
+        self._reply(result, task)
+
+    def _reply(self, result: Result, task: Task) -> None:
+        skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
+        bare = Result(result.run, result.seq, result.batch, result.samples, seconds=result.seconds)
+        error = None if result.error is None else encode_error(result.error)
+        try:
+            self._send(Reply(bare, error, skipped))
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as unpicklable:
+            failure = TypeError(
+                f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
+                f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+            )
+            Place(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
+            failure.__cause__ = unpicklable
+            self._send(Reply(Result(task.run, task.seq), encode_error(failure), skipped))
+
+    def _send(self, message: Ready | Failed | Reply) -> None:
+        encoded = encode(message)
+        try:
+            send_message(self._conn, encoded.head, encoded.buffers)
+        except OSError:
+            os._exit(1)  # the trainer is gone
+
+
+def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> None:
+    """Run a worker process until its pipe is closed.
+
+    Args:
+        conn: the worker's end of the pipe.
+        number: number of the worker, from 0.
+        num_workers: how many there are.
+        inherited: the job under fork; else None, and it comes as the first message.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for link in list(Link.live):
+        link.close()
+    limit_threads()
+    _Worker(conn, number, num_workers).run(inherited)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue
+    # Not by returning: tearing down an interpreter with torch in it takes 100 ms that close() would wait for.
+    os._exit(0)
+
+
+def limit_threads() -> None:
+    """One BLAS and OpenMP thread in this process, in the libraries that are loaded and those to come."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+        os.environ[name] = "1"
+    threadpoolctl.threadpool_limits(1)
+
+
+# -- torch ----------------------------------------------------------------------------------------------------
+
+
+def _prepare_torch(number: int, num_workers: int, job: Job) -> None:
+    """Tell torch, if it is here or as soon as it comes, that this is worker ``number``."""
+    _AfterImport.remove()
+    if hasattr(sys.modules.get("torch"), "set_num_threads"):
+        _tell_torch(number, num_workers, job)
+    else:
+        _AfterImport.install(lambda: _tell_torch(number, num_workers, job))
+
+
+def _tell_torch(number: int, num_workers: int, job: Job) -> None:
+    import torch
+    from torch.utils.data._utils import worker as torch_worker
+
+    torch.set_num_threads(1)
+    torch_worker._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call]
+        id=number, num_workers=num_workers, seed=job.seed + number, dataset=job.dataset
+    )
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function once when torch has been imported. Import hooks are Python's own way to wait for that."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    @classmethod
+    def install(cls, then: Callable[[], None]) -> None:
+        sys.meta_path.insert(0, cls(then))
+
+    @classmethod
+    def remove(cls) -> None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if fullname != "torch":
+            return None
+        _AfterImport.remove()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            original = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                original(module)
+                self._then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,558 @@
+"""`ShardedDataLoader`: the arguments, and what becomes of them.
+
+    dataset, sampling arguments  -> EpochOrder   which samples, in which order        (sampling/)
+    num_workers, pool            -> Pool         who reads them                       (execution/pools/)
+    devices, pin_memory          -> Placement    where the batches end up             (devices/)
+    all three                    -> Pipeline     keeps batches in flight              (execution/)
+
+An iterator is a `Run` of the pipeline and a position. The loader owns the pipeline, the pipeline the pool,
+the pool its workers. Iterators hold the loader, the loader holds no iterator: a loop over a temporary loader
+closes it by ending.
+
+What can go wrong is refused here, in the constructor, as far as it can be known there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+from sharded_loader.devices.placement import Placement, find_devices
+from sharded_loader.execution.pipeline import Entry, Pipeline, Run
+from sharded_loader.execution.plan import EpochPlan, Split
+from sharded_loader.execution.pools.base import NOTHING, Job, OnError, Pool, Result
+from sharded_loader.execution.pools.inline import InlinePool
+from sharded_loader.execution.pools.process import ProcessPool
+from sharded_loader.execution.pools.thread import ThreadPool
+from sharded_loader.execution.reader import Reader
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.shards import check_weights
+from sharded_loader.stats import LoaderStats, Meter, describe
+
+TORCH_SPELLING = {
+    "collate_fn": "batchify_fn=",
+    "drop_last": 'last_batch="discard" (or "keep", "rollover")',
+    "prefetch_factor": "prefetch= (batches in flight in all, not per worker)",
+    "generator": "seed= (an int)",
+    "persistent_workers": "nothing: workers live as long as the loader",
+    "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
+    "timeout": "pool=ProcessPool(n, timeout=...)",
+    "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
+    "pin_memory_device": "device= or devices=",
+    "in_order": "nothing: batches always come in order",
+}
+"""What torch's DataLoader calls it, and what to write here."""
+
+
+class ShardedDataLoader:
+    """Batches of a dataset, in order, split over devices, read by workers ahead of time.
+
+    Args:
+        dataset: anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
+            dataset, one of `sharded_loader`'s. Read in bulk where it has ``get_batch`` or ``__getitems__``.
+        batch_size: samples per step of this process, all its shards together.
+        shuffle: a new random order every epoch.
+        sampler: the order: any sampler of `sharded_loader` or torch, or an iterable of indices.
+        last_batch: of an epoch whose length is no multiple of ``batch_size``: ``"keep"`` (default),
+            ``"discard"``, or ``"rollover"``: its samples begin the next epoch.
+        batch_sampler: yields lists of indices, or lists of such lists, which are shards; instead of the four
+            arguments before.
+        batchify_fn: list of samples -> batch. Default: `default_batchify_fn`.
+        num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
+        pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
+        prefetch: batches in flight. Default ``2 * num_workers``. May be changed while iterating.
+        thread_pool: threads instead of processes.
+        pool: ``"inline"``, ``"thread"`` or ``"process"`` (sized by ``num_workers``), or a pool object.
+        device: plain batches on this device.
+        devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
+        num_shards: split batches into that many shards, in host memory.
+        shard_weights: shares of the shards, e.g. ``[2, 1]``. May be changed while iterating.
+        num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
+            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank.
+        seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
+        on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
+            their place; or a callable ``(SampleError) -> sample``.
+        resident: reserved (columns kept on the device); this version takes only False.
+
+    Attributes:
+        dataset, batch_size, sampler, batch_sampler, num_workers, drop_last: as other loaders name them.
+        epoch: the epoch in progress, or the one that the next ``iter`` begins.
+        position: batches delivered in it.
+        skipped: ``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced.
+        num_skipped: how many in all.
+
+    Raises:
+        ValueError, TypeError: arguments that are wrong or contradict each other.
+
+    A short last batch has no empty shard: it has fewer shards.
+
+    Example:
+        >>> loader = ShardedDataLoader(range(10), 4, num_shards=2)
+        >>> for shards in loader:
+        ...     print([shard.tolist() for shard in shards])
+        [[0, 1], [2, 3]]
+        [[4, 5], [6, 7]]
+        [[8], [9]]
+
+    Source of the idea: ``ShardedDataLoader`` of GluonNLP, ``DataLoader`` of MXNet Gluon and PyTorch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        sampler: Any = None,
+        last_batch: str | None = None,
+        batch_sampler: Any = None,
+        batchify_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        thread_pool: bool = False,
+        *,
+        pool: str | Pool | None = None,
+        device: Any = None,
+        devices: Any = None,
+        num_shards: int | None = None,
+        shard_weights: Sequence[float] | None = None,
+        num_replicas: int | str | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+        on_error: OnError = "raise",
+        resident: bool | str = False,
+        **unknown: NoReturn,
+    ) -> None:
+        _refuse_unknown(unknown)
+        _check_dataset(dataset)
+        _check_on_error(on_error)
+        if resident is not False:
+            raise ValueError(f"resident={resident!r} has no effect in this version; leave it out")
+        if batchify_fn is not None and not callable(batchify_fn):
+            raise TypeError(f"batchify_fn is {batchify_fn!r}; it must be a function of a list of samples")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._order = EpochOrder(
+            _length(dataset),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            last_batch=last_batch,
+            batch_sampler=batch_sampler,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed=seed,
+        )
+        self.drop_last = last_batch == "discard"
+        self._batchify_fn = batchify_fn
+        self._on_error = on_error
+        found, sharded = find_devices(device, devices)
+        self._split = _make_split(found, sharded, num_shards)
+        self.shard_weights = shard_weights
+        self._placement = Placement(found, pin_memory)
+        workers = _make_pool(pool, num_workers, thread_pool)
+        self._pipeline = Pipeline(workers, 0)
+        self.prefetch = prefetch  # type: ignore[assignment]
+        _claim(workers)
+        self._meter = Meter()
+        self._shown: tuple[Run, int] | None = None
+        self._live: weakref.WeakSet[_EpochIterator] = weakref.WeakSet()
+        self._stale = False
+        self._warned_ranks = False
+        self._batch_looks: str | None = None
+        self.skipped: list[tuple[Any, BaseException]] = []
+        self.num_skipped = 0
+        self._closer = weakref.finalize(self, self._pipeline.close)
+
+    # -- plain attributes -----------------------------------------------------------------------------------
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of single indices."""
+        return self._order.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The sampler of batches (of this rank)."""
+        return self._order.batch_sampler
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers read at the same time; 0 if the loop reads itself."""
+        return self._pipeline.pool.num_workers
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random."""
+        return self._order.seed
+
+    @property
+    def pool(self) -> Pool:
+        """Who reads."""
+        return self._pipeline.pool
+
+    @property
+    def prefetch(self) -> int:
+        """Batches in flight, from the next batch on."""
+        return self._prefetch
+
+    @prefetch.setter
+    def prefetch(self, prefetch: int | None) -> None:
+        if prefetch is None:
+            prefetch = 2 * self.num_workers
+        if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__"):
+            raise TypeError(f"prefetch is {prefetch!r}; it must be an int, the number of batches in flight")
+        self._prefetch = max(0, int(prefetch))
+        # Without workers nothing is read ahead, whatever was asked for.
+        self._pipeline.prefetch = self._prefetch if self.num_workers else 0
+
+    @property
+    def shard_weights(self) -> list[float] | None:
+        """Shares of the shards, from the next batch dispatched on; None: equal ones."""
+        return None if self._split.weights is None else list(self._split.weights)
+
+    @shard_weights.setter
+    def shard_weights(self, weights: Sequence[float] | None) -> None:
+        if weights is None:
+            self._split.weights = None
+            return
+        if self._split.num_shards is None:
+            raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
+        self._split.weights = list(check_weights(weights, self._split.num_shards))
+
+    # -- epochs ---------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the one that the next ``iter`` begins."""
+        return self._place()[0]
+
+    @property
+    def position(self) -> int:
+        """Batches delivered in `epoch`."""
+        return self._place()[1]
+
+    def _place(self) -> tuple[int, int]:
+        coming = self._order.next_epoch
+        if self._shown is not None:
+            run, then_coming = self._shown
+            if not run.ended and then_coming == coming:
+                return run.epoch, run.delivered
+        return coming, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that the next ``iter`` begins."""
+        self._order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
+        return self._order.length(self.epoch)
+
+    def __iter__(self) -> _EpochIterator:
+        """Begin the next epoch. Workers start at the first one."""
+        self._pipeline.check_open()
+        self._warn_if_ranks_repeat()
+        epoch = self._order.next_epoch
+        run = self._new_run(epoch)
+        self._tell_dataset(epoch)
+        self._pipeline.open(run, self._job(), renew=self._stale)
+        self._stale = False
+        self._order.set_epoch(epoch + 1)
+        iterator = _EpochIterator(self, run)
+        self._live.add(iterator)
+        self._shown = (run, epoch + 1)
+        return iterator
+
+    def _new_run(self, epoch: int) -> Run:
+        order = self._order
+        number = self._pipeline.new_number()
+        plan = EpochPlan(
+            number,
+            epoch,
+            lambda start: order.batches(epoch, start),
+            lambda batch: order.position(epoch, batch),
+            _length(self.dataset) if not isinstance(self.dataset, Mapping) else None,
+            self._split,
+        )
+        return Run(number, epoch, plan)
+
+    def _job(self) -> Job:
+        return Job(
+            self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated
+        )
+
+    def _tell_dataset(self, epoch: int) -> None:
+        """A dataset that is told its epoch and exists once can be in one epoch only."""
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is None or not self._pipeline.pool.shares_dataset:
+            return
+        for iterator in list(self._live):
+            iterator._run.failure = RuntimeError(
+                f"epoch {iterator._run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
+                f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
+                f"use worker processes, or finish one epoch before the next"
+            )
+        set_epoch(epoch)
+
+    def _warn_if_ranks_repeat(self) -> None:
+        if not self._warned_ranks:
+            self._warned_ranks = True
+            warning = self._order.warn_if_ranks_repeat()
+            if warning is not None:
+                warnings.warn(warning, stacklevel=3)
+
+    # -- single batches and samples -------------------------------------------------------------------------
+
+    def peek(self) -> Any:
+        """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
+
+        Raises:
+            IndexError: the next epoch has no batches.
+            Exception: what the samples raise.
+        """
+        self._pipeline.check_open()
+        plan = self._new_run(self._order.next_epoch).plan
+        while (task := plan.head()) is not None:
+            if isinstance(task, BaseException):
+                raise task
+            with _dataset_at(self, task.epoch):
+                result = Reader(self._job()).read(task)
+            if result.error is not None:
+                raise result.error
+            if result.batch is not NOTHING:
+                return self._placement.place(result.batch, task.sharded)
+            plan.advance()
+        raise IndexError(f"epoch {self._order.next_epoch} has no batches to peek at")
+
+    def read(self, index: Hashable, epoch: int | None = None) -> Any:
+        """One sample, read here and now, with its random generator: where a debugger works.
+
+        Args:
+            index: as the sampler yields it.
+            epoch: the epoch whose random numbers it draws. Default: `epoch`.
+        """
+        self._pipeline.check_open()
+        epoch = self.epoch if epoch is None else epoch
+        with _dataset_at(self, epoch):
+            return Reader(self._job()).read_sample(index, epoch)
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Send the dataset, which has changed, to the workers before the next epoch."""
+        self._pipeline.check_open()
+        self._stale = True
+        self._order.resize(_length(self.dataset))
+
+    def stats(self) -> LoaderStats:
+        """Samples per second, the share of time spent waiting for data, where the time went."""
+        return self._meter.report()
+
+    def close(self) -> None:
+        """Stop the workers. The loader cannot be used any more; batches that are held stay. Twice is fine."""
+        self._pipeline.close()
+        self._closer.detach()
+
+    def __enter__(self) -> ShardedDataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._pipeline.closed:
+            return "ShardedDataLoader(closed)"
+        size = _length(self.dataset)
+        parts = [f"{'?' if size is None else size} samples"]
+        try:
+            parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
+        except TypeError:
+            parts.append("batches without number")
+        if self._placement.devices is not None:
+            parts.append("on " + ", ".join(map(str, self._placement.devices)))
+        elif self._split.num_shards is not None:
+            parts.append(f"{self._split.num_shards} shards")
+        parts.append(repr(self.pool))
+        parts.append(f"batch: {self._batch_looks or 'none read yet'}")
+        return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, at batch {self.position})"
+
+    def _note_batch(self, batch: Any) -> None:
+        if self._batch_looks is None:
+            self._batch_looks = describe(batch)
+
+    def _note_skipped(self, result: Result) -> None:
+        self.skipped.extend(result.skipped)
+        self.num_skipped += len(result.skipped)
+        del self.skipped[:-1000]
+
+
+class _EpochIterator(Iterator[Any]):
+    """One way through one epoch."""
+
+    def __init__(self, loader: ShardedDataLoader, run: Run) -> None:
+        self._loader = loader
+        self._run = run
+        self._lock = threading.RLock()
+        self._last_ended: float | None = None
+        # Not a __del__: a finalizer must not touch what may be half gone, and must not run in a forked child.
+        weakref.finalize(self, loader._pipeline.end, run.number).atexit = False
+
+    def __iter__(self) -> _EpochIterator:
+        return self
+
+    def __length_hint__(self) -> int:
+        """Batches still to come, for progress bars."""
+        return max(0, self._loader._order.length(self._run.epoch) - self._run.delivered)
+
+    def __next__(self) -> Any:
+        handed: list[Entry] = []
+        try:
+            with self._lock:
+                return self._next_batch(handed)
+        except BaseException as error:
+            # Handing out was interrupted: the batch is the next one again.
+            if handed and handed[0].result is not None and error is not handed[0].result.error:
+                self._loader._pipeline.undo(self._run, handed[0])
+            raise
+
+    def _next_batch(self, handed: list[Entry]) -> Any:
+        """The next batch. ``handed`` gets its entry before it leaves the window."""
+        loader, run, pipeline = self._loader, self._run, self._loader._pipeline
+        began = time.perf_counter()
+        while True:
+            try:
+                entry = pipeline.next(run)
+            except StopIteration:
+                run.ended = True
+                raise
+            result = entry.result
+            assert result is not None  # the pipeline returns finished entries
+            arrived = time.perf_counter()
+            batch: Any = None
+            if result.error is None and result.batch is not NOTHING:
+                batch = loader._placement.place(result.batch, entry.task is not None and entry.task.sharded)
+            placing = time.perf_counter() - arrived
+            handed[:] = [entry]
+            pipeline.done(run, entry)
+            if result.skipped:
+                loader._note_skipped(result)
+            if result.error is not None:
+                raise result.error
+            if result.batch is not NOTHING:
+                loader._note_batch(batch)
+                self._last_ended = loader._meter.delivered(
+                    result.samples, result.seconds, placing, began, self._last_ended
+                )
+                return batch
+            self._warn_left_out(entry.seq)
+
+    def _warn_left_out(self, batch: int) -> None:
+        warnings.warn(
+            f"epoch {self._run.epoch}, batch {batch} was left out: no sample of it could be read "
+            f"(see loader.skipped for the errors)",
+            stacklevel=4,
+        )
+
+
+class _dataset_at:
+    """Inside, a dataset that is told its epoch is in this one; afterwards in the one that it was told before."""
+
+    def __init__(self, loader: ShardedDataLoader, epoch: int) -> None:
+        self._set_epoch = getattr(loader.dataset, "set_epoch", None)
+        self._epoch = epoch
+        self._before = loader.epoch
+
+    def __enter__(self) -> None:
+        if self._set_epoch is not None:
+            self._set_epoch(self._epoch)
+
+    def __exit__(self, *error: object) -> None:
+        if self._set_epoch is not None:
+            self._set_epoch(self._before)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        if name in TORCH_SPELLING:
+            raise TypeError(
+                f"ShardedDataLoader has no argument {name!r}, which is torch's; write {TORCH_SPELLING[name]}"
+            )
+        raise TypeError(f"ShardedDataLoader has no argument {name!r}; see help(ShardedDataLoader) for those it has")
+
+
+def _check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in type(dataset).__mro__):
+        raise TypeError(
+            f"{name} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a dataset "
+            f"with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
+        )
+    if not hasattr(type(dataset), "__getitem__"):
+        raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
+
+
+def _check_on_error(on_error: Any) -> None:
+    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+        raise ValueError(
+            f'on_error is {on_error!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> sample'
+        )
+
+
+def _make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
+    if num_shards is not None:
+        if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
+            raise TypeError(f"num_shards is {num_shards!r}; it must be an int")
+        if num_shards < 1:
+            raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+        if devices is not None and not sharded:
+            raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
+        if devices is not None and num_shards > len(devices):
+            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
+        return Split(int(num_shards), None if devices is None else len(devices))
+    if devices is None:
+        return Split()
+    return Split(len(devices) if sharded else None, len(devices))
+
+
+def _make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
+    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+    count = max(0, int(num_workers))
+    if isinstance(pool, Pool):
+        if count or thread_pool:
+            raise ValueError(f"pool={pool!r} has its own workers: leave out num_workers and thread_pool")
+        return pool
+    if pool is None:
+        pool = "inline" if count == 0 else "thread" if thread_pool else "process"
+    elif thread_pool and pool != "thread":
+        raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
+    if pool == "inline":
+        return InlinePool()
+    if pool not in ("thread", "process"):
+        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
+    if count == 0:
+        raise ValueError(f"pool={pool!r} needs workers: give num_workers=, at least 1")
+    return ThreadPool(count) if pool == "thread" else ProcessPool(count)
+
+
+_owned: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _claim(pool: Pool) -> None:
+    if pool in _owned:
+        raise ValueError(f"{pool!r} belongs to another loader: make a pool for each")
+    _owned.add(pool)

@@ -1,0 +1,120 @@
+"""Where the time of a training loop goes: waiting for data, or the loop itself.
+
+    Meter.delivered(...)          called by the iterator for each batch
+    Meter.report() -> LoaderStats
+
+Counted is the time inside epochs only, from one batch to the next; not what happens between epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What a loader has done so far.
+
+    Attributes:
+        batches: batches delivered.
+        samples: samples in them.
+        seconds: time spent in epochs, by the loop and by the loader.
+        waiting_seconds: of these, time spent inside ``next``, waiting for data.
+        reading_seconds: time the workers spent reading and batching, all workers added up.
+        placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    placing_seconds: float = 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples delivered per second of the epochs."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the epochs' time that the loop waited for data, from 0 (never) to 1."""
+        return self.waiting_seconds / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:,.0f} samples/s, "
+            f"{self.waiting_share:.0%} of the time waiting for data"
+        )
+
+
+class Meter:
+    """Counts for one loader."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._samples = 0
+        self._seconds = 0.0
+        self._waiting = 0.0
+        self._reading = 0.0
+        self._placing = 0.0
+
+    def delivered(
+        self, samples: int, reading: float, placing: float, began: float, last_ended: float | None
+    ) -> float:
+        """A batch is handed out; returns when.
+
+        Args:
+            samples: how many it holds.
+            reading: seconds that its worker took.
+            placing: seconds that conversion and copies to devices took here.
+            began: when ``next`` was called.
+            last_ended: when the call before was over; None at the first batch of an epoch.
+        """
+        now = time.perf_counter()
+        self._batches += 1
+        self._samples += samples
+        self._reading += reading
+        self._placing += placing
+        self._waiting += now - began
+        self._seconds += now - (began if last_ended is None else last_ended)
+        return now
+
+    def report(self) -> LoaderStats:
+        """The counts so far."""
+        return LoaderStats(
+            self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing
+        )
+
+
+def describe(batch: Any) -> str:
+    """What a batch looks like, in one line: ``[float32[64, 1, 8, 8], int64[64]]``.
+
+    Example:
+        >>> import numpy as np
+        >>> describe({"x": np.zeros((2, 3), np.float32), "name": ["a", "b"]})
+        "{'x': float32[2, 3], 'name': [2 x str]}"
+    """
+    if hasattr(batch, "shape") and hasattr(batch, "dtype"):
+        device = getattr(batch, "device", None)
+        where = "" if str(device) in ("None", "cpu") else f" on {device}"
+        return f"{str(batch.dtype).removeprefix('torch.')}[{', '.join(map(str, batch.shape))}]{where}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe(value)}" for key, value in batch.items()) + "}"
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = ", ".join(f"{f.name}={describe(getattr(batch, f.name))}" for f in dataclasses.fields(batch))
+        return f"{type(batch).__name__}({fields})"
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        fields = ", ".join(f"{name}={describe(value)}" for name, value in zip(batch._fields, batch, strict=True))
+        return f"{type(batch).__name__}({fields})"
+    if isinstance(batch, (list, tuple)):
+        kinds = {type(item).__name__ for item in batch}
+        if len(kinds) == 1 and not hasattr(batch[0], "shape") and not isinstance(batch[0], (list, tuple, Mapping)):
+            return f"[{len(batch)} x {kinds.pop()}]"
+        inside = ", ".join(map(describe, batch))
+        return f"[{inside}]" if isinstance(batch, list) else f"({inside})"
+    return type(batch).__name__

@@ -1,0 +1,124 @@
+"""What every test promises: it leaves no process, thread, descriptor or shared-memory name behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sharded_loader import InlinePool, ProcessPool, ThreadPool
+from sharded_loader.execution.pools.base import Pool
+
+# Exempt: the standard library's own helpers, which live as long as the program.
+HELPERS = ("resource_tracker", "forkserver")
+PATIENCE = 3.0
+
+PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
+POOLS = ("inline", "thread", *PROCESS_POOLS)
+
+
+def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
+    """A pool by the name that tests are parametrised with."""
+    if name == "inline":
+        return InlinePool()
+    if name == "thread":
+        return ThreadPool(num_workers, **options)
+    return ProcessPool(num_workers, start_method=name, **options)
+
+
+@pytest.fixture(params=POOLS)
+def pool(request: pytest.FixtureRequest) -> Pool:
+    """Every pool and start method, one after the other, with two workers."""
+    return make_pool(request.param)
+
+
+@pytest.fixture(params=[name for name in POOLS if name != "inline"])
+def worker_pool(request: pytest.FixtureRequest) -> Pool:
+    """Every pool that has workers."""
+    return make_pool(request.param)
+
+
+@pytest.fixture(params=PROCESS_POOLS)
+def process_pool(request: pytest.FixtureRequest) -> ProcessPool:
+    """Every start method."""
+    return ProcessPool(2, start_method=request.param)
+
+
+@pytest.fixture(params=POOLS)
+def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
+    """Makes pools of one kind, for tests that need several."""
+    return lambda num_workers=2, **options: make_pool(request.param, num_workers, **options)
+
+
+def _processes() -> set[int]:
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and not any(h in " ".join(child.cmdline()) for h in HELPERS):
+                found.add(child.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir() if os.path.isdir("/proc/self/fd") else ():
+        try:
+            found[int(entry.name)] = os.readlink(entry)
+        except OSError:
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the test that leaves a process, a thread, a descriptor or a shared-memory name."""
+    _start_helpers()
+    before = _processes(), _threads(), _descriptors(), _shared_memory()
+    yield
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        gc.collect()
+        left = {
+            "processes": _processes() - before[0],
+            "threads": _threads() - before[1],
+            "descriptors": {fd: to for fd, to in _descriptors().items() if before[2].get(fd) != to},
+            "shared memory": _shared_memory() - before[3],
+        }
+        left = {kind: items for kind, items in left.items() if items}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.01)  # what is ending may still be in the process table
+
+
+_helpers_started = False
+
+
+def _start_helpers() -> None:
+    """Start the forkserver and the resource tracker once, so that no test is blamed for their descriptors."""
+    global _helpers_started
+    if not _helpers_started and sys.platform != "win32":
+        from multiprocess import forkserver, resource_tracker
+
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
+        _helpers_started = True

@@ -1,0 +1,130 @@
+"""A Ctrl-C at any moment leaves a loader that can go on: no batch is lost, none comes twice, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from sharded_loader import ShardedDataLoader
+from sharded_loader.execution.pools.base import Pool
+
+PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the n-th line of the pump that this thread runs."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.fired = False
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if os.path.basename(frame.f_code.co_filename) not in PUMP or "sharded_loader" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def next_interrupted(iterator: Any, number: int) -> tuple[list[Any], bool]:
+    """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
+    tracer = InterruptAt(number)
+    got = []
+    before = sys.gettrace()
+    try:
+        sys.settrace(tracer)
+        got.append(next(iterator))
+    except KeyboardInterrupt:
+        assert tracer.fired
+    finally:
+        sys.settrace(before)
+    return got, tracer.fired
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool], step: int) -> None:
+    loader = ShardedDataLoader(range(10_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
+    expected = iter(range(0, 10_000, 3))
+    with loader:
+        iterator = iter(loader)
+        assert next(iterator)[0][0] == next(expected)
+        line = 1
+        while True:
+            got, fired = next_interrupted(iterator, line)
+            for batch in got:
+                assert batch[0][0] == next(expected)
+            if not fired:
+                break
+            # The loader goes on, in order, with all that was in flight.
+            for _ in range(2):
+                assert next(iterator)[0][0] == next(expected)
+            line += step
+        assert line > 20
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(method: str) -> None:
+    script = textwrap.dedent(f"""
+        import os, signal, threading, time
+        from sharded_loader import ProcessPool, ShardedDataLoader
+
+        class Slow:
+            def __len__(self): return 1000
+            def __getitem__(self, i):
+                time.sleep(0.01)
+                return i
+
+        loader = ShardedDataLoader(Slow(), 4, pool=ProcessPool(2, start_method="{method}"))
+        seen = []
+        iterator = iter(loader)
+        seen.append(next(iterator)[0].item())
+        try:
+            # To the whole process group, as a terminal does.
+            threading.Timer(0.05, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
+            while True:
+                seen.append(next(iterator)[0].item())
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        for _ in range(5):
+            seen.append(next(iterator)[0].item())
+        assert seen == list(range(0, 4 * len(seen), 4)), seen
+        loader.close()
+        print("went on", flush=True)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, start_new_session=True, check=False
+    )
+    assert done.stdout.split("\n")[:2] == ["interrupted", "went on"], done
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_interrupt_inside_the_dataset_reads_the_batch_again() -> None:
+    class Interrupted:
+        armed = True
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 3 and self.armed:
+                type(self).armed = False
+                signal.raise_signal(signal.SIGINT)
+            return index
+
+    iterator = iter(ShardedDataLoader(Interrupted(), 2))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5]]
