@@ -1,0 +1,55 @@
+# One command each on a machine with only Python >= 3.10:
+#   make demo      train the demo network
+#   make test      the tests but the slow ones
+#   make test-all  all tests
+#   make lint      ruff and mypy
+#   make clean     remove everything that the others made
+# The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
+# setup.cfg or constraints.txt change.
+
+PYTHON ?= python3
+VENV = .venv
+BIN = $(VENV)/bin
+INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
+PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
+
+.PHONY: help demo test test-all lint clean
+
+help:
+	@sed -n "s/^#   //p" Makefile
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/sharded-loader demo
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/test.stamp
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# pip is what `venv` makes last: an interrupted one is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 10) else \"Python >= 3.10 needed, this is \" + sys.version.split()[0] + \": make PYTHON=python3.11\")"
+	$(PYTHON) -m venv $(VENV)
+
+# setuptools first and no isolated build: pip fills that one without asking constraints.txt.
+$(VENV)/demo.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[demo]"
+	touch $@
+
+$(VENV)/test.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[test]"
+	touch $(VENV)/demo.stamp $@
