@@ -1,0 +1,202 @@
+"""MXNet's header before a payload: a label and two numbers in 24 bytes, and images behind it.
+
+    | flag   | label   | id     | id2    | `flag` x float32, if flag > 0 | payload |
+      uint32   float32   uint64   uint64                                             all little-endian
+
+A label that is one number stands in its field and ``flag`` is 0; an array of n numbers stands behind the header and
+``flag`` is n. What can go wrong: a field that does not fit, a record too short for its header, an image that does not
+decode are each a ValueError, with the header's ``id`` where there is one.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class IRHeader(NamedTuple):
+    """What MXNet puts before an image in a record.
+
+    Attributes:
+        flag: how many numbers the label has, 0 for a single one; `pack` sets it.
+        label: a number, or an array of float32.
+        id: usually the record's key; 0 to 2**64 - 1.
+        id2: a second one.
+    """
+
+    flag: int
+    label: Any
+    id: int
+    id2: int
+
+
+_HEADER = struct.Struct("<IfQQ")
+
+
+def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
+    """A header and a payload as the bytes of one record.
+
+    Args:
+        header: an `IRHeader` or a tuple of its fields. A label that is a number is stored as one float32; a list or
+            array of numbers as float32 behind the header, with `flag` their count.
+        s: the payload.
+
+    Returns:
+        bytes: 24 of header, 4 for each number of an array label, the payload.
+
+    Raises:
+        ValueError: a field does not fit its place.
+
+    Example:
+        >>> record = pack(IRHeader(0, 4.0, 2574, 0), b"image")
+        >>> len(record), unpack(record)
+        (29, (IRHeader(flag=0, label=4.0, id=2574, id2=0), b'image'))
+
+    Source: ``mxnet.recordio.pack``.
+    """
+    header = IRHeader(*header)
+    if isinstance(header.label, Number):
+        header, label = header._replace(flag=0), b""
+    else:
+        array = np.asarray(header.label, dtype=np.float32)
+        header, label = header._replace(flag=array.size, label=0.0), array.tobytes()
+    try:
+        return _HEADER.pack(*header) + label + s
+    except (struct.error, OverflowError) as error:
+        raise ValueError(
+            f"{header!r} does not fit ({error}): the label is a number in float32's range or an array of them, "
+            "id and id2 are integers from 0 to 2**64 - 1"
+        ) from error
+
+
+def unpack(s: bytes) -> tuple[IRHeader, bytes]:
+    """The header and the payload of a record that `pack` made.
+
+    Args:
+        s: the record.
+
+    Returns:
+        (IRHeader, bytes). The label is a float, or an array of float32 of shape (flag,) that may be written to.
+
+    Raises:
+        ValueError: the record is too short for a header, or for the label that its header promises.
+
+    Example:
+        >>> header, payload = unpack(pack((0, [1.5, 2.5], 9, 0), b"body"))
+        >>> header.flag, header.label.tolist(), payload
+        (2, [1.5, 2.5], b'body')
+
+    Source: ``mxnet.recordio.unpack``.
+    """
+    if len(s) < _HEADER.size:
+        raise ValueError(f"a record of {len(s)} bytes has no IRHeader (of {_HEADER.size}): was it written by pack()?")
+    header = IRHeader(*_HEADER.unpack_from(s))
+    begin = _HEADER.size + 4 * header.flag
+    if begin > len(s):
+        raise ValueError(
+            f"record with id {header.id}: its header promises a label of {header.flag} numbers, but only "
+            f"{len(s) - _HEADER.size} bytes follow: was it written by pack()?"
+        )
+    if header.flag:
+        label = np.frombuffer(s, dtype="<f4", count=header.flag, offset=_HEADER.size)
+        header = header._replace(label=label.astype(np.float32))
+    return header, s[begin:]
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("pack_img and unpack_img need Pillow: pip install 'sharded_loader[images]'") from error
+    return Image
+
+
+def pack_img(
+    header: IRHeader | tuple[int, Any, int, int], img: npt.ArrayLike, quality: int = 95, img_fmt: str = ".jpg"
+) -> bytes:
+    """A header and an encoded image as the bytes of one record. Needs Pillow (extra ``images``).
+
+    Args:
+        header: as in `pack`.
+        img: uint8 of shape (height, width) or (height, width, 3), channels in the order RGB. (MXNet, with OpenCV, takes
+            BGR: give ``img[..., ::-1]`` there. The encoded files mean the same in both.)
+        quality: of a JPEG, 1 to 100; of a PNG the compression level, more than 9 being 9.
+        img_fmt: ``".jpg"``, ``".jpeg"`` or ``".png"``.
+
+    Returns:
+        bytes, as `pack`.
+
+    Raises:
+        ValueError: another format, dtype or shape.
+        ImportError: Pillow is not installed.
+
+    Example:
+        >>> grey = np.full((2, 3), 128, dtype=np.uint8)
+        >>> header, image = unpack_img(pack_img(IRHeader(0, 1.0, 5, 0), grey, img_fmt=".png"))
+        >>> header.id, image.tolist()
+        (5, [[128, 128, 128], [128, 128, 128]])
+
+    Source: ``mxnet.recordio.pack_img``.
+    """
+    pillow = _pillow()
+    options: dict[str, tuple[str, dict[str, Any]]] = {
+        ".jpg": ("JPEG", {"quality": quality}),
+        ".jpeg": ("JPEG", {"quality": quality}),
+        ".png": ("PNG", {"compress_level": max(0, min(quality, 9))}),
+    }
+    if img_fmt.lower() not in options:
+        raise ValueError(f"unknown image format {img_fmt!r}, use one of {', '.join(options)}")
+    array = np.asarray(img)
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
+        raise ValueError(
+            f"an image is uint8 of shape (height, width) or (height, width, 3), "
+            f"not {array.dtype} of shape {array.shape}"
+        )
+    name, settings = options[img_fmt.lower()]
+    encoded = io.BytesIO()
+    pillow.fromarray(np.ascontiguousarray(array)).save(encoded, format=name, **settings)
+    return pack(header, encoded.getvalue())
+
+
+def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]:
+    """The header and the decoded image of a record. Needs Pillow (extra ``images``).
+
+    Args:
+        s: the record, as `pack_img` of this library or of MXNet made it (any format that Pillow reads).
+        iscolor: 1 gives RGB, 0 grey, -1 what is stored.
+
+    Returns:
+        (IRHeader, uint8 array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR).
+
+    Raises:
+        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`.
+        ImportError: Pillow is not installed.
+
+    Example:
+        >>> record = pack_img((0, 1.0, 5, 0), np.zeros((2, 3, 3), dtype=np.uint8))
+        >>> unpack_img(record)[1].shape, unpack_img(record, iscolor=0)[1].shape
+        ((2, 3, 3), (2, 3))
+
+    Source: ``mxnet.recordio.unpack_img``.
+    """
+    if iscolor not in (-1, 0, 1):
+        raise ValueError(f"unknown iscolor {iscolor!r}, use 1 for RGB, 0 for grey, -1 for what is stored")
+    header, payload = unpack(s)
+    pillow = _pillow()
+    try:
+        with pillow.open(io.BytesIO(payload)) as image:
+            if iscolor == -1:
+                mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
+            else:
+                mode = "RGB" if iscolor else "L"
+            return header, np.array(image.convert(mode))
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
+        raise ValueError(
+            f"record with id {header.id}: its {len(payload)} bytes do not decode as an image ({error}). "
+            "Was it written by pack_img()?"
+        ) from error

@@ -1,0 +1,340 @@
+"""The RecordIO format: many byte strings in one file, read at any offset, written in a row.
+
+A ``.rec`` file is a row of records, nothing else. All numbers are little-endian, all offsets multiples of 4::
+
+    | magic 0xced7230a | flag << 29 | length | payload, `length` bytes | 0 to 3 zero bytes |
+      4 bytes            4 bytes                                         up to a multiple of 4
+
+``flag`` 0 is a whole record. A payload that contains the magic number at a multiple of 4 is cut there, so that
+the magic at a multiple of 4 of the file always begins a part: the first part has flag 1, those between 2, the
+last 3. The four bytes of the magic are dropped at each cut and put back by the reader.
+An ``.idx`` file beside it has a line ``key<TAB>offset`` for each record, in the order of writing.
+
+Reading: a ``RecordFile`` owns one descriptor and reads at positions (``os.pread``), so that all threads share
+it; each process opens its own, after a fork as after unpickling. A descriptor is closed by ``close()``, or when
+its owner is collected, once the last thread has finished its read.
+Writing: one ``os.write`` per record and index line, nothing buffered: a killed writer leaves at most its last
+record incomplete, and a forked child has nothing to write twice.
+
+What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
+all records before it stay readable. A length is compared with the file's size before memory is allocated.
+
+The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.data.recordio`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_MAGIC_NUMBER = 0xCED7230A
+_MAGIC = struct.pack("<I", _MAGIC_NUMBER)
+_HEAD = struct.Struct("<II")
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+_LENGTH_BITS = 29
+MAX_LENGTH = (1 << _LENGTH_BITS) - 1
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
+
+
+def _padded(length: int) -> int:
+    return (length + 3) & ~3
+
+
+class RecordIOError(ValueError):
+    """A ``.rec`` file is truncated, corrupt, or no RecordIO file.
+
+    Attributes:
+        path: the file.
+        offset: where the damaged record begins. The records before it are readable.
+        problem: what is wrong there, and what to do.
+    """
+
+    def __init__(self, path: str, offset: int, problem: str) -> None:
+        super().__init__(path, offset, problem)
+        self.path = path
+        self.offset = offset
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}, offset {self.offset}: {self.problem}"
+
+
+# -- after a fork: no descriptor and no lock of the parent is used in the child ----------------------------------------
+
+
+class PerProcess:
+    """Base of what must begin afresh in a forked child."""
+
+    def _after_fork(self) -> None:
+        raise NotImplementedError
+
+
+_per_process: weakref.WeakSet[PerProcess] = weakref.WeakSet()
+
+
+def run_after_fork(each: PerProcess) -> None:
+    """From now on, as long as it lives, `each` begins afresh in forked children."""
+    _per_process.add(each)
+
+
+def _begin_afresh() -> None:
+    for each in list(_per_process):
+        each._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _Descriptor:
+    """An open file. Closes when its last reference goes: a thread in the middle of a read holds one."""
+
+    __slots__ = ("_fd", "_lock", "size")
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | _BINARY)
+        self._lock = threading.Lock()
+        self.size = os.fstat(self._fd).st_size
+
+    def refresh_size(self) -> int:
+        """The size now: the file may still be written to."""
+        self.size = os.fstat(self._fd).st_size
+        return self.size
+
+    def read(self, size: int, offset: int) -> bytes:
+        if hasattr(os, "pread"):
+            data: bytes = os.pread(self._fd, size, offset)
+            return data
+        with self._lock:  # Windows
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            return os.read(self._fd, size)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class RecordFile(PerProcess):
+    """Reads records at given offsets, from any thread and any process. Pickles as its path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.closed = False
+        self._descriptor: _Descriptor | None = _Descriptor(self.path)
+        run_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._descriptor = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "closed": self.closed, "_descriptor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        run_after_fork(self)
+
+    def close(self) -> None:
+        self.closed = True
+        self._descriptor = None
+
+    def _open(self) -> _Descriptor:
+        descriptor = self._descriptor
+        if descriptor is None:
+            if self.closed:
+                raise ValueError(f"{self.path} is closed: read before close(), or open it again")
+            descriptor = self._descriptor = _Descriptor(self.path)
+            if self.closed:  # by another thread, in the meantime
+                self._descriptor = None
+        return descriptor
+
+    def _reaches(self, end: int) -> bool:
+        descriptor = self._open()
+        return end <= descriptor.size or end <= descriptor.refresh_size()
+
+    def _bytes(self, size: int, offset: int) -> bytes:
+        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
+        descriptor = self._open()
+        data = descriptor.read(size, offset)
+        while len(data) < size:  # signals and network file systems shorten reads
+            more = descriptor.read(size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    @property
+    def size(self) -> int:
+        return self._open().refresh_size()
+
+    def _damaged(self, offset: int, problem: str) -> RecordIOError:
+        if offset == 0:
+            advice = "Is it a RecordIO file?"
+        else:
+            advice = (
+                "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
+                "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
+            )
+        return RecordIOError(self.path, offset, f"{problem}. {advice}")
+
+    def _part(self, offset: int, begin: int) -> tuple[int, int]:
+        """Flag and length of the part at `offset`, which lies in the file as a whole. `begin`: of its record."""
+        head = self._bytes(_HEAD.size, offset)
+        if len(head) < _HEAD.size:
+            raise self._damaged(begin, f"the file ends at {offset + len(head)}, within a record")
+        magic, word = _HEAD.unpack(head)
+        if magic != _MAGIC_NUMBER:
+            raise self._damaged(begin, f"no record at {offset}: 0x{magic:08x} stands for the magic 0x{_MAGIC_NUMBER:x}")
+        flag, length = word >> _LENGTH_BITS, word & MAX_LENGTH
+        if flag > _LAST or (flag in (_WHOLE, _FIRST)) != (offset == begin):
+            raise self._damaged(begin, f"the part at {offset} has flag {flag}, which cannot stand there")
+        if not self._reaches(offset + _HEAD.size + _padded(length)):
+            raise self._damaged(begin, f"the part at {offset} says {length} bytes, the file ends at {self.size}")
+        return flag, length
+
+    def _payload(self, length: int, offset: int, begin: int) -> bytes:
+        payload = self._bytes(length, offset)
+        if len(payload) < length:
+            raise self._damaged(begin, f"the file was truncated to {offset + len(payload)} bytes while it was read")
+        return payload
+
+    def read(self, begin: int) -> tuple[bytes, int]:
+        """The record at `begin` and the offset of the next."""
+        flag, length = self._part(begin, begin)
+        payload = self._payload(length, begin + _HEAD.size, begin)
+        offset = begin + _HEAD.size + _padded(length)
+        if flag == _WHOLE:
+            return payload, offset
+        whole = io.BytesIO()  # its value is not copied; a list of parts takes many times the bytes of small parts
+        whole.write(payload)
+        while flag != _LAST:
+            flag, length = self._part(offset, begin)
+            whole.write(_MAGIC)
+            whole.write(self._payload(length, offset + _HEAD.size, begin))
+            offset += _HEAD.size + _padded(length)
+        return whole.getvalue(), offset
+
+    def skip(self, begin: int) -> int:
+        """The offset of the record after the one at `begin`."""
+        offset = begin
+        while True:
+            flag, length = self._part(offset, begin)
+            offset += _HEAD.size + _padded(length)
+            if flag in (_WHOLE, _LAST):
+                return offset
+
+    def scan(self, stacklevel: int) -> list[int]:
+        """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
+        reading it raises; a file that is damaged from its first record on raises here."""
+        offsets = []
+        offset, size = 0, self.size
+        while offset < size:
+            offsets.append(offset)
+            try:
+                offset = self.skip(offset)
+            except RecordIOError as error:
+                if not offset:
+                    raise
+                warnings.warn(
+                    f"{error} While its index was rebuilt, {len(offsets) - 1} records were found before; the next one "
+                    "raises when it is read.",
+                    stacklevel=stacklevel,
+                )
+                break
+        return offsets
+
+
+def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
+    """Keys and offsets, in the order of the file's lines."""
+    keys, offsets = [], []
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            key, _, offset = line.rstrip("\r\n").partition("\t")
+            try:
+                keys.append(key_type(key))
+                offsets.append(int(offset))
+                if not 0 <= offsets[-1] < 1 << 63:
+                    raise ValueError(f"the offset {offset} is out of range")
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
+                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
+                    "the file to have it rebuilt."
+                ) from error
+    return keys, offsets
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """A file that this process alone writes, unbuffered. Closes when it is collected."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd = -1
+        self.path = os.path.abspath(os.fspath(path))
+        self._pid = os.getpid()
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+        self.offset = 0
+
+    def check(self) -> None:
+        if self._fd < 0:
+            raise ValueError(f"{self.path} is closed: write before close()")
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.path} was opened for writing by process {self._pid}, this is process {os.getpid()}: "
+                "two writers would overwrite each other. Write in one process, or one file per process."
+            )
+
+    def write(self, data: bytes) -> None:
+        """Appends all of `data`, or nothing if anything is raised (a full disk, Ctrl-C)."""
+        self.check()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except BaseException:
+            os.ftruncate(self._fd, self.offset)
+            os.lseek(self._fd, self.offset, os.SEEK_SET)
+            raise
+        self.offset += len(data)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def framed(payload: bytes) -> bytes:
+    """The bytes of a record as they stand in the file."""
+    parts = []
+    begin = at = 0
+    while (at := payload.find(_MAGIC, at)) >= 0:
+        if at % 4:
+            at += 1
+        else:
+            parts.append(payload[begin:at])
+            begin = at = at + len(_MAGIC)
+    parts.append(payload[begin:] if begin else payload)
+    pieces = []
+    for number, part in enumerate(parts):
+        if len(parts) == 1:
+            flag = _WHOLE
+        else:
+            flag = _FIRST if number == 0 else _LAST if number == len(parts) - 1 else _MIDDLE
+        pieces += [_HEAD.pack(_MAGIC_NUMBER, flag << _LENGTH_BITS | len(part)), part, bytes(-len(part) % 4)]
+    return b"".join(pieces)

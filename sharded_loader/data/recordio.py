@@ -1,0 +1,430 @@
+"""MXNet's RecordIO files by record, by key, and as a dataset; byte for byte the same, both ways.
+
+    train.rec    | magic | flag << 29 | length | payload | zeros up to a multiple of 4 |  and so on
+    train.idx    key <TAB> offset of the record in train.rec, one line for each
+
+How a record lies in its file (and how a payload that contains the magic is cut) is told in
+`sharded_loader.data.recordfile`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
+from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position. `pack` and `unpack` put
+MXNet's label header before a payload (`sharded_loader.data.packing`).
+
+A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
+the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
+
+What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record, all
+records before it stay readable; an index that does not fit says so at the record that it misses; an unknown key is a
+KeyError.
+
+The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.data.packing import IRHeader, pack, pack_img, unpack, unpack_img
+from sharded_loader.data.recordfile import (
+    MAX_LENGTH,
+    PerProcess,
+    RecordFile,
+    RecordIOError,
+    Writer,
+    framed,
+    load_index,
+    run_after_fork,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "IRHeader",
+    "MXIndexedRecordIO",
+    "MXRecordIO",
+    "RecordFileDataset",
+    "RecordIOError",
+    "pack",
+    "pack_img",
+    "unpack",
+    "unpack_img",
+]
+
+
+class MXRecordIO(PerProcess):
+    """Reads or writes a ``.rec`` file from its beginning to its end.
+
+    Safe in several threads: each record is read by one of them, and written as a whole. A copy in another process
+    (pickled, or by a fork) opens the file for itself and reads from the beginning. A writer belongs to its process and
+    is not pickled.
+
+    Args:
+        uri: the file's path.
+        flag: ``"r"`` to read; ``"w"`` to write, which empties an existing file.
+
+    Raises:
+        ValueError: another `flag`; use after `close`.
+        OSError: the file cannot be opened (e.g. FileNotFoundError).
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     for record in (b"a", b"bc"):
+        ...         file.write(record)
+        >>> with MXRecordIO(path, "r") as file:
+        ...     file.read(), file.read(), file.read()
+        (b'a', b'bc', None)
+        >>> folder.cleanup()
+
+    Source: ``mxnet.recordio.MXRecordIO``.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], flag: str) -> None:
+        if flag not in ("r", "w"):
+            raise ValueError(f"{os.fspath(uri)}: unknown flag {flag!r}, use 'r' to read or 'w' to write")
+        self.uri = os.fspath(uri)
+        self._path = os.path.abspath(self.uri)  # the folder may have changed when it is opened again
+        self.flag = flag
+        self.writable = flag == "w"
+        self._reader: RecordFile | None = None
+        self._writer: Writer | None = None
+        self._position = 0
+        self._turn = threading.RLock()
+        run_after_fork(self)
+        self.open()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `read` or `write` is possible."""
+        return self._reader is not None or self._writer is not None
+
+    def open(self) -> None:
+        """Opens the file again after `close`, at the beginning; a writer empties it."""
+        self.close()
+        self._position = 0
+        if self.writable:
+            self._writer = Writer(self._path)
+        else:
+            self._reader = RecordFile(self._path)
+
+    def close(self) -> None:
+        """Closes the file. Again is no error."""
+        with self._turn:  # a write in another thread ends first
+            if self._reader is not None:
+                self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
+            self._reader = self._writer = None
+
+    def reset(self) -> None:
+        """Goes back to the first record; a writer empties its file, as MXNet's does."""
+        if self.writable:
+            self._for_writing().check()
+            self.open()
+        else:
+            self._for_reading()
+            self._position = 0
+
+    def read(self) -> bytes | None:
+        """The next record, or None after the last one.
+
+        Raises:
+            RecordIOError: the file is damaged there (again at each call).
+            io.UnsupportedOperation: opened for writing.
+        """
+        with self._turn:
+            file = self._for_reading()
+            if self._position == file.size:
+                return None
+            record, self._position = file.read(self._position)
+            return record
+
+    def write(self, buf: bytes | bytearray | memoryview) -> None:
+        """Appends one record.
+
+        Raises:
+            ValueError: 2**29 bytes or more, the format's limit.
+            TypeError: not bytes.
+            RuntimeError: in a forked child of the process that opened the file.
+            io.UnsupportedOperation: opened for reading.
+        """
+        if not isinstance(buf, bytes | bytearray | memoryview):
+            raise TypeError(f"{self.uri}: a record is bytes, not {type(buf).__name__} (a str needs .encode())")
+        payload = bytes(buf)
+        if len(payload) > MAX_LENGTH:
+            raise ValueError(
+                f"{self.uri}: a record of {len(payload)} bytes is too long, RecordIO has room for {MAX_LENGTH}: "
+                "split it"
+            )
+        self._for_writing().check()
+        with self._turn:
+            self._for_writing().write(framed(payload))
+
+    def tell(self) -> int:
+        """The offset in the file where the next record is written, or read by `read`."""
+        if self.writable:
+            return self._for_writing().offset
+        self._for_reading()
+        return self._position
+
+    def _for_reading(self) -> RecordFile:
+        if self._reader is None:
+            self._refuse("read")
+        return self._reader
+
+    def _for_writing(self) -> Writer:
+        if self._writer is None:
+            self._refuse("write")
+        return self._writer
+
+    def _refuse(self, verb: str) -> NoReturn:
+        if self.writable == (verb == "write"):
+            raise ValueError(f"{self.uri} is closed: {verb} before close(), or call open()")
+        raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
+
+    def _after_fork(self) -> None:
+        self._turn = threading.RLock()
+        self._position = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.writable:
+            raise TypeError(f"{self.uri}: a writer belongs to its process and cannot be pickled; pickle a reader")
+        return {**self.__dict__, "_turn": None, "_position": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.RLock())
+        run_after_fork(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r}, {self.flag!r}{'' if self.is_open else ', closed'})"
+
+
+class MXIndexedRecordIO(MXRecordIO):
+    """Reads or writes a ``.rec`` file by key, through an ``.idx`` file.
+
+    `read_idx` is safe from any number of threads at once: the reads are positioned and share one descriptor.
+    Where the ``.idx`` is missing the ``.rec`` is scanned and its records get the keys 0, 1, 2 ...; nothing is written.
+    Where a damaged record ends that scan, it has the last key, and reading it raises.
+
+    Args:
+        idx_path: the index.
+        uri: the file of records.
+        flag: ``"r"`` or ``"w"``, as in `MXRecordIO`.
+        key_type: makes a key of the index's text.
+
+    Attributes:
+        idx: dict from key to offset. keys: list of the keys in the order of the index.
+
+    Raises:
+        ValueError: a line of the index is malformed (with its number).
+        RecordIOError: the index is missing and the file is no RecordIO file.
+        OSError: a file cannot be opened.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> paths = [os.path.join(folder.name, name) for name in ("d.idx", "d.rec")]
+        >>> with MXIndexedRecordIO(*paths, "w") as file:
+        ...     file.write_idx(7, b"seven")
+        ...     file.write_idx(-1, b"minus one")
+        >>> with MXIndexedRecordIO(*paths, "r") as file:
+        ...     file.keys, file.read_idx(-1)
+        ([7, -1], b'minus one')
+        >>> folder.cleanup()
+
+    Source: ``mxnet.recordio.MXIndexedRecordIO``.
+    """
+
+    def __init__(
+        self,
+        idx_path: str | os.PathLike[str],
+        uri: str | os.PathLike[str],
+        flag: str,
+        key_type: Callable[[str], Any] = int,
+    ) -> None:
+        self.idx_path = os.fspath(idx_path)
+        self._path_of_index = os.path.abspath(self.idx_path)
+        self.key_type = key_type
+        self.idx: dict[Any, int] = {}
+        self.keys: list[Any] = []
+        self._index_writer: Writer | None = None
+        super().__init__(uri, flag)
+
+    def open(self) -> None:
+        """Opens both files again after `close`; a writer empties them."""
+        super().open()
+        try:
+            self._open_index()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_index(self) -> None:
+        self.idx, self.keys = {}, []
+        if self.writable:
+            self._index_writer = Writer(self._path_of_index)
+            return
+        if os.path.exists(self._path_of_index):
+            self.keys, offsets = load_index(self._path_of_index, self.key_type)
+        else:
+            offsets = self._for_reading().scan(stacklevel=6)
+            self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
+        self.idx = dict(zip(self.keys, offsets, strict=True))
+        if len(self.idx) < len(self.keys):
+            twice = next(key for key, times in Counter(self.keys).items() if times > 1)
+            warnings.warn(
+                f"{self.idx_path}: {len(self.keys) - len(self.idx)} keys stand there again, the first is {twice!r}: "
+                "read_idx gives the last record of a key, as MXNet does. RecordFileDataset reads every record.",
+                stacklevel=5,
+            )
+
+    def close(self) -> None:
+        """Closes both files. Again is no error."""
+        super().close()
+        if self._index_writer is not None:
+            self._index_writer.close()
+        self._index_writer = None
+
+    def _offset(self, key: Hashable) -> int:
+        try:
+            return self.idx[key]
+        except KeyError:
+            known = ", ".join(repr(each) for each in self.keys[:5])
+            raise KeyError(
+                f"{self.idx_path}: no key {key!r} of type {type(key).__name__}; it has {len(self.idx)} keys"
+                + (f", the first are {known}" if known else "")
+            ) from None
+
+    def seek(self, idx: Hashable) -> None:
+        """Makes the record of key `idx` the next one that `read` gives.
+
+        Raises:
+            KeyError: an unknown key. A negative number is a key like any other.
+        """
+        self._for_reading()
+        self._position = self._offset(idx)
+
+    def read_idx(self, idx: Hashable) -> bytes:
+        """The record of key `idx`. The next `read` gives the one after it.
+
+        Raises:
+            KeyError: an unknown key. A negative number is a key like any other.
+            RecordIOError: there is no whole record at the offset that the index gives.
+        """
+        file = self._for_reading()
+        record, self._position = file.read(self._offset(idx))
+        return record
+
+    def write_idx(self, idx: Any, buf: bytes | bytearray | memoryview) -> None:
+        """Appends one record under the key ``key_type(idx)``.
+
+        Raises:
+            ValueError: the key was written before, or its text has a tab or a line end.
+            and what `write` raises.
+        """
+        key = self.key_type(idx)
+        text = str(key)
+        if any(mark in text for mark in "\t\r\n") or not text.strip():
+            raise ValueError(f"{self.idx_path}: the key {key!r} is blank or has a tab or a line end: use another")
+        self._for_writing().check()
+        with self._turn:
+            if key in self.idx:
+                raise ValueError(
+                    f"{self.idx_path}: the key {key!r} was written before, at offset {self.idx[key]}: "
+                    "give each record its own"
+                )
+            offset = self.tell()
+            self.write(buf)
+            assert self._index_writer is not None
+            self._index_writer.write(f"{text}\t{offset}\n".encode("utf-8", "surrogateescape"))
+            self.idx[key] = offset
+            self.keys.append(key)
+
+
+class RecordFileDataset(Dataset):
+    """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
+
+    The index is the ``.idx`` beside it (``train.rec``, ``train.idx``); where there is none the file is scanned, once,
+    and the offsets travel with the dataset to the workers. Keys do not matter here, so none may be lost by being a
+    duplicate. Safe in threads, after a fork, and pickled.
+
+    Args:
+        filename: the ``.rec`` file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: the index is malformed, or is empty while the file is not.
+        RecordIOError: no RecordIO file; in ``dataset[i]``, a damaged record.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     for record in (b"a", b"b", b"c"):
+        ...         file.write(record)
+        >>> with RecordFileDataset(path) as dataset:
+        ...     len(dataset), dataset[0], dataset[-1]
+        (3, b'a', b'c')
+        >>> folder.cleanup()
+
+    Source: ``mxnet.gluon.data.RecordFileDataset``.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str]) -> None:
+        self.filename = os.fspath(filename)
+        self._file = RecordFile(self.filename)
+        idx_path = os.path.splitext(self.filename)[0] + ".idx"
+        if os.path.exists(idx_path):
+            _, offsets = load_index(idx_path, str)
+            if not offsets and self._file.size:
+                raise ValueError(
+                    f"{idx_path} is empty, {self.filename} has {self._file.size} bytes: "
+                    "delete the .idx to have it rebuilt"
+                )
+        else:
+            offsets = self._file.scan(stacklevel=3)
+        self._offsets = np.array(offsets, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> bytes:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"{self.filename}: index {number} is out of range, it has {len(self)} records")
+        return self._file.read(int(self._offsets[number]))[0]
+
+    def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
+        return [self[index] for index in indices]
+
+    def close(self) -> None:
+        """Closes the file, in this process. Again is no error."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RecordFileDataset({self.filename!r}, {len(self)} records)"

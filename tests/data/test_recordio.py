@@ -1,0 +1,840 @@
+"""Promises of sharded_loader.recordio: MXNet's bytes, any thread, any process, and damage that is named."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import json
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import threading
+import tracemalloc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import multiprocess
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader import recordio
+from sharded_loader.data import recordio as implementation
+from sharded_loader.recordio import (
+    IRHeader,
+    MXIndexedRecordIO,
+    MXRecordIO,
+    RecordFileDataset,
+    RecordIOError,
+    pack,
+    pack_img,
+    unpack,
+    unpack_img,
+)
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+MAGIC = struct.pack("<I", 0xCED7230A)
+
+# What mxnet 1.9.1 wrote for each of these payloads.
+MXNET = {
+    MAGIC: "0a23d7ce00000020 0a23d7ce00000060",
+    MAGIC * 2: "0a23d7ce00000020 0a23d7ce00000040 0a23d7ce00000060",
+    b"a" + MAGIC + b"bc": "0a23d7ce07000000 610a23d7ce626300",
+    b"abcd" + MAGIC: "0a23d7ce04000020 61626364 0a23d7ce00000060",
+    MAGIC + b"x": "0a23d7ce00000020 0a23d7ce01000060 78000000",
+    b"abcdefgh" + MAGIC + b"zz" + MAGIC * 2 + b"12": "0a23d7ce08000020 6162636465666768 0a23d7ce0c000060 "
+    "7a7a0a23d7ce0a23d7ce3132",
+    MAGIC[:3]: "0a23d7ce03000000 0a23d700",
+    b"": "0a23d7ce00000000",
+}
+
+payloads = st.lists(st.one_of(st.just(MAGIC), st.binary(max_size=9), st.just(MAGIC[:2])), max_size=8).map(b"".join)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all examples of a property."""
+    return tmp_path_factory.mktemp("recordio")
+
+
+def write(path: Path, records: list[bytes], index: bool = True) -> list[int]:
+    """Writes the records (keys 0, 1, ...) and returns the offset of each, and of the end."""
+    idx = path.with_suffix(".idx")
+    idx.unlink(missing_ok=True)
+    with MXIndexedRecordIO(idx, path, "w") as file:
+        offsets = []
+        for key, record in enumerate(records):
+            offsets.append(file.tell())
+            file.write_idx(key, record)
+        offsets.append(file.tell())
+    if not index:
+        idx.unlink()
+    return offsets
+
+
+def read_all(path: Path) -> list[bytes]:
+    with MXRecordIO(path, "r") as file:
+        return list(iter(file.read, None))
+
+
+def golden(name: str) -> Any:
+    cases = json.loads((GOLDEN / "recordio.json").read_text())
+    return next(case for case in cases if case["id"] == name)
+
+
+def unhex(value: dict[str, str]) -> bytes:
+    return bytes.fromhex(value["__bytes_hex__"])
+
+
+def descriptors(path: Path) -> int:
+    """How many descriptors of this process are open on the file."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{fd}") == str(path)
+        except OSError:
+            pass  # the one that listed the folder
+    return found
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+def in_forked_child(check: Any) -> None:
+    """Runs `check` in a forked child and fails if it raises there."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# -- the same bytes as MXNet -------------------------------------------------------------------------------------------
+
+
+def test_files_are_those_of_mxnet(tmp_path: Path) -> None:
+    case = golden("rec_plain")
+    expected = case["expected"]["__dict__"]
+    rec, idx = tmp_path / "plain.rec", tmp_path / "plain.idx"
+    tells = []
+    with MXIndexedRecordIO(idx, rec, "w") as file:
+        for number, record in enumerate(case["params"]["records_hex"]):
+            file.write_idx(number * 10, bytes.fromhex(record))
+            tells.append(file.tell())
+    assert tells == expected["tells"]
+    assert rec.read_bytes() == (GOLDEN / "plain.rec").read_bytes() == bytes.fromhex(expected["rec_hex"])
+    assert idx.read_bytes() == (GOLDEN / "plain.idx").read_bytes() == expected["idx_text"].encode()
+
+
+def test_files_of_mxnet_are_read() -> None:
+    expected = golden("rec_plain")["expected"]["__dict__"]
+    records = [unhex(record) for record in expected["records"]]
+    with MXIndexedRecordIO(GOLDEN / "plain.idx", GOLDEN / "plain.rec", "r") as file:
+        assert file.keys == expected["keys"]
+        assert [file.read_idx(key) for key in file.keys] == records
+    assert read_all(GOLDEN / "plain.rec") == records
+    with RecordFileDataset(GOLDEN / "plain.rec") as dataset:
+        assert list(dataset) == records
+
+
+@pytest.mark.parametrize("payload", MXNET, ids=lambda payload: payload.hex() or "empty")
+def test_magic_in_a_payload_is_cut_as_by_mxnet(tmp_path: Path, payload: bytes) -> None:
+    write(tmp_path / "a.rec", [payload])
+    assert (tmp_path / "a.rec").read_bytes() == bytes.fromhex(MXNET[payload])
+    assert read_all(tmp_path / "a.rec") == [payload]
+
+
+def test_pack_gives_the_bytes_of_mxnet() -> None:
+    assert pack(IRHeader(5, 4.0, 2574, 1), b"img") == unhex(golden("pack_scalar")["expected"])
+    assert pack((0, [1, 2, 3], 7, 0), b"img") == unhex(golden("pack_vec")["expected"])
+    assert len(pack((0, 0, 0, 0), b"")) == golden("ir_size")["expected"]
+
+
+def test_unpack_gives_the_values_of_mxnet() -> None:
+    scalar = golden("unpack_scalar")["expected"]["__dict__"]
+    header, body = unpack(pack(IRHeader(0, 3.5, 9, 9), b"body"))
+    assert (header.flag, header.label, header.id, header.id2) == (scalar["flag"], scalar["label"], scalar["id"], 9)
+    assert body == unhex(scalar["s"])
+    vector = golden("unpack_vec")["expected"]["__dict__"]
+    label = vector["label"]["__dict__"]
+    header, body = unpack(pack(IRHeader(0, np.array([1.5, 2.5]), 9, 0), b"body"))
+    assert (header.flag, header.id, header.id2) == (vector["flag"], vector["id"], vector["id2"])
+    assert body == unhex(vector["s"])
+    assert (str(header.label.dtype), list(header.label.shape)) == (label["dtype"], label["shape"])
+    assert header.label.tolist() == label["data"]
+
+
+# -- what is written is read -------------------------------------------------------------------------------------------
+
+
+@given(records=st.lists(payloads, max_size=6))
+@settings(deadline=None)
+def test_every_payload_comes_back(folder: Path, records: list[bytes]) -> None:
+    rec = folder / "trip.rec"
+    offsets = write(rec, records)
+    assert read_all(rec) == records
+    with MXIndexedRecordIO(rec.with_suffix(".idx"), rec, "r") as file:
+        assert [file.read_idx(key) for key in reversed(file.keys)] == records[::-1]
+    rec.with_suffix(".idx").unlink()
+    with MXIndexedRecordIO(rec.with_suffix(".idx"), rec, "r") as file:  # rebuilt
+        assert list(file.idx.values()) == offsets[:-1]
+    with RecordFileDataset(rec) as dataset:
+        assert dataset.__getitems__(range(len(dataset))) == records
+
+
+@given(record=payloads)
+@settings(deadline=None)
+def test_aligned_magic_always_begins_a_part(folder: Path, record: bytes) -> None:
+    rec = folder / "parts.rec"
+    write(rec, [record])
+    data = rec.read_bytes()
+    assert len(data) % 4 == 0
+    magics = {at for at in range(0, len(data), 4) if data[at : at + 4] == MAGIC}
+    begins, at = set(), 0
+    while at < len(data):
+        begins.add(at)
+        at += 8 + (struct.unpack_from("<I", data, at + 4)[0] % 2**29 + 3) // 4 * 4
+    assert magics == begins
+
+
+floats = st.floats(width=32, allow_nan=False)
+
+
+@given(record=payloads, label=st.one_of(floats, st.lists(floats, min_size=1)), key=st.integers(0, 2**64 - 1))
+def test_packed_header_comes_back(record: bytes, label: Any, key: int) -> None:
+    header, payload = unpack(pack(IRHeader(0, label, key, 3), record))
+    assert (np.asarray(header.label).tolist(), header.id, header.id2, payload) == (label, key, 3, record)
+
+
+def test_read_goes_on_after_seek_and_read_idx(tmp_path: Path) -> None:
+    offsets = write(tmp_path / "a.rec", [b"a", b"b", b"c", b"d"])
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
+        file.seek(2)
+        assert file.tell() == offsets[2]
+        assert file.read() == b"c"
+        assert (file.read_idx(0), file.read()) == (b"a", b"b")
+        file.reset()
+        assert file.read() == b"a"
+
+
+def test_reset_empties_a_writer(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
+        file.write_idx(1, b"old")
+        file.reset()
+        file.write_idx(1, b"new")
+    assert read_all(tmp_path / "a.rec") == [b"new"]
+    assert (tmp_path / "a.idx").read_text() == "1\t0\n"
+
+
+def test_reader_sees_what_is_appended_while_it_is_open(tmp_path: Path) -> None:
+    with MXRecordIO(tmp_path / "a.rec", "w") as out, MXRecordIO(tmp_path / "a.rec", "r") as file:
+        assert file.read() is None
+        out.write(b"late")
+        assert (file.read(), file.read()) == (b"late", None)
+
+
+def test_interrupted_writer_leaves_every_finished_record(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from sharded_loader.recordio import MXIndexedRecordIO\n"
+        "f = MXIndexedRecordIO(sys.argv[1], sys.argv[2], 'w')\n"
+        "for i in range(3): f.write_idx(i, b'x' * i)\n"
+        "os._exit(9)"
+    )
+    args = [sys.executable, "-c", script, str(tmp_path / "a.idx"), str(tmp_path / "a.rec")]
+    assert subprocess.run(args, check=False).returncode == 9
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert list(dataset) == [b"", b"x", b"xx"]
+
+
+def test_failed_write_leaves_no_part_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.write
+    left = 10
+
+    def full_disk(fd: int, data: memoryview) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = really(fd, data[:left])
+        left -= count
+        return count
+
+    with MXRecordIO(tmp_path / "a.rec", "w") as file:
+        file.write(b"before")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                file.write(b"lost" * 9)
+        file.write(b"after")
+    assert read_all(tmp_path / "a.rec") == [b"before", b"after"]
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_negative_key_is_a_key_like_any_other(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
+        file.write_idx(5, b"five")
+        file.write_idx(-3, b"minus three")
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
+        assert file.read_idx(-3) == b"minus three"
+        with pytest.raises(KeyError, match=r"a\.idx: no key -1 of type int; it has 2 keys, the first are 5, -3"):
+            file.read_idx(-1)
+
+
+def test_unknown_key_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a"])
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
+        with pytest.raises(KeyError, match="no key '0' of type str"):
+            file.read_idx("0")
+        with pytest.raises(KeyError, match="no key 7"):
+            file.seek(7)
+
+
+def test_string_keys(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w", key_type=str) as file:
+        file.write_idx("Straße 1", b"a")
+        for key in ("a\tb", "a\nb", " "):
+            with pytest.raises(ValueError, match="tab or a line end"):
+                file.write_idx(key, b"b")
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r", key_type=str) as file:
+        assert (file.keys, file.read_idx("Straße 1")) == (["Straße 1"], b"a")
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset[0] == b"a"
+
+
+def test_duplicate_key_is_not_written(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
+        file.write_idx(1, b"a")
+        with pytest.raises(ValueError, match=r"a\.idx: the key 1 was written before, at offset 0"):
+            file.write_idx(1, b"b")
+    assert read_all(tmp_path / "a.rec") == [b"a"]
+
+
+def test_duplicate_keys_in_a_file_are_told_and_lose_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b", b"c"])
+    (tmp_path / "a.idx").write_text("4\t0\n4\t12\n5\t24\n")
+    with pytest.warns(UserWarning, match="1 keys stand there again, the first is 4") as caught:
+        file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
+    assert caught[0].filename == __file__
+    with file:
+        assert file.read_idx(4) == b"b"  # MXNet's answer
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert list(dataset) == [b"a", b"b", b"c"]
+
+
+def test_dataset_counts_from_both_ends_and_no_further(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b"])
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert (len(dataset), dataset[-2], dataset[np.int64(1)]) == (2, b"a", b"b")
+        for index in (2, -3):
+            with pytest.raises(IndexError, match=f"a.rec: index {index} is out of range, it has 2 records"):
+                dataset[index]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.rec"):
+        RecordFileDataset(tmp_path / "none.rec")
+    with pytest.raises(FileNotFoundError, match=r"none\.rec"):
+        MXRecordIO(tmp_path / "none.rec", "r")
+    (tmp_path / "empty.rec").touch()
+    assert read_all(tmp_path / "empty.rec") == []
+    with RecordFileDataset(tmp_path / "empty.rec") as dataset:
+        assert len(dataset) == 0
+    (tmp_path / "photo.rec").write_bytes(b"\x89PNG\r\n\x1a\n" * 9)
+    for read in (read_all, RecordFileDataset):
+        with pytest.raises(RecordIOError, match=r"photo\.rec, offset 0: .*Is it a RecordIO file\?"):
+            read(tmp_path / "photo.rec")
+    with pytest.raises(ValueError, match="unknown flag 'a'"):
+        MXRecordIO(tmp_path / "empty.rec", "a")
+
+
+def test_truncated_anywhere_names_the_offset_and_keeps_what_came_before(tmp_path: Path) -> None:
+    records = [b"first", b"", b"abcd" + MAGIC * 2 + b"e", b"last"]
+    rec = tmp_path / "a.rec"
+    offsets = write(rec, records)
+    whole = rec.read_bytes()
+    for end in range(1, len(whole)):
+        rec.write_bytes(whole[:end])
+        good = sum(offset <= end for offset in offsets[1:])
+        with MXRecordIO(rec, "r") as file:
+            assert [file.read() for _ in range(good)] == records[:good]
+            if end in offsets:
+                assert file.read() is None
+                continue
+            for _ in range(2):  # again at each call
+                with pytest.raises(RecordIOError) as caught:
+                    file.read()
+                assert (caught.value.path, caught.value.offset) == (str(rec), offsets[good])
+                assert f"{rec}, offset {offsets[good]}: " in str(caught.value)
+        with RecordFileDataset(rec) as dataset:  # with the index of the whole file
+            assert dataset.__getitems__(range(good)) == records[:good]
+            with pytest.raises(RecordIOError):
+                dataset[good]
+
+
+def test_rebuilt_index_ends_at_the_damage_which_raises_when_it_is_read(tmp_path: Path) -> None:
+    rec = tmp_path / "a.rec"
+    offsets = write(rec, [b"a", b"b", b"c", b"d"], index=False)
+    data = bytearray(rec.read_bytes())
+    data[offsets[2]] ^= 1
+    rec.write_bytes(data)
+    with pytest.warns(UserWarning, match=f"offset {offsets[2]}: .* 2 records were found before") as caught:
+        dataset = RecordFileDataset(rec)
+    assert caught[0].filename == __file__
+    with dataset:
+        assert dataset.__getitems__([0, 1]) == [b"a", b"b"]
+        assert len(dataset) == 3
+        with pytest.raises(RecordIOError, match="0xced7230b stands for the magic 0xced7230a"):
+            dataset[2]
+    with pytest.warns(UserWarning, match="2 records") as caught:
+        file = MXIndexedRecordIO(tmp_path / "a.idx", rec, "r")
+    with file:
+        assert (file.keys, file.read_idx(1)) == ([0, 1, 2], b"b")
+    assert caught[0].filename == __file__
+
+
+def test_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(RecordIOError("a.rec", 8, "broken")))
+    assert (error.path, error.offset, str(error)) == ("a.rec", 8, "a.rec, offset 8: broken")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([0xCED7230A, 4 << 29], "flag 4"),
+        ([0xCED7230A, 2 << 29], "flag 2"),
+        ([0xCED7230A, 3 << 29], "flag 3"),
+        ([0xCED7230A, 1 << 29, 0xCED7230A, 0], "the part at 20 has flag 0"),
+        ([0xCED7230A, 1 << 29, 0xCED7230A, 1 << 29], "the part at 20 has flag 1"),
+        ([0xCED7230A, 1 << 29, 0, 0], "no record at 20: 0x00000000"),
+        ([0xCED7230A, 1 << 29], "the file ends at 20, within a record"),
+        ([0xCED7230A], "the file ends at 16, within a record"),
+        ([0xCED7230A, 5, 0], "the part at 12 says 5 bytes, the file ends at 24"),
+    ],
+)
+def test_each_kind_of_damage_is_told(tmp_path: Path, words: list[int], problem: str) -> None:
+    rec = tmp_path / "a.rec"
+    write(rec, [b"good"], index=False)
+    with open(rec, "ab") as file:
+        file.write(struct.pack(f"<{len(words)}I", *words))
+    with MXRecordIO(rec, "r") as reader:
+        assert reader.read() == b"good"
+        with pytest.raises(RecordIOError, match=rf"a\.rec, offset 12: .*{problem}"):
+            reader.read()
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_mutated_file_gives_its_records_or_names_the_damage(folder: Path, data: st.DataObject) -> None:
+    records = data.draw(st.lists(payloads, min_size=1, max_size=5))
+    rec = folder / "fuzz.rec"
+    offsets = write(rec, records, index=False)
+    content = bytearray(rec.read_bytes())
+    first = len(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        what = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if what == "set":
+            content[at] = data.draw(st.integers(0, 255))
+        elif what == "cut":
+            del content[at : at + data.draw(st.integers(1, 9))]
+        else:
+            content[at:at] = data.draw(st.one_of(st.binary(max_size=9), st.just(MAGIC)))
+        first = min(first, at)
+        if not content:
+            break
+    rec.write_bytes(content)
+    untouched = sum(offset <= first for offset in offsets[1:])
+    got = []
+    with MXRecordIO(rec, "r") as file:
+        try:
+            got.extend(iter(file.read, None))
+        except RecordIOError as error:
+            assert 0 <= error.offset < len(content)
+    assert got[:untouched] == records[:untouched]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with RecordFileDataset(rec) as dataset:
+                assert dataset.__getitems__(range(len(got))) == got
+                assert len(got) <= len(dataset) <= len(got) + 1
+        except RecordIOError as error:
+            assert (error.offset, got) == (0, [])
+
+
+@given(text=st.one_of(st.binary(max_size=40), st.from_regex(rb"([-\d]{1,25}\t[-\d]{1,25}\n){1,3}", fullmatch=True)))
+@settings(deadline=None)
+def test_any_index_is_refused_or_read(folder: Path, text: bytes) -> None:
+    rec = folder / "index.rec"
+    write(rec, [b"a", b"b"])
+    rec.with_suffix(".idx").write_bytes(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            file = MXIndexedRecordIO(rec.with_suffix(".idx"), rec, "r")
+        except ValueError as error:
+            assert "index.idx, line " in str(error)
+            return
+    with file:
+        for key in file.keys:
+            try:
+                assert file.read_idx(key) in (b"a", b"b")
+            except RecordIOError as error:
+                assert error.offset == file.idx[key]
+
+
+@pytest.mark.parametrize("line", ["zero\t0", "0", "0\tx", "0\t-4", "0\t0\t0", f"0\t{1 << 63}"])
+def test_malformed_index_line_is_named(tmp_path: Path, line: str) -> None:
+    write(tmp_path / "a.rec", [b"a"])
+    (tmp_path / "a.idx").write_text(f"7\t0\n{line}\n")
+    with pytest.raises(ValueError, match=r"a\.idx, line 2: .*delete the file to have it rebuilt"):
+        MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
+
+
+def test_index_of_another_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"aaaaaaaaa"])
+    (tmp_path / "a.idx").write_text("0\t4\r\n\r\n1\t400\r\n2\t0\r\n")
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for index, problem in enumerate(["offset 4: no record at 4", "offset 400: the file ends at"]):
+            with pytest.raises(RecordIOError, match=f"{problem}.*delete the .idx"):
+                dataset[index]
+        assert dataset[2] == b"aaaaaaaaa"
+    (tmp_path / "a.idx").write_text("")
+    with pytest.raises(ValueError, match=r"a\.idx is empty, .*a\.rec has 20 bytes: delete the \.idx"):
+        RecordFileDataset(tmp_path / "a.rec")
+
+
+def test_no_memory_is_taken_for_a_length_beyond_the_file(tmp_path: Path) -> None:
+    rec = tmp_path / "a.rec"
+    rec.write_bytes(MAGIC + struct.pack("<I", 2**29 - 1) + b"x" * 100)
+    with MXRecordIO(rec, "r") as file:
+        tracemalloc.start()
+        try:
+            with pytest.raises(RecordIOError, match="says 536870911 bytes, the file ends at 108"):
+                file.read()
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_many_tiny_parts_take_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [MAGIC * 50_000])
+    with MXRecordIO(tmp_path / "a.rec", "r") as file:
+        tracemalloc.start()
+        try:
+            record = file.read()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert record == MAGIC * 50_000
+    assert peak < os.path.getsize(tmp_path / "a.rec")
+
+
+def test_too_long_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "MAX_LENGTH", 7)
+    with MXRecordIO(tmp_path / "a.rec", "w") as file:
+        file.write(b"1234567")
+        with pytest.raises(ValueError, match=r"a\.rec: a record of 8 bytes is too long"):
+            file.write(b"12345678")
+        with pytest.raises(TypeError, match="a record is bytes, not str"):
+            file.write("text")  # type: ignore[arg-type]
+    assert read_all(tmp_path / "a.rec") == [b"1234567"]
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positioned", [True, False], ids=["pread", "lock and seek"])
+def test_threads_share_one_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positioned: bool) -> None:
+    if not positioned:
+        monkeypatch.delattr(os, "pread", raising=False)
+    records = [bytes([number % 251]) * (number * 7 % 500) for number in range(200)]
+    write(tmp_path / "a.rec", records)
+    with (
+        RecordFileDataset(tmp_path / "a.rec") as dataset,
+        MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def check(seed: int) -> None:
+            for index in random.Random(seed).choices(range(200), k=300):
+                assert dataset[index] == records[index]
+                assert file.read_idx(index) == records[index]
+
+        list(pool.map(check, range(8)))
+        file.reset()
+        shared = pool.map(lambda _: list(iter(file.read, None)), range(8))
+        assert sorted(record for part in shared for record in part) == sorted(records)  # each to one thread
+
+
+def test_threads_write_whole_records_under_their_keys(tmp_path: Path) -> None:
+    with (
+        MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(lambda key: file.write_idx(key, b"%d" % key * (key % 7)), range(800)))
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
+        assert sorted(file.keys) == list(range(800))
+        assert all(file.read_idx(key) == b"%d" % key * (key % 7) for key in file.keys)
+
+
+@needs_proc
+def test_close_waits_for_no_reader_and_spoils_none(tmp_path: Path) -> None:
+    records = [bytes([number]) * 1000 for number in range(50)]
+    write(tmp_path / "a.rec", records)
+    for _ in range(20):
+        dataset = RecordFileDataset(tmp_path / "a.rec")
+        begun = threading.Barrier(3)
+
+        def read(dataset: RecordFileDataset = dataset, begun: threading.Barrier = begun) -> None:
+            begun.wait()
+            try:
+                for index in range(50):
+                    assert dataset[index] == records[index]
+            except ValueError as error:
+                assert "is closed" in str(error)
+
+        with ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(read) for _ in range(2)]
+            begun.wait()
+            dataset.close()
+            for reader in readers:
+                reader.result()
+        assert descriptors(tmp_path / "a.rec") == 0
+
+
+def read_in_child(dataset: RecordFileDataset, file: MXIndexedRecordIO, result: Any) -> None:
+    result.send((list(dataset), file.read_idx(1), file.read()))
+    result.close()
+
+
+# A forkserver's children unpickle as those of spawn do, and its server would stay behind.
+@pytest.mark.parametrize("method", sorted({"fork", "spawn"}.intersection(multiprocess.get_all_start_methods())))
+def test_each_process_reads_for_itself(tmp_path: Path, method: str) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b", b"c"])
+    context = multiprocess.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    with (
+        RecordFileDataset(tmp_path / "a.rec") as dataset,
+        MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file,
+    ):
+        assert file.read() == b"a"
+        process = context.Process(target=read_in_child, args=(dataset, file, sender))
+        process.start()
+        assert receiver.poll(60)
+        assert receiver.recv() == ([b"a", b"b", b"c"], b"b", b"c")
+        process.join()
+        process.close()
+        receiver.close()
+        sender.close()
+        assert file.read() == b"b"  # the child's reading moved nothing here
+
+
+@needs_fork
+@needs_proc
+def test_forked_child_lets_go_of_the_parents_descriptor_and_lock(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b"])
+    with MXRecordIO(tmp_path / "a.rec", "r") as file:
+        assert file.read() == b"a"
+
+        def check() -> None:
+            assert descriptors(tmp_path / "a.rec") == 0
+            assert file.read() == b"a"  # from the beginning, as in MXNet
+            file.close()
+            assert descriptors(tmp_path / "a.rec") == 0
+
+        with file._turn:  # as if another thread were reading at the moment of the fork
+            in_forked_child(check)
+        assert file.read() == b"b"
+
+
+@needs_fork
+def test_forked_child_cannot_write_and_spoils_nothing(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
+        file.write_idx(0, b"a")
+
+        def check() -> None:
+            for write_again in (lambda: file.write_idx(1, b"child"), lambda: file.write(b"child"), file.reset):
+                with pytest.raises(RuntimeError, match=r"a\.rec was opened for writing by process"):
+                    write_again()
+
+        in_forked_child(check)
+        file.write_idx(1, b"b")
+    assert read_all(tmp_path / "a.rec") == [b"a", b"b"]
+    assert (tmp_path / "a.idx").read_text() == "0\t0\n1\t12\n"
+
+
+def test_reader_is_pickled_by_path_and_writer_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b"], index=False)
+    monkeypatch.chdir(tmp_path)
+    with RecordFileDataset("a.rec") as dataset, MXIndexedRecordIO("a.idx", "a.rec", "r") as file:
+        file.read()
+        sent = pickle.dumps((dataset, file))
+    monkeypatch.chdir("/")  # a worker may be elsewhere
+    dataset, file = pickle.loads(sent)
+    with dataset, file:
+        assert (list(dataset), file.read(), file.read_idx(1)) == ([b"a", b"b"], b"a", b"b")
+    with MXRecordIO(tmp_path / "b.rec", "w") as writer, pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(writer)
+
+
+def test_relative_path_is_meant_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MXRecordIO("a.rec", "w") as file:
+        monkeypatch.chdir("/")
+        file.write(b"a")
+        file.reset()
+        file.write(b"b")
+    assert read_all(tmp_path / "a.rec") == [b"b"]
+
+
+def test_reading_records_needs_no_torch() -> None:
+    code = "import sys, sharded_loader.recordio; sys.exit('torch' in sys.modules or 'PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- nothing left open -------------------------------------------------------------------------------------------------
+
+
+@needs_proc
+def test_files_close_when_told_and_when_forgotten(tmp_path: Path) -> None:
+    rec, idx = tmp_path / "a.rec", tmp_path / "a.idx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for forget in (False, True):
+            for make in (
+                lambda: MXIndexedRecordIO(idx, rec, "w"),
+                lambda: MXIndexedRecordIO(idx, rec, "r"),
+                lambda: MXRecordIO(rec, "r"),
+                lambda: RecordFileDataset(rec),
+            ):
+                opened = make()
+                assert descriptors(rec) == 1
+                if not forget:
+                    opened.close()
+                    opened.close()
+                    assert descriptors(rec) + descriptors(idx) == 0
+                del opened
+                gc.collect()
+                assert descriptors(rec) + descriptors(idx) == 0
+
+
+@needs_proc
+def test_failed_opening_leaves_nothing_open(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a"])
+    (tmp_path / "a.idx").write_text("broken")
+    for make in (MXIndexedRecordIO, lambda *_: RecordFileDataset(tmp_path / "a.rec")):
+        with pytest.raises(ValueError, match="line 1"):
+            make(tmp_path / "a.idx", tmp_path / "a.rec", "r")
+    gc.collect()
+    assert descriptors(tmp_path / "a.rec") + descriptors(tmp_path / "a.idx") == 0
+
+
+def test_use_after_close_and_the_wrong_way_round_are_refused(tmp_path: Path) -> None:
+    file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w")
+    assert file.is_open
+    file.write_idx(0, b"a")
+    for read in (file.read, lambda: file.read_idx(0), lambda: file.seek(0)):
+        with pytest.raises(io.UnsupportedOperation, match="opened with flag 'w', which cannot read"):
+            read()
+    file.close()
+    assert not file.is_open
+    for write_again in (lambda: file.write(b"b"), lambda: file.write_idx(1, b"b"), file.tell, file.reset):
+        with pytest.raises(ValueError, match=r"a\.rec is closed"):
+            write_again()
+    file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
+    with pytest.raises(io.UnsupportedOperation, match="opened with flag 'r', which cannot write"):
+        file.write_idx(1, b"b")
+    file.close()
+    with pytest.raises(ValueError, match="is closed"):
+        file.read()
+    file.open()
+    assert file.read() == b"a"
+    file.close()
+    dataset = RecordFileDataset(tmp_path / "a.rec")
+    dataset.close()
+    with pytest.raises(ValueError, match=r"a\.rec is closed"):
+        dataset[0]
+    assert (repr(file), len(dataset)) == (f"MXIndexedRecordIO({str(tmp_path / 'a.rec')!r}, 'r', closed)", 1)
+
+
+# -- headers and images ------------------------------------------------------------------------------------------------
+
+
+def test_header_that_does_not_fit_is_refused() -> None:
+    for header in (IRHeader(0, 1.0, -1, 0), IRHeader(0, 1.0, 2**64, 0), IRHeader(0, 1e300, 0, 0), (0, 1.0, "7", 0)):
+        with pytest.raises(ValueError, match="does not fit"):
+            pack(header, b"")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a record of 5 bytes has no IRHeader"):
+        unpack(b"12345")
+    record = pack(IRHeader(0, [1.0, 2.0], 77, 0), b"")
+    with pytest.raises(ValueError, match="record with id 77: its header promises a label of 2 numbers, but only 7"):
+        unpack(record[:-1])
+
+
+def test_unpacked_label_may_be_changed() -> None:
+    header, _ = unpack(pack((0, [1.0, 2.0], 0, 0), b""))
+    header.label[0] = 5
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
+def test_images_come_back(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("PIL")
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    header, decoded = unpack_img(pack_img(IRHeader(0, [1, 2], 4, 0), image, quality=3, img_fmt=".png"))
+    assert (header.flag, header.id) == (2, 4)
+    assert (decoded == image).all()
+    assert decoded.dtype == np.uint8
+    decoded[0] = 0  # writable
+    smooth = np.full(shape, 90, np.uint8)
+    smooth[:, 3:] = 120
+    _, decoded = unpack_img(pack_img((0, 1.0, 4, 0), smooth))
+    assert np.abs(decoded.astype(int) - smooth).max() < 10
+    assert unpack_img(pack_img((0, 1.0, 4, 0), smooth), iscolor=1)[1].shape == (5, 7, 3)
+    assert unpack_img(pack_img((0, 1.0, 4, 0), smooth), iscolor=0)[1].shape == (5, 7)
+
+
+def test_image_that_does_not_decode_is_named() -> None:
+    pytest.importorskip("PIL")
+    with pytest.raises(ValueError, match="record with id 31: its 9 bytes do not decode as an image"):
+        unpack_img(pack((0, 1.0, 31, 0), b"not a jpg"))
+    whole = pack_img((0, 1.0, 32, 0), np.zeros((64, 64, 3), np.uint8))
+    with pytest.raises(ValueError, match="record with id 32"):
+        unpack_img(whole[:-200])
+
+
+def test_images_of_another_kind_are_refused() -> None:
+    pytest.importorskip("PIL")
+    for image in (np.zeros((2, 2)), np.zeros((2, 2, 5), np.uint8), np.zeros((0, 2), np.uint8)):
+        with pytest.raises(ValueError, match="an image is uint8 of shape"):
+            pack_img((0, 1.0, 0, 0), image)
+    with pytest.raises(ValueError, match=r"unknown image format '\.gif'"):
+        pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8), img_fmt=".gif")
+    with pytest.raises(ValueError, match="unknown iscolor 2"):
+        unpack_img(b"", iscolor=2)
+
+
+def test_missing_pillow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install 'sharded_loader\[images\]'"):
+        pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8))
+
+
+def test_public_names() -> None:
+    assert recordio.__all__ == implementation.__all__
+    assert all(getattr(recordio, name) is getattr(implementation, name) for name in recordio.__all__)
