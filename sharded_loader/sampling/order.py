@@ -40,7 +40,7 @@ class EpochOrder:
         self,
         length: int | None,
         *,
-        batch_size: int | None,
+        batch_size: Any,
         shuffle: bool,
         sampler: Any,
         last_batch: str | None,
@@ -176,7 +176,7 @@ class EpochOrder:
         replicas, rank = self.replicas()
         if not self._own_batches or self._batch_size is None:
             return batch * replicas + rank
-        return batch * self._batch_size * replicas + rank
+        return batch * int(self._batch_size) * replicas + rank
 
     def warn_if_ranks_repeat(self) -> str | None:
         """What to warn of, inside a process group whose ranks would all read the same samples."""

@@ -1,0 +1,255 @@
+"""Batches of samples whose lengths fall into the same bucket: `FixedBucketSampler`.
+
+In: the length of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
+batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
+each bucket and the order of the batches, as a pure function of (seed, epoch).
+
+What can go wrong: a sample longer than every bucket, refused in the constructor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_loader.sampling.base import Indices, Sampler, check_int, check_start, resolve_seed
+from sharded_loader.sampling.permutation import shuffled
+from sharded_loader.sampling.schemes import BucketScheme, ConstWidthBucket, Key
+
+LAST_GROUP = ("keep", "discard", "overlap")
+_DEFAULT_BUCKETS = 10
+_DEFAULT_SCHEME = ConstWidthBucket()
+
+
+class FixedBucketSampler(Sampler[Any]):
+    """Batches of samples from one bucket of lengths each; long buckets come first.
+
+    Args:
+        lengths: integers above 0, shape (n,), or (n, k) for samples of k parts.
+        batch_size: samples per batch; with ``use_average_length``, tokens per batch.
+        num_buckets: how many buckets to make. Not used with ``bucket_keys``.
+        bucket_keys: greatest length of each bucket (ints, or tuples of k ints). None: made by
+            ``bucket_scheme``.
+        ratio: scales up the batches of shorter buckets: a bucket with key K has batches of
+            ``max(ratio * batch_size * max(keys) / K, batch_size)`` samples.
+        shuffle: shuffle samples within buckets, and batches, anew each epoch.
+        use_average_length: make the batches of each bucket hold about ``batch_size`` tokens
+            (mean length plus one standard deviation, per sample).
+        num_shards: 0 for plain batches; above, each item is a group of that many batches.
+        bucket_scheme: how to make bucket keys.
+        last_group: what to do with a last group of fewer batches. ``"keep"`` it, ``"discard"`` it, or
+            ``"overlap"``: fill it with the batches before, which then come twice (as GluonNLP did).
+        seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
+
+    Attributes:
+        bucket_keys: greatest length of each bucket, ascending.
+        bucket_batch_sizes: samples per batch of each bucket.
+
+    Raises:
+        TypeError, ValueError: for lengths that are not above 0, a length that fits no bucket, a negative
+            ``ratio``, an unknown ``last_group``.
+
+    Example:
+        >>> sampler = FixedBucketSampler([1, 8, 2, 7, 9], batch_size=2, num_buckets=2)
+        >>> list(sampler)
+        [[1, 3], [4], [0, 2]]
+        >>> print(sampler.stats())
+        FixedBucketSampler:
+          sample_num=5, batch_num=3
+          key=[5, 9]
+          cnt=[2, 3]
+          batch_size=[2, 2]
+
+    Source of the idea: `gluonnlp.data.FixedBucketSampler`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Any] | npt.NDArray[Any],
+        batch_size: int,
+        num_buckets: int | None = _DEFAULT_BUCKETS,
+        bucket_keys: Sequence[Any] | None = None,
+        ratio: float = 0,
+        shuffle: bool = False,
+        use_average_length: bool = False,
+        num_shards: int = 0,
+        bucket_scheme: BucketScheme = _DEFAULT_SCHEME,
+        last_group: str = "keep",
+        seed: int | None = None,
+    ) -> None:
+        table = _check_lengths(lengths)
+        check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
+        self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
+        if not 0 <= ratio < float("inf"):
+            raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
+        if last_group not in LAST_GROUP:
+            raise ValueError(
+                f"last_group is {last_group!r}, which FixedBucketSampler does not know: "
+                "choose 'keep', 'discard' or 'overlap'"
+            )
+        self._last_group = last_group
+        self._shuffle = bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        if bucket_keys is None and len(table):
+            if num_buckets is None:
+                raise ValueError("there are neither num_buckets nor bucket_keys: give one of them")
+            if table.shape[1] == 1:
+                bucket_keys = bucket_scheme(int(table.max()), int(table.min()), num_buckets)
+            else:
+                bucket_keys = bucket_scheme(table.max(axis=0).tolist(), table.min(axis=0).tolist(), num_buckets)
+        elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
+            warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
+        self._fill(table, _check_keys(bucket_keys or [], table.shape[1]))
+        self._choose_batch_sizes(table, int(batch_size), float(ratio), use_average_length)
+        self._plan()
+
+    def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> None:
+        """Sort the samples into buckets; buckets without samples go."""
+        bucket_of = _match(table, keys)
+        counts = np.bincount(bucket_of, minlength=len(keys)) if keys else np.zeros(0, dtype=np.int64)
+        members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1]) if keys else []
+        single = table.shape[1] == 1
+        shown: list[Key] = [key[0] if single else key for key in keys]
+        unused = [key for key, count in zip(shown, counts, strict=True) if not count]
+        if unused:
+            warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=3)
+        used = np.flatnonzero(counts).tolist()
+        self.bucket_keys = [shown[bucket] for bucket in used]
+        self._members: list[Indices] = [members[bucket] for bucket in used]
+        self._scales = [sum(keys[bucket]) for bucket in used]
+
+    def _choose_batch_sizes(self, table: Indices, batch_size: int, ratio: float, use_average_length: bool) -> None:
+        if not use_average_length:
+            longest = max(self._scales, default=0)
+            self.bucket_batch_sizes = [
+                max(int(longest / float(scale) * ratio * batch_size), batch_size) for scale in self._scales
+            ]
+            return
+        if ratio > 0:
+            warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=3)
+        lengths = (table[members] for members in self._members)
+        self.bucket_batch_sizes = [max(int(batch_size / (part.mean() + part.std())), 1) for part in lengths]
+
+    def _plan(self) -> None:
+        """All batches as (bucket, place of the first sample in it), the longest bucket first."""
+        buckets = range(len(self._members) - 1, -1, -1)
+        begins = [np.arange(0, len(self._members[b]), self.bucket_batch_sizes[b], dtype=np.int64) for b in buckets]
+        self._batch_bucket = np.repeat(np.array(buckets, dtype=np.int64), [len(begin) for begin in begins])
+        self._batch_begin = np.concatenate([np.zeros(0, dtype=np.int64), *begins])
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        key = (self.seed, "fixed bucket", epoch)
+        if not self._num_shards:
+            return self._batches(key, check_start(start))
+        return self._groups(key, check_start(start))
+
+    def _batches(self, key: tuple[Any, ...], start: int) -> Iterator[list[int]]:
+        count = len(self._batch_begin)
+        order = shuffled(count, *key) if self._shuffle else np.arange(count)
+        opened: dict[int, Indices] = {}
+        for batch in order[start:].tolist():
+            bucket, begin = int(self._batch_bucket[batch]), int(self._batch_begin[batch])
+            members = opened.get(bucket)
+            if members is None:
+                members = self._members[bucket]
+                if self._shuffle:
+                    members = members[shuffled(len(members), *key, bucket)]
+                opened[bucket] = members
+            yield members[begin : begin + self.bucket_batch_sizes[bucket]].tolist()
+
+    def _groups(self, key: tuple[Any, ...], start: int) -> Iterator[list[list[int]]]:
+        shards, groups = self._num_shards, self.len_epoch(0)
+        if start >= groups:
+            return
+        batches = self._batches(key, start * shards)
+        before: list[list[int]] = []
+        for number in range(start, groups):
+            group = list(islice(batches, shards))
+            missing = shards - len(group)
+            if missing and self._last_group == "overlap":
+                if number and not before:
+                    before = next(self._groups(key, number - 1))
+                group = before[len(before) - missing :] + group if before else group
+            yield group
+            before = group
+
+    def len_epoch(self, epoch: int) -> int:
+        batches = len(self._batch_begin)
+        if not self._num_shards:
+            return batches
+        full, rest = divmod(batches, self._num_shards)
+        return full + (rest > 0 and self._last_group != "discard")
+
+    def stats(self) -> str:
+        """What the buckets hold, as a text of several lines.
+
+        Returns:
+            Samples and batches in all; per bucket its key, its number of samples and its batch size.
+        """
+        return (
+            f"{type(self).__name__}:\n"
+            f"  sample_num={sum(map(len, self._members))}, batch_num={len(self._batch_begin)}\n"
+            f"  key={self.bucket_keys}\n"
+            f"  cnt={[len(members) for members in self._members]}\n"
+            f"  batch_size={self.bucket_batch_sizes}"
+        )
+
+
+def _check_lengths(lengths: Any) -> Indices:
+    """Lengths as an int64 array of shape (samples, parts)."""
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise ValueError(
+            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
+        ) from None
+    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
+            "give the length of each sample"
+        )
+    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
+    if array.size and table.min() <= 0:
+        index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
+        raise ValueError(f"lengths must be above 0, but lengths[{index}] is {array[index]}: leave that sample out")
+    return table
+
+
+def _check_keys(keys: Sequence[Any], parts: int) -> list[tuple[int, ...]]:
+    """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
+    made = set()
+    for key in keys:
+        row = tuple(int(part) for part in np.atleast_1d(key))
+        if len(row) != parts:
+            raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")
+        made.add(row)
+    return sorted(made)
+
+
+def _match(table: Indices, keys: list[tuple[int, ...]]) -> Indices:
+    """For each sample the bucket that it fits into with the least padding."""
+    bounds = np.array(keys, dtype=np.int64).reshape(len(keys), table.shape[1])
+    if table.shape[1] == 1:
+        found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
+    else:
+        found = np.full(len(table), len(keys), dtype=np.int64)
+        least = np.full(len(table), np.iinfo(np.int64).max, dtype=np.int64)
+        for bucket, bound in enumerate(bounds):
+            spare = bound - table
+            padding = spare.sum(axis=1)
+            better = (spare >= 0).all(axis=1) & (padding < least)
+            found[better] = bucket
+            least[better] = padding[better]
+    outside = np.flatnonzero(found == len(keys))
+    if outside.size:
+        sample = int(outside[0])
+        raise ValueError(
+            f"{outside.size} samples fit no bucket: sample {sample} has length {table[sample].tolist()}, the greatest "
+            f"bucket key is {list(keys[-1]) if keys else None}: give a bucket key that is at least the greatest length"
+        )
+    return found

@@ -1,0 +1,256 @@
+"""Which samples of a batch go to which shard: pure functions, and `ShardedBatchSampler`.
+
+    shard_sizes(7, 2)                                    -> [4, 3]                evenly
+    shard_sizes(7, 2, weights=[2, 1])                    -> [5, 2]                by weight
+    split_batch([9, 4, 7], 2)                            -> [[9, 4], [7]]         in order
+    split_batch([0, 1, 2], 2, costs=[5, 9, 3])           -> [[1], [0, 2]]         by cost
+
+In: one flat batch of indices. Out: a list of shards, lists of indices, none of them empty: a batch that is
+too small for all shards gives fewer of them. Shard i is meant for device i.
+
+What can go wrong: weights that are no weights, costs that do not cover an index; both are ValueErrors that
+say which.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.sampling.base import check_int, check_start
+from sharded_loader.sampling.foreign import WrapperSampler, len_epoch, plain_index
+
+
+def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
+    """Weights as a tuple of numbers.
+
+    Raises:
+        ValueError: if there are not ``num_shards`` of them, one is negative or not finite, or all are zero.
+
+    Example:
+        >>> check_weights([2, 1], 2)
+        (2, 1)
+    """
+    try:
+        numbers = tuple(_number(weight) for weight in weights)
+    except TypeError:
+        raise ValueError(f"weights must be numbers, one per shard, got {weights!r}") from None
+    if len(numbers) != num_shards:
+        raise ValueError(f"there are {len(numbers)} weights for {num_shards} shards: give one weight per shard")
+    for shard, weight in enumerate(numbers):
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(
+                f"the weight of shard {shard} is {weight}: weights are finite and at least 0, like [2, 1] for a "
+                "device that is twice as fast as the other"
+            )
+    if not any(numbers):
+        raise ValueError(f"all {num_shards} weights are zero, so no shard could get a sample: make one positive")
+    return numbers
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    if isinstance(value, int | float):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
+def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
+    """How many of ``n`` samples each shard gets.
+
+    Args:
+        n: number of samples.
+        num_shards: number of shards.
+        weights: one number per shard; None for even shares.
+
+    Returns:
+        ``num_shards`` sizes that sum to ``n``. Even: they differ by one at most, the first ones are larger.
+        By weight: each is its exact share rounded down or up, up for the largest remainders (the first
+        among equal ones).
+
+    Raises:
+        TypeError, ValueError: for ``num_shards`` below 1 and for bad weights.
+
+    Example:
+        >>> shard_sizes(10, 4), shard_sizes(10, 2, weights=[0.7, 0.3])
+        ([3, 3, 2, 2], [7, 3])
+
+    Source of the idea: Hamilton's method of apportionment.
+    """
+    check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
+    if weights is None:
+        size, larger = divmod(n, num_shards)
+        return [size + (shard < larger) for shard in range(num_shards)]
+    return list(_apportion(n, check_weights(weights, num_shards)))
+
+
+# Exact fractions take 30 us for 8 shards; a loader asks for the same one or two splits for ever.
+@lru_cache(maxsize=256)
+def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    # 0.7 means seven tenths, not the nearest binary fraction: str() gives the decimal that was meant.
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [n * weight / sum(exact) for weight in exact]
+    sizes = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(sizes)), key=lambda shard: sizes[shard] - shares[shard])
+    for shard in by_remainder[: n - sum(sizes)]:
+        sizes[shard] += 1
+    return tuple(sizes)
+
+
+def split_batch(
+    indices: Sequence[Any], num_shards: int, weights: Sequence[float] | None = None, costs: Any = None
+) -> list[list[Any]]:
+    """Split one flat batch into shards, none of them empty.
+
+    Args:
+        indices: the batch: a list, tuple or 1-D array.
+        num_shards: most shards to make.
+        weights: one number per shard; None for even shares.
+        costs: ``costs[index]`` is what the sample costs (its length, say; at least 0). The most expensive
+            sample goes first, each to the shard that is cheapest so far, relative to its weight.
+
+    Returns:
+        Up to ``num_shards`` lists of Python ints, each in the order of the batch.
+
+    Raises:
+        ValueError: for bad weights, and for an index without a usable cost.
+
+    Example:
+        >>> split_batch([3, 1, 4, 1, 5], 2)
+        [[3, 1, 4], [1, 5]]
+
+    Source of the idea: longest processing time first (Graham, 1969): the most expensive shard costs at most
+    4/3 - 1/(3 * num_shards) of the best possible.
+    """
+    batch = indices.tolist() if isinstance(indices, np.ndarray) else [plain_index(index) for index in indices]
+    if costs is not None:
+        return _split_by_cost(batch, num_shards, weights, costs)
+    shards = []
+    begin = 0
+    for size in shard_sizes(len(batch), num_shards, weights):
+        if size:
+            shards.append(batch[begin : begin + size])
+            begin += size
+    return shards
+
+
+def _split_by_cost(batch: list[Any], num_shards: int, weights: Sequence[float] | None, costs: Any) -> list[list[Any]]:
+    check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
+    shares = (1,) * num_shards if weights is None else check_weights(weights, num_shards)
+    prices = [_cost(costs, index) for index in batch]
+    # Cheapest first: (load / weight, samples, shard).
+    cheapest = [(0.0, 0, shard) for shard in range(num_shards) if shares[shard]]
+    loads = [0.0] * num_shards
+    members: list[list[int]] = [[] for _ in range(num_shards)]
+    for place in sorted(range(len(batch)), key=lambda place: -prices[place]):
+        _, samples, shard = cheapest[0]
+        members[shard].append(place)
+        loads[shard] += prices[place]
+        heapq.heapreplace(cheapest, (loads[shard] / shares[shard], samples + 1, shard))
+    return [[batch[place] for place in sorted(places)] for places in members if places]
+
+
+def _cost(costs: Any, index: Any) -> float:
+    try:
+        if isinstance(index, int) and index < 0:
+            raise IndexError
+        cost = float(costs[index])
+    except (IndexError, KeyError):
+        size = f"{len(costs)} costs" if hasattr(costs, "__len__") else "costs"
+        raise ValueError(
+            f"sample {index} has no cost, there are {size}: give one number per sample of the dataset"
+        ) from None
+    if not math.isfinite(cost) or cost < 0:
+        raise ValueError(f"the cost of sample {index} is {cost}: costs are finite and at least 0")
+    return cost
+
+
+def is_sharded(batch: Any) -> bool:
+    """Whether a batch sampler's item is a list of shards rather than one flat batch of indices.
+
+    Sharded: a list or tuple of lists, tuples, ranges or arrays; an array or tensor of two dimensions. Flat:
+    integers, NumPy's too, zero-dimensional arrays and tensors, other keys; an empty list; a 1-D array or tensor.
+
+    Example:
+        >>> is_sharded([[3, 9], [5]]), is_sharded([3, 9, 5]), is_sharded([np.arange(2), np.arange(3)])
+        (True, False, True)
+    """
+    dimensions = getattr(batch, "ndim", None)
+    if isinstance(dimensions, int) and (dimensions != 1 or getattr(batch, "dtype", None) != np.object_):
+        return dimensions > 1
+    try:
+        first = next(iter(batch), None)
+    except TypeError:
+        return False
+    if isinstance(first, list | tuple | range):
+        return True
+    dimensions = getattr(first, "ndim", None)
+    return isinstance(dimensions, int) and dimensions > 0
+
+
+class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
+    """Splits each batch of another batch sampler into shards, one per device.
+
+    Args:
+        batch_sampler: yields flat batches of indices.
+        num_shards: most shards per batch; a small last batch gives fewer, never an empty one.
+        weights: one number per shard (``[2, 1]`` for a fast and a slow device); None for even shares.
+        costs: one number per sample of the dataset, e.g. its length: the most expensive shard is then as
+            cheap as greedy assignment makes it.
+        seed: starts ``batch_sampler`` if it is foreign. None draws one if it is needed.
+
+    Raises:
+        TypeError, ValueError: for bad ``num_shards``, ``weights`` or ``costs``; while iterating, for a
+            batch that is empty or sharded already.
+
+    Example:
+        >>> from sharded_loader.sampling import BatchSampler, SequentialSampler
+        >>> list(ShardedBatchSampler(BatchSampler(SequentialSampler(5), 4), 2))
+        [[[0, 1], [2, 3]], [[4]]]
+
+    Source of the idea: `gluonnlp.data.ShardedDataLoader`, which leaves the split to its sampler.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        num_shards: int,
+        weights: Sequence[float] | None = None,
+        costs: Any = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
+        self.weights = None if weights is None else check_weights(weights, num_shards)
+        # A list of floats is read several times faster, one number at a time, than an array or a tensor.
+        self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
+        if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
+            raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
+        super().__init__(batch_sampler, seed, "batch_sampler")
+        self.batch_sampler = batch_sampler
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[list[int]]]:
+        batches = self._inner_items(epoch, check_start(start))
+        return map(self._split, batches, count(start))
+
+    def _split(self, batch: Any, number: int) -> list[list[int]]:
+        if is_sharded(batch):
+            raise ValueError(
+                f"batch {number} is sharded already, ShardedBatchSampler splits flat batches: "
+                "give its batch_sampler to the loader as it is"
+            )
+        if len(batch) == 0:
+            raise ValueError(f"batch {number} is empty: batches have at least one index, correct the batch_sampler")
+        return split_batch(batch, self.num_shards, self.weights, self.costs)
+
+    def len_epoch(self, epoch: int) -> int:
+        return len_epoch(self.batch_sampler, epoch)

@@ -1,0 +1,245 @@
+"""Anybody's sampler is read as a pure function of (seed, epoch), and leaves the global generators alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as torch_data
+
+from sharded_loader.sampling import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    check_sampler,
+    has_chunks,
+    is_own,
+    iter_epoch,
+    len_epoch,
+)
+
+
+class GluonStyle(Sampler[int]):
+    """As Gluon's users write them: no constructor call, global generators."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(self.length)
+        np.random.shuffle(order)
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Lazy:
+    """A generator function: draws nothing before the first item."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(20))
+        random.shuffle(order)
+        yield from order
+
+
+class EverySecond(RandomSampler):
+    """Overrides ``__iter__`` of a sampler of ours: that ``__iter__`` is meant."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), 0, None, 2)
+
+    def __len__(self) -> int:
+        return (super().__len__() + 1) // 2
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "torch random": lambda: torch_data.RandomSampler(range(20)),
+    "torch random, with a generator": lambda: torch_data.RandomSampler(
+        range(20), generator=torch.Generator().manual_seed(5)
+    ),
+    "torch random, several rounds": lambda: torch_data.RandomSampler(
+        range(20), num_samples=70, generator=torch.Generator().manual_seed(5)
+    ),
+    "torch subset": lambda: torch_data.SubsetRandomSampler(range(20)),
+    "torch weighted": lambda: torch_data.WeightedRandomSampler([1.0] * 20, 20),
+    "torch batches": lambda: torch_data.BatchSampler(torch_data.RandomSampler(range(20)), 3, False),
+    "torch distributed": lambda: torch_data.DistributedSampler(range(20), 2, 1),  # type: ignore[arg-type]
+    "torch batches, distributed": lambda: torch_data.BatchSampler(
+        torch_data.DistributedSampler(range(20), 2, 1),  # type: ignore[arg-type]
+        3,
+        False,
+    ),
+    "torch batches of ours": lambda: torch_data.BatchSampler(RandomSampler(20, seed=1), 3, False),
+    "gluon style": lambda: GluonStyle(20),
+    "generator function": Lazy,
+    "overrides __iter__": lambda: EverySecond(20, seed=1),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_epoch_is_a_pure_function_of_seed_and_epoch(kind: str) -> None:
+    one, other = FOREIGN[kind](), FOREIGN[kind]()
+    epochs = [list(iter_epoch(one, epoch, 7)) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    torch.manual_seed(99)
+    for epoch in (2, 0):
+        assert list(iter_epoch(other, epoch, 7)) == epochs[epoch]
+        assert list(iter_epoch(other, epoch, 7, start=2)) == epochs[epoch][2:]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_global_generators_are_left_as_they_were(kind: str) -> None:
+    sampler = FOREIGN[kind]()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    list(iter_epoch(sampler, 3, 7))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_a_generator_of_the_users_is_left_as_it_was_and_its_seed_counts() -> None:
+    def order(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        before = generator.get_state()
+        sampler = torch_data.RandomSampler(range(20), generator=generator)
+        items = list(iter_epoch(sampler, 0, 7))
+        assert sampler.generator is generator
+        assert torch.equal(generator.get_state(), before)
+        return items
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_distributed_sampler_is_told_the_epoch() -> None:
+    sampler = torch_data.DistributedSampler(range(10), 2, 0)  # type: ignore[arg-type]
+    got = list(iter_epoch(sampler, 6, 0))
+    reference = torch_data.DistributedSampler(range(10), 2, 0)  # type: ignore[arg-type]
+    reference.set_epoch(6)
+    assert got == list(reference)
+
+
+def test_two_live_epochs_of_one_foreign_sampler_do_not_mix() -> None:
+    sampler = Lazy()
+    alone = [list(iter_epoch(sampler, epoch, 7)) for epoch in range(2)]
+    pairs = list(zip(iter_epoch(sampler, 0, 7), iter_epoch(sampler, 1, 7), strict=True))
+    assert [list(items) for items in zip(*pairs, strict=True)] == alone
+
+
+def test_own_and_foreign_are_told_apart() -> None:
+    class Pure:
+        def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+            return iter(range(epoch + 3)[start:])
+
+        def len_epoch(self, epoch: int) -> int:
+            return epoch + 3
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError
+
+    class Halved(RandomSampler):
+        def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+            return itertools.islice(super().iter_epoch(epoch, start), 5)
+
+    assert is_own(RandomSampler(3, seed=1))
+    assert has_chunks(RandomSampler(3, seed=1))
+    assert is_own(BatchSampler([1], 1))
+    assert not has_chunks(BatchSampler([1], 1))
+    assert is_own(Pure())
+    assert list(iter_epoch(Pure(), 2, 0, start=1)) == [1, 2, 3, 4]
+    assert len_epoch(Pure(), 2) == 5
+    assert is_own(Halved(9, seed=1))
+    assert not has_chunks(Halved(9, seed=1))
+    assert [len(batch) for batch in BatchSampler(Halved(9, seed=1), 3)] == [3, 2]
+    for foreign in ([1, 2], range(3), GluonStyle(3), EverySecond(3, seed=1), torch.arange(3)):
+        assert not is_own(foreign)
+        assert not has_chunks(foreign)
+
+
+def test_gluon_style_samplers_work_by_themselves_and_in_batches() -> None:
+    sampler = GluonStyle(7)
+    assert sorted(sampler) == list(range(7))
+    assert len_epoch(sampler, 4) == len(sampler) == 7
+    batches = BatchSampler(sampler, 3, seed=1)
+    assert len(batches) == 3
+    epochs = [list(batches) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert list(batches.iter_epoch(0)) == epochs[0]
+
+
+def test_an_overridden_length_is_asked_for_its_epoch() -> None:
+    class Growing(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            return super().__iter__()
+
+    batches = Growing(SequentialSampler(5), 2, "rollover")
+    assert [len_epoch(batches, epoch) for epoch in range(3)] == [2, 3, 2]
+    assert batches.epoch == 0
+
+
+def test_lists_of_batches_are_samplers() -> None:
+    batches = [[0, 1], [2]]
+    assert list(iter_epoch(batches, 5, 0, start=1)) == [[2]]
+    assert len_epoch(batches, 5) == 2
+
+
+@pytest.mark.parametrize(
+    "one_shot",
+    [
+        (index for index in range(3)),
+        iter([1, 2]),
+        map(int, "12"),
+        itertools.count(),
+    ],
+)
+def test_one_shot_iterators_are_refused_when_the_sampler_is_made(one_shot: Any) -> None:
+    with pytest.raises(TypeError, match="pass a list, or a class with __iter__"):
+        BatchSampler(one_shot, 2, seed=0)
+
+
+def test_a_used_up_iterator_is_an_error_never_an_empty_epoch() -> None:
+    class OneShot:
+        def __init__(self) -> None:
+            self.left = [3, 2, 1]
+
+        def __iter__(self) -> OneShot:
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    batches = BatchSampler(OneShot(), 2, seed=0)
+    assert list(batches) == [[1, 2], [3]]
+    with pytest.raises(TypeError, match="a OneShot, has no items left for epoch 1.*pass a list"):
+        iter(batches)
+
+
+def test_a_foreign_sampler_without_length_has_none() -> None:
+    batches = BatchSampler(Lazy(), 3, seed=0)
+    assert sum(map(len, batches)) == 20
+    with pytest.raises(TypeError, match="a Lazy, has no length: give its class a __len__"):
+        len(batches)
+
+
+@pytest.mark.parametrize("thing", [5, None, object()])
+def test_what_is_no_sampler_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match="must be a sampler or another iterable"):
+        check_sampler(thing)
+
+
+def test_an_error_of_the_samplers_comes_through_and_generators_are_restored() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            random.random()
+            raise KeyError("mine")
+
+    before = random.getstate()
+    with pytest.raises(KeyError, match="mine"):
+        iter_epoch(Broken(), 0, 0)
+    assert random.getstate() == before

@@ -1,0 +1,262 @@
+"""Index samplers: every index as often as promised, the same for the same (seed, epoch), len always right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader.sampling import (
+    FilterSampler,
+    IndexSampler,
+    IntervalSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SortedSampler,
+    SplitSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from sharded_loader.sampling.permutation import CHUNK
+
+quick = settings(max_examples=50, deadline=None)
+
+EVERY_KIND: dict[str, Callable[[int | None], IndexSampler]] = {
+    "sequential": lambda seed: SequentialSampler(37, 2),
+    "random": lambda seed: RandomSampler(37, seed=seed),
+    "subset": lambda seed: SubsetRandomSampler(range(5, 60, 2), seed=seed),
+    "weighted": lambda seed: WeightedRandomSampler([0, 1, 2, 3], 45, seed=seed),
+    "weighted, none twice": lambda seed: WeightedRandomSampler(np.arange(40), 31, replacement=False, seed=seed),
+    "filter": lambda seed: FilterSampler(lambda sample: sample % 3, range(50)),
+    "interval": lambda seed: IntervalSampler(37, 5),
+    "interval, once": lambda seed: IntervalSampler(37, 5, rollover=False),
+    "sorted": lambda seed: SortedSampler([5, 1, 4, 1, 2] * 6),
+    "split": lambda seed: SplitSampler(50, 3, 2, even_size=True, repeat=3, seed=seed),
+    "split, in order": lambda seed: SplitSampler(50, 4, 3, repeat=2, shuffle=False, seed=seed),
+}
+SHUFFLED = ["random", "subset", "weighted", "weighted, none twice", "split"]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_an_epoch_is_a_pure_function_of_seed_and_epoch(kind: str) -> None:
+    make = EVERY_KIND[kind]
+    one, other = make(7), make(7)
+    epochs = [list(one) for _ in range(3)]
+    assert one.epoch == 3
+    # Another object, other order of asking, nothing iterated before.
+    assert list(other.iter_epoch(2)) == epochs[2]
+    assert list(other.iter_epoch(0)) == epochs[0]
+    assert other.epoch == 0
+    other.set_epoch(1)
+    assert list(other) == epochs[1]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_len_is_what_an_epoch_yields_and_indices_are_python_ints(kind: str) -> None:
+    sampler = EVERY_KIND[kind](7)
+    for epoch in range(3):
+        length = len(sampler)
+        items = list(sampler)
+        assert len(items) == length == sampler.len_epoch(epoch)
+        assert all(type(index) is int for index in items)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_any_place_of_an_epoch_can_be_reached(kind: str) -> None:
+    sampler = EVERY_KIND[kind](7)
+    whole = list(sampler.iter_epoch(1))
+    for start in range(len(whole) + 3):
+        assert list(sampler.iter_epoch(1, start)) == whole[start:]
+        assert np.concatenate([np.zeros(0, dtype=np.int64), *sampler.chunks(1, start)]).tolist() == whole[start:]
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_epochs_and_seeds_differ(kind: str) -> None:
+    make = EVERY_KIND[kind]
+    sampler = make(7)
+    assert list(sampler) != list(sampler)
+    assert list(make(7)) != list(make(8))
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_without_a_seed_torch_manual_seed_decides(kind: str) -> None:
+    torch.manual_seed(3)
+    one = EVERY_KIND[kind](None)
+    torch.manual_seed(3)
+    assert list(EVERY_KIND[kind](None)) == list(one)
+    assert isinstance(one.seed, int)
+
+
+def test_iter_captures_seed_and_epoch_when_it_is_called() -> None:
+    sampler = RandomSampler(20, seed=1)
+    first = iter(sampler)
+    sampler.set_epoch(5)
+    sampler.seed = 99
+    assert list(first) == list(RandomSampler(20, seed=1))
+    assert sampler.epoch == 5
+
+
+def test_interleaved_iterators_each_have_their_own_epoch() -> None:
+    sampler, reference = RandomSampler(20, seed=1), RandomSampler(20, seed=1)
+    one, two = iter(sampler), iter(sampler)
+    pairs = list(zip(one, two, strict=True))
+    assert [a for a, _ in pairs] == list(reference.iter_epoch(0))
+    assert [b for _, b in pairs] == list(reference.iter_epoch(1))
+
+
+@quick
+@given(length=st.integers(0, 300), seed=st.integers(), epoch=st.integers(0, 10**6))
+def test_random_sampler_yields_every_index_once(length: int, seed: int, epoch: int) -> None:
+    assert sorted(RandomSampler(length, seed=seed).iter_epoch(epoch)) == list(range(length))
+
+
+@quick
+@given(indices=st.lists(st.integers(-(2**40), 2**40)), seed=st.integers())
+def test_subset_random_sampler_yields_the_given_indices(indices: list[int], seed: int) -> None:
+    assert Counter(SubsetRandomSampler(indices, seed=seed)) == Counter(indices)
+
+
+@quick
+@given(length=st.integers(1, 200), data=st.data())
+def test_interval_sampler_yields_every_index_once(length: int, data: st.DataObject) -> None:
+    interval = data.draw(st.integers(1, length))
+    expected = [index for first in range(interval) for index in range(first, length, interval)]
+    assert list(IntervalSampler(length, interval)) == expected
+    once = IntervalSampler(length, interval, rollover=False)
+    assert list(once) == list(range(0, length, interval))
+    assert len(once) == len(list(once))
+
+
+@quick
+@given(parts=st.integers(1, 9), extra=st.integers(0, 50), seed=st.integers())
+def test_the_parts_of_a_split_are_disjoint_and_complete(parts: int, extra: int, seed: int) -> None:
+    length = parts + extra
+    split = [list(SplitSampler(length, parts, part, seed=seed)) for part in range(parts)]
+    assert sorted(index for part in split for index in part) == list(range(length))
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+@quick
+@given(parts=st.integers(1, 9), extra=st.integers(0, 50), shuffle=st.booleans(), seed=st.integers())
+def test_even_parts_are_equally_long_and_hold_no_index_twice(parts: int, extra: int, shuffle: bool, seed: int) -> None:
+    length = parts + extra
+    split = [list(SplitSampler(length, parts, part, True, shuffle=shuffle, seed=seed)) for part in range(parts)]
+    assert {len(part) for part in split} == {-(-length // parts)}
+    assert {index for part in split for index in part} == set(range(length))
+    assert all(len(set(part)) == len(part) for part in split)
+
+
+def test_each_repeat_of_a_split_is_the_part_once_more() -> None:
+    items = list(SplitSampler(20, 2, 1, repeat=3, seed=1))
+    rounds = [items[begin : begin + 10] for begin in (0, 10, 20)]
+    assert [sorted(one) for one in rounds] == [list(range(10, 20))] * 3
+    assert rounds[0] != rounds[1] != rounds[2]
+
+
+def test_weighted_draws_follow_the_weights() -> None:
+    count = 3 * CHUNK + 17
+    drawn = Counter(WeightedRandomSampler([0, 1, 0, 3, 6, 0], count, seed=5))
+    assert set(drawn) == {1, 3, 4}
+    for index, share in ((1, 0.1), (3, 0.3), (4, 0.6)):
+        assert drawn[index] / count == pytest.approx(share, abs=0.01)
+
+
+def test_weighted_draws_without_replacement_follow_the_weights() -> None:
+    first = Counter()
+    for epoch in range(2000):
+        drawn = list(WeightedRandomSampler([1, 0, 3], 2, replacement=False, seed=5).iter_epoch(epoch))
+        assert sorted(drawn) == [0, 2]
+        first[drawn[0]] += 1
+    assert first[2] / 2000 == pytest.approx(0.75, abs=0.05)
+
+
+def test_weighted_epoch_jumps_across_chunks() -> None:
+    sampler = WeightedRandomSampler([1, 2, 3], 2 * CHUNK + 9, seed=5)
+    whole = list(sampler.iter_epoch(0))
+    for start in (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 8):
+        assert list(sampler.iter_epoch(0, start)) == whole[start:]
+
+
+@quick
+@given(keys=st.lists(st.integers(-5, 5)), reverse=st.booleans())
+def test_sorted_sampler_sorts_as_python_does(keys: list[int], reverse: bool) -> None:
+    expected = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
+    assert list(SortedSampler(keys, reverse)) == expected
+    assert list(SortedSampler(np.array(keys, dtype=np.float32), reverse)) == expected
+    assert list(SortedSampler([(key, "x") for key in keys], reverse)) == expected
+    assert list(SortedSampler([chr(70 + key) for key in keys], reverse)) == expected
+
+
+def test_a_filter_keeps_the_samples_that_pass() -> None:
+    assert list(FilterSampler(lambda text: "a" in text, ["a", "b", "ca"])) == [0, 2]
+
+
+def test_sampling_never_imports_torch_where_a_seed_is_given() -> None:
+    code = (
+        "import sys\n"
+        "from sharded_loader.sampling import *\n"
+        "list(BatchSampler(RandomSampler(9, seed=1), 2)); list(BatchSampler([1, 2], 2)); FixedBucketSampler([1], 1)\n"
+        "resolve_replicas('auto'); is_sharded([1])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_empty_dataset_is_an_empty_epoch() -> None:
+    samplers: list[Sampler[Any]] = [
+        SequentialSampler(0),
+        RandomSampler(0, seed=1),
+        SubsetRandomSampler([], seed=1),
+        WeightedRandomSampler([], 0, seed=1),
+        FilterSampler(bool, []),
+        IntervalSampler(0, 3),
+        SortedSampler([]),
+        SplitSampler(0, 3, 1, seed=1),
+    ]
+    for sampler in samplers:
+        assert len(sampler) == 0
+        assert list(sampler) == []
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "1", None, True])
+def test_a_bad_epoch_is_refused(epoch: Any) -> None:
+    with pytest.raises(ValueError, match="epochs count from 0"):
+        RandomSampler(3, seed=1).set_epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: SequentialSampler(-1), ValueError, "length must be at least 0, got -1"),
+        (lambda: RandomSampler(2.5), TypeError, "length must be an integer"),  # type: ignore[arg-type]
+        (lambda: RandomSampler(2**62 + 1), ValueError, "up to 2\\*\\*62"),
+        (lambda: RandomSampler(3, seed="x"), TypeError, "seed must be an integer or None"),  # type: ignore[arg-type]
+        (lambda: SubsetRandomSampler([0.5]), ValueError, "1-D sequence of integers"),  # type: ignore[list-item]
+        (lambda: SubsetRandomSampler([True, False]), ValueError, "flatnonzero"),
+        (lambda: WeightedRandomSampler([1, -2], 1), ValueError, r"weights\[1\] is -2"),
+        (lambda: WeightedRandomSampler([1, float("nan")], 1), ValueError, r"weights\[1\] is nan"),
+        (lambda: WeightedRandomSampler([0, 0], 1), ValueError, "all zero"),
+        (lambda: WeightedRandomSampler([[1]], 1), ValueError, "1-D"),  # type: ignore[list-item]
+        (lambda: WeightedRandomSampler([1, 0], 2, replacement=False), ValueError, "only 1 weights are positive"),
+        (lambda: IntervalSampler(3, 4), ValueError, "more than the 3 samples"),
+        (lambda: IntervalSampler(3, 0), ValueError, "interval must be at least 1"),
+        (lambda: SplitSampler(10, 3, 3), ValueError, "give 0 to 2"),
+        (lambda: SplitSampler(10, 3, -1), ValueError, "parts count from 0"),
+        (lambda: SplitSampler(2, 3), ValueError, "give fewer parts"),
+        (lambda: SplitSampler(2, repeat=0), ValueError, "repeat must be at least 1"),
+        (lambda: RandomSampler(3, seed=1).iter_epoch(0, -1), ValueError, "start must be at least 0"),
+        (lambda: list(Sampler()), NotImplementedError, "override __iter__ and __len__"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
