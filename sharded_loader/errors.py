@@ -115,7 +115,7 @@ def add_note(error: BaseException, text: str) -> None:
     notes = getattr(error, "__notes__", None)
     if notes is None:
         notes = []
-        error.__notes__ = notes  # type: ignore[attr-defined]
+        error.__notes__ = notes
     notes.append(text)
 
 

@@ -157,7 +157,7 @@ class ShardedDataLoader:
         self._placement = Placement(found, pin_memory)
         workers = _make_pool(pool, num_workers, thread_pool)
         self._pipeline = Pipeline(workers, 0)
-        self.prefetch = prefetch  # type: ignore[assignment]
+        self.prefetch = prefetch
         _claim(workers)
         self._meter = Meter()
         self._shown: tuple[Run, int] | None = None
@@ -282,9 +282,7 @@ class ShardedDataLoader:
         return Run(number, epoch, plan)
 
     def _job(self) -> Job:
-        return Job(
-            self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated
-        )
+        return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
 
     def _tell_dataset(self, epoch: int) -> None:
         """A dataset that is told its epoch and exists once can be in one epoch only."""

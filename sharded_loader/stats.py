@@ -63,9 +63,7 @@ class Meter:
         self._reading = 0.0
         self._placing = 0.0
 
-    def delivered(
-        self, samples: int, reading: float, placing: float, began: float, last_ended: float | None
-    ) -> float:
+    def delivered(self, samples: int, reading: float, placing: float, began: float, last_ended: float | None) -> float:
         """A batch is handed out; returns when.
 
         Args:
@@ -86,9 +84,7 @@ class Meter:
 
     def report(self) -> LoaderStats:
         """The counts so far."""
-        return LoaderStats(
-            self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing
-        )
+        return LoaderStats(self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing)
 
 
 def describe(batch: Any) -> str:

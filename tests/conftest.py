@@ -16,6 +16,7 @@ import pytest
 
 from sharded_loader import InlinePool, ProcessPool, ThreadPool
 from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.process import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
@@ -91,23 +92,26 @@ def _shared_memory() -> set[str]:
 def nothing_left_behind() -> Iterator[None]:
     """Fail the test that leaves a process, a thread, a descriptor or a shared-memory name."""
     _start_helpers()
-    before = _processes(), _threads(), _descriptors(), _shared_memory()
+    before = _threads(), _descriptors(), _shared_memory()
     yield
     deadline = time.monotonic() + PATIENCE
-    while True:
-        gc.collect()
-        left = {
-            "processes": _processes() - before[0],
-            "threads": _threads() - before[1],
-            "descriptors": {fd: to for fd, to in _descriptors().items() if before[2].get(fd) != to},
-            "shared memory": _shared_memory() - before[3],
-        }
-        left = {kind: items for kind, items in left.items() if items}
-        if not left:
-            return
+    while left := _left(*before):
         if time.monotonic() > deadline:
+            for pid in _processes():
+                psutil.Process(pid).kill()  # or the next test would be blamed too
             pytest.fail(f"left behind: {left}")
+        gc.collect()
         time.sleep(0.01)  # what is ending may still be in the process table
+
+
+def _left(threads: set[threading.Thread], descriptors: dict[int, str], shared_memory: set[str]) -> dict[str, Any]:
+    left = {
+        "processes": _processes(),
+        "threads": _threads() - threads,
+        "descriptors": {fd: to for fd, to in _descriptors().items() if descriptors.get(fd) != to},
+        "shared memory": _shared_memory() - shared_memory,
+    }
+    return {kind: items for kind, items in left.items() if items}
 
 
 _helpers_started = False
@@ -117,8 +121,5 @@ def _start_helpers() -> None:
     """Start the forkserver and the resource tracker once, so that no test is blamed for their descriptors."""
     global _helpers_started
     if not _helpers_started and sys.platform != "win32":
-        from multiprocess import forkserver, resource_tracker
-
-        resource_tracker.ensure_running()
-        forkserver.ensure_running()
+        start_forkserver()
         _helpers_started = True

@@ -105,9 +105,7 @@ class Placement:
         self.devices = devices
         self._pin = pin_memory and devices is None
         if pin_memory and not accelerators():
-            warnings.warn(
-                "pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3
-            )
+            warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
             self._pin = False
 
     def place(self, batch: Any, sharded: bool) -> Any:

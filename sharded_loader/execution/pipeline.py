@@ -22,7 +22,6 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import ANY_RUN, Job, Pool, Result, Task

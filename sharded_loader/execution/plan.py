@@ -20,7 +20,6 @@ from sharded_loader.errors import add_note
 from sharded_loader.execution.pools.base import Task
 from sharded_loader.sampling.shards import is_sharded, split_batch
 
-
 _END: Any = object()
 
 

@@ -46,7 +46,7 @@ class Reader:
         self._get_items = getattr(job.dataset, "__getitems__", None)
 
     def read(self, task: Task) -> Result:
-        """The batch that ``task`` asks for. 
+        """The batch that ``task`` asks for.
 
         Exceptions become part of the result; only a KeyboardInterrupt in the caller's own thread passes.
         """
@@ -64,9 +64,7 @@ class Reader:
                     task.run, task.seq, error=error, skipped=tuple(skipped), seconds=time.perf_counter() - began
                 )
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
-        return Result(
-            task.run, task.seq, batch, samples, skipped=tuple(skipped), seconds=time.perf_counter() - began
-        )
+        return Result(task.run, task.seq, batch, samples, skipped=tuple(skipped), seconds=time.perf_counter() - began)
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
@@ -134,7 +132,7 @@ class Reader:
         """Raise the error of the sample that made a bulk read fail; of the bulk read if none does alone."""
         scope.by_index.clear()
         self._read_one_by_one(indices, scope, place)
-        raise self._placed(error, place, None, indices)  # noqa: B904 - as above
+        raise self._placed(error, place, None, indices)
 
     def _make_batch(
         self, samples: list[Any], task: Task, scope: SampleScope, place: Place, indices: Sequence[Any]
@@ -174,7 +172,7 @@ class Reader:
         good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
         if not good:
             if self._job.keep_batch:
-                index, error = skipped[-1]
+                _, error = skipped[-1]
                 add_note(error, f"on_error={self._job.on_error!r}: no sample of the batch could be read")
                 raise error
             return [], 0

@@ -234,7 +234,7 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
     from torch.utils.data._utils import worker as torch_worker
 
     torch.set_num_threads(1)
-    torch_worker._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call]
+    torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=job.seed + number, dataset=job.dataset
     )
 

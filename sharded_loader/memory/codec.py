@@ -146,17 +146,17 @@ def class_reference(cls: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 def resolve_class(module: str, qualname: str, tracker: str | None, address: int) -> type:
     """The class of this process that `class_reference` named in a worker.
 
-    A class that was sent to the worker by value has a tracker. A forked worker's classes lie at the address
-    that they have here; the names are compared too, since the address alone might have been used again.
+    A class that was sent to the worker by value has a tracker. One that a function's body makes has no name
+    to look up: of all classes called so it is the one at the same address (a forked worker's classes lie
+    where they lie here), or the only one (a spawned worker imported the module that makes it).
     """
     tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(tracker)
     if tracked is not None:
         return tracked  # type: ignore[no-any-return]
-    if tracker is None:
-        for cls in _all_classes():
-            if id(cls) == address and cls.__qualname__ == qualname and cls.__module__ == module:
-                return cls
     found = _getattr_path(sys.modules.get(module), qualname)
+    if not isinstance(found, type):
+        named: list[type] = [c for c in _all_classes() if c.__qualname__ == qualname and c.__module__ == module]
+        found = next((c for c in named if id(c) == address), named[0] if len(named) == 1 else None)
     if not isinstance(found, type):
         raise AttributeError(
             f"class {module}.{qualname}, used by a worker process, does not exist in this one: "
@@ -170,7 +170,8 @@ def _all_classes() -> Iterator[type]:
     seen: set[type] = set()
     todo: list[type] = [object]
     while todo:
-        for cls in type.__subclasses__(todo.pop()):
+        subclasses: list[type] = type.__subclasses__(todo.pop())
+        for cls in subclasses:
             if cls not in seen:
                 seen.add(cls)
                 todo.append(cls)
@@ -213,7 +214,7 @@ def encode_error(error: BaseException, text: str | None = None) -> EncodedError:
                 twin = twin.error
             if type(twin) is type(error) and str(twin) == str(error) and len(twin.args) == len(error.args):
                 return EncodedError(payload.head, _summary(error), text, notes)
-        except Exception:  # noqa: S112 - what cannot travel is replaced by a stand-in below
+        except Exception:
             continue
     return EncodedError(None, _summary(error), text, notes)
 
@@ -230,7 +231,7 @@ def decode_error(encoded: EncodedError) -> BaseException:
     if error is None:
         error = SampleReadError(encoded.summary)
     if encoded.notes:
-        error.__notes__ = list(encoded.notes)  # type: ignore[attr-defined]
+        error.__notes__ = list(encoded.notes)
     error.__cause__ = WorkerTraceback(encoded.traceback)
     return error
 
@@ -258,7 +259,7 @@ class _WithoutInit:
         for name, value in vars(self.error).items():
             try:
                 encode(value)
-            except Exception:  # noqa: S112 - an attribute that cannot travel stays behind
+            except Exception:
                 continue
             attributes[name] = value
         return _rebuild_without_init, (type(self.error), self.error.args, attributes)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
 from sharded_loader import ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
 

@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from multiprocess import connection
@@ -87,7 +87,7 @@ def receive_message(conn: Any) -> Message:
 class Link(ABC):
     """The trainer's end of the pipe to one worker."""
 
-    live: weakref.WeakSet[Link] = weakref.WeakSet()
+    live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
     """Every open link of this process: a forked worker closes them first, or end-of-file on one of them
     would never come."""
 
@@ -141,7 +141,7 @@ class SocketLink(Link):
 
     def _expect(self, size: int) -> None:
         self._frame = np.empty(size, np.uint8)
-        self._target = memoryview(self._frame)
+        self._target = self._frame.data
         self._filled = 0
 
     @property

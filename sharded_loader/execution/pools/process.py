@@ -146,6 +146,8 @@ class ProcessPool(Pool):
                 self._send_job(handle.link)
             return
         self._wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+        if self.start_method == "forkserver":
+            start_forkserver()
         try:
             for number in range(self.num_workers):
                 self._workers.append(self._launch(number))
@@ -379,6 +381,16 @@ def choose_start_method(start_method: str | None) -> str:
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
     return start_method
+
+
+def start_forkserver() -> None:
+    """Start the forkserver of ``multiprocess``, if none runs, with our modules imported: workers fork from it."""
+    from multiprocess import forkserver
+
+    if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
+        forkserver.set_forkserver_preload(["sharded_loader.execution.worker"])
+    with _starting_worker():
+        forkserver.ensure_running()
 
 
 _this_thread = threading.local()

@@ -1,0 +1,362 @@
+"""P1 order, P2 once each, P5 one stream, P8 no silent hang, P9 errors say where: over every pool."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samples import (
+    Bad,
+    Boom,
+    Draws,
+    InBulk,
+    Local,
+    TwoArguments,
+    Uneven,
+    boom,
+    exit_,
+    leave,
+    raise_local,
+    raise_os_error,
+    raise_two,
+    raise_unicode,
+    sigkill,
+    stop,
+)
+
+from sharded_loader import (
+    ProcessPool,
+    SampleReadError,
+    ShardedDataLoader,
+    WorkerDiedError,
+)
+from sharded_loader.execution.pools.base import Pool
+
+
+def flat(batches: Any) -> list[Any]:
+    return [value for batch in batches for value in batch.tolist()]
+
+
+# -- P1, P2 -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3, 50])
+def test_batches_come_in_the_samplers_order_whatever_finishes_first(pool: Pool, prefetch: int) -> None:
+    with ShardedDataLoader(Uneven(), 3, pool=pool, prefetch=prefetch) as loader:
+        assert flat(loader) == list(range(60))
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_every_index_comes_once(pool: Pool, last_batch: str) -> None:
+    with ShardedDataLoader(range(23), 4, True, last_batch=last_batch, pool=pool, seed=5) as loader:
+        epochs = [flat(loader) for _ in range(4)]
+    if last_batch == "rollover":
+        stream = [index for epoch in epochs for index in epoch]
+        assert [sorted(stream[i : i + 23]) for i in range(0, 69, 23)] == [list(range(23))] * 3
+    else:
+        assert all(len(set(epoch)) == len(epoch) == (23 if last_batch == "keep" else 20) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_an_empty_dataset_is_an_empty_epoch(pool: Pool) -> None:
+    with ShardedDataLoader([], 4, shuffle=True, pool=pool) as loader:
+        assert len(loader) == 0
+        assert list(loader) == []
+        assert list(loader) == []
+
+
+# -- P5 -----------------------------------------------------------------------------------------------------
+
+
+def stream(pool: Pool, **options: Any) -> list[Any]:
+    with ShardedDataLoader(Draws(), 4, shuffle=True, seed=11, pool=pool, **options) as loader:
+        return [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
+
+
+def test_order_and_random_numbers_depend_on_neither_pool_nor_workers(new_pool: Callable[..., Pool]) -> None:
+    from conftest import make_pool
+
+    expected = stream(make_pool("inline"))
+    assert stream(new_pool(1)) == expected
+    assert stream(new_pool(3), prefetch=1) == expected
+    assert expected[0] != expected[1]
+
+
+def test_shards_hold_the_same_samples_as_the_whole_batch(new_pool: Callable[..., Pool]) -> None:
+    with ShardedDataLoader(range(50), 8, True, seed=3, pool=new_pool()) as whole:
+        expected = [batch.tolist() for batch in whole]
+    with ShardedDataLoader(range(50), 8, True, seed=3, pool=new_pool(), num_shards=3, shard_weights=[2, 1, 1]) as split:
+        found = [[shard.tolist() for shard in shards] for shards in split]
+    assert [[index for shard in shards for index in shard] for shards in found] == expected
+    assert [len(shard) for shard in found[0]] == [4, 2, 2]
+    assert len(found[-1]) == 2
+
+
+def test_global_generators_are_reproducible_in_process_workers(process_pool: ProcessPool) -> None:
+    class Global:
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            return np.array([random.random(), np.random.random(), torch.rand(()).item()])
+
+    def draw(workers: int) -> list[Any]:
+        pool = ProcessPool(workers, start_method=process_pool.start_method)
+        with ShardedDataLoader(Global(), 4, seed=1, pool=pool) as loader:
+            return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    first = draw(2)
+    assert draw(3) == first
+    assert len({str(batch) for epoch in first for batch in epoch}) == 12
+
+
+def test_the_trainers_generators_are_left_alone(pool: Pool) -> None:
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    expected = random.random(), np.random.random(), torch.rand(()).item()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    with ShardedDataLoader(Draws(), 4, shuffle=True, seed=1, pool=pool) as loader:
+        list(loader)
+    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
+
+
+def test_torch_manual_seed_governs_the_default_seed() -> None:
+    def order() -> list[int]:
+        torch.manual_seed(4)
+        return flat(ShardedDataLoader(range(30), 5, shuffle=True))
+
+    assert order() == order()
+
+
+# -- P8 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fail", "how"), [(sigkill, "SIGKILL"), (leave, "exit code 3")])
+def test_a_worker_that_dies_is_an_error_at_once_and_the_others_go_on(
+    process_pool: ProcessPool, fail: Callable[[], Any], how: str
+) -> None:
+    with ShardedDataLoader(Bad(fail), 4, pool=process_pool) as loader:
+        iterator = iter(loader)
+        got = []
+        with pytest.raises(WorkerDiedError, match=how) as caught:
+            for batch in iterator:
+                got.append(batch.tolist())
+        got += [batch.tolist() for batch in iterator]
+        assert got == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+        assert caught.value.batch == 1
+        assert "epoch 0, batch 1" in str(caught.value)
+        assert "loader.read(index, epoch=0)" in str(caught.value)
+
+
+def test_a_death_is_noticed_while_another_worker_is_busy(process_pool: ProcessPool) -> None:
+    class Stuck:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index == 0:
+                time.sleep(1000)
+            return os.kill(os.getpid(), signal.SIGKILL) or index
+
+    with ShardedDataLoader(Stuck(), 1, pool=process_pool, prefetch=2) as loader:
+        with pytest.raises(WorkerDiedError):
+            next(iter(loader))
+
+
+def test_an_idle_worker_that_is_killed_is_an_error_and_loses_nothing(process_pool: ProcessPool) -> None:
+    with ShardedDataLoader(range(6), 2, pool=process_pool) as loader:
+        assert flat(loader) == list(range(6))
+        victim = process_pool.pids[0]
+        os.kill(victim, signal.SIGKILL)
+        iterator = iter(loader)
+        with pytest.raises(WorkerDiedError):
+            while True:  # until the kernel has got round to it
+                next(iterator)
+                iterator = iter(loader)
+        assert victim not in process_pool.pids
+        assert flat(loader) == list(range(6))
+
+
+@pytest.mark.parametrize("fail", [boom, leave])
+def test_a_worker_that_cannot_start_is_one_clear_error(process_pool: ProcessPool, fail: Callable[[], Any]) -> None:
+    pool = ProcessPool(2, start_method=process_pool.start_method, worker_init_fn=lambda number: fail())
+    with ShardedDataLoader(range(6), 2, pool=pool) as loader:
+        for _ in range(2):
+            with pytest.raises((Boom, WorkerDiedError)) as caught:
+                next(iter(loader))
+            assert "start" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
+
+
+def test_init_fn_error_in_a_thread_is_raised() -> None:
+    with ShardedDataLoader(range(6), 2, pool=new_thread_pool(boom)) as loader, pytest.raises(Boom):
+        next(iter(loader))
+
+
+def new_thread_pool(fail: Callable[[], Any]) -> Pool:
+    from sharded_loader import ThreadPool
+
+    return ThreadPool(2, worker_init_fn=lambda number: fail())
+
+
+# -- P9 -----------------------------------------------------------------------------------------------------
+
+
+def notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 4, pool=pool, num_shards=2) as loader:
+        list_of = iter(loader)
+        assert [shard.tolist() for shard in next(list_of)] == [[0, 1], [2, 3]]
+        with pytest.raises(Boom) as caught:
+            next(list_of)
+        assert (str(caught.value), caught.value.code) == ("sample went wrong", 42)
+        where, again = notes(caught.value)
+        assert "epoch 0, batch 1, shard 1, sample 7" in where
+        assert ("worker" in where or "thread" in where) == (pool.num_workers > 0)
+        assert again.endswith("loader.read(7, epoch=0)")
+        if isinstance(pool, ProcessPool):
+            assert "in boom" in str(caught.value.__cause__)
+        assert len(list(list_of)) == 3
+        with pytest.raises(Boom):
+            loader.read(7, epoch=0)
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "attributes"),
+    [
+        (raise_two, TwoArguments, {"both": (1, 2), "args": (1, 2)}),
+        (raise_local, Local, {"keyword": 3, "args": ("odd",), "marker": "of the class"}),
+        (raise_os_error, FileNotFoundError, {"errno": 2, "filename": "image.png"}),
+        (raise_unicode, UnicodeDecodeError, {"encoding": "utf-8", "start": 0}),
+    ],
+)
+def test_exceptions_keep_class_and_attributes(
+    pool: Pool, fail: Callable[[], Any], kind: type[Exception], attributes: dict[str, Any]
+) -> None:
+    with ShardedDataLoader(Bad(fail), 20, pool=pool) as loader:
+        with pytest.raises(kind) as caught:
+            next(iter(loader))
+        assert type(caught.value) is kind
+        assert {name: getattr(caught.value, name) for name in attributes} == attributes
+
+
+def test_an_exception_that_cannot_travel_has_a_stand_in(process_pool: ProcessPool) -> None:
+    class Holder(Exception):
+        def __reduce__(self) -> Any:
+            raise TypeError("never")
+
+        def __new__(cls, *args: Any) -> Any:
+            if args and args[0] == "again":
+                raise TypeError("never")
+            return super().__new__(cls, *args)
+
+    def fail() -> None:
+        error = Holder()
+        error.args = ("again",)
+        raise error
+
+    with ShardedDataLoader(Bad(fail), 20, pool=process_pool) as loader:
+        with pytest.raises(SampleReadError, match="Holder: again") as caught:
+            next(iter(loader))
+        assert "sample 7" in notes(caught.value)[0]
+
+
+@pytest.mark.parametrize(("fail", "name"), [(stop, "StopIteration"), (exit_, "SystemExit")])
+def test_what_would_end_the_loop_in_silence_is_an_error(pool: Pool, fail: Callable[[], Any], name: str) -> None:
+    with ShardedDataLoader(Bad(fail), 4, pool=pool) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(SampleReadError, match=name):
+            next(iterator)
+        assert len(list(iterator)) == 3
+
+
+def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
+    def batchify(samples: list[int]) -> list[int]:
+        if 7 in samples:
+            raise Boom("batchify", 1)
+        return samples
+
+    with ShardedDataLoader(range(20), 4, pool=pool, num_shards=2, batchify_fn=batchify) as loader:
+        with pytest.raises(Boom) as caught:
+            list(loader)
+        assert "epoch 0, batch 1, shard 1" in notes(caught.value)[0]
+        assert "loader.read(i, epoch=0) for i in (6, 7,)" in notes(caught.value)[1]
+
+
+def test_a_bulk_read_that_fails_names_the_sample(pool: Pool) -> None:
+    with ShardedDataLoader(InBulk(range(20)), 4, pool=pool) as loader:
+        with pytest.raises(Boom) as caught:
+            list(loader)
+        assert "batch 1, sample 7" in notes(caught.value)[0]
+
+
+def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:
+    class Ends:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [0, 1]
+            raise Boom("sampler", 2)
+
+        def __len__(self) -> int:
+            return 2
+
+    with ShardedDataLoader(range(4), batch_sampler=Ends(), pool=pool) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1]
+        with pytest.raises(Boom) as caught:
+            next(iterator)
+        assert "sampler, in epoch 0 at batch 1" in notes(caught.value)[0]
+        assert list(iterator) == []
+
+
+# -- on_error -----------------------------------------------------------------------------------------------
+
+
+def test_skip_leaves_the_sample_out(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
+        assert flat(loader) == [i for i in range(20) if i != 7]
+        assert loader.num_skipped == 1
+        ((index, error),) = loader.skipped
+        assert index == 7
+        assert isinstance(error, Boom)
+
+
+def test_replace_keeps_the_size_and_is_reproducible(new_pool: Callable[..., Pool]) -> None:
+    def batch_1(pool: Pool) -> list[int]:
+        with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="replace", seed=2) as loader:
+            return [batch.tolist() for batch in loader][1]
+
+    found = batch_1(new_pool())
+    assert found[:3] == [4, 5, 6]
+    assert found[3] in (4, 5, 6)
+    assert batch_1(new_pool(1)) == found
+
+
+def test_a_callable_mends_the_sample_where_it_is_read(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error=lambda failed: -failed.index) as loader:
+        assert flat(loader) == [-7 if i == 7 else i for i in range(20)]
+
+
+def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip") as loader:
+        with pytest.warns(UserWarning, match="epoch 0, batch 7 was left out"):
+            assert flat(loader) == [i for i in range(20) if i != 7]
+
+
+def test_with_replicas_a_batch_without_a_good_sample_raises(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=2, rank=1) as loader:
+        with pytest.raises(Boom):
+            list(loader)
+
+
+def test_shards_move_up_when_one_loses_all_its_samples(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", devices=["cpu", "cpu"]) as loader:
+        assert [shard.tolist() for shard in list(loader)[3]] == [[6]]

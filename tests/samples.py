@@ -1,0 +1,137 @@
+"""Datasets and failures that the tests read in workers. Torch-free, so that a spawned worker starts fast."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sharded_loader import SimpleDataset, sample_generator, sample_rng, sample_seed
+
+
+class Uneven:
+    """Early samples take longest, so that results come back in the wrong order."""
+
+    def __init__(self, length: int = 60) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01 if index % 20 < 5 else 0)
+        return index
+
+
+class Draws:
+    """A sample of everything random."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        import torch
+
+        rng = sample_rng()
+        assert sample_rng() is rng
+        own = rng.random(2)
+        tensor = torch.rand(2, generator=sample_generator())
+        with sample_seed():
+            shared = np.array([random.random(), np.random.random(), torch.rand(()).item()])
+        return own, tensor, shared
+
+
+class Boom(Exception):
+    """Cannot be made from its args."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} went wrong")
+        self.code = code
+
+
+class Bad:
+    """Sample 7 is bad, in a way of one's choice."""
+
+    def __init__(self, fail: Callable[[], Any]) -> None:
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            self.fail()
+        return index
+
+
+def boom() -> None:
+    raise Boom("sample", 42)
+
+
+def sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+class TwoArguments(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+        self.both = (a, b)
+
+
+def local_error() -> type[Exception]:
+    class Local(ValueError):
+        marker = "of the class"
+
+        def __init__(self, a: str, *, keyword: int) -> None:
+            super().__init__(a)
+            self.keyword = keyword
+
+    return Local
+
+
+Local = local_error()
+
+
+def raise_two() -> None:
+    raise TwoArguments(1, 2)
+
+
+def raise_local() -> None:
+    raise Local("odd", keyword=3)
+
+
+def raise_os_error() -> None:
+    raise FileNotFoundError(2, "No such file or directory", "image.png")
+
+
+def raise_unicode() -> None:
+    b"\xff".decode("utf-8")
+
+
+class InBulk(SimpleDataset):
+    """Reads in bulk, which hides the index that fails."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            boom()
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+def stop() -> None:
+    raise StopIteration("early")
+
+
+def exit_() -> None:
+    raise SystemExit(4)
