@@ -1,0 +1,248 @@
+"""Reading many samples of a dataset at once, through any stack of wrappers.
+
+    read_many(dataset, indices) -> list of samples      ``__getitems__`` where the dataset has it
+    gather(dataset, indices, empty) -> finished batch   ``get_batch``; own datasets write into ``empty``'s memory
+
+A wrapper may offer a bulk method only where what it wraps has it, and ``hasattr`` must tell the truth:
+`offered_if` makes a method that is absent otherwise.
+
+A sample draws its random numbers by the index that the loader's sampler yielded, whichever way it is read.
+So wrappers that translate indices hand on, beside the translated ones, the `Place` of each sample: the index
+as the loader knows it, and the generator that has been drawn from so far (`BulkIndices`). What can go wrong:
+a wrapper that is not ours drops the places; its samples are then keyed by the inner index, still the same
+in every pool.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sharded_loader import rng
+from sharded_loader.data.errors import Empty
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def offered_if(condition: Callable[[Any], bool]) -> Callable[[Method], Method]:
+    """Decorate a method that exists only on those instances for which ``condition(instance)`` holds.
+
+    Example:
+        >>> class Box:
+        ...     def __init__(self, full): self.full = full
+        ...     @offered_if(lambda box: box.full)
+        ...     def open(self): return "something"
+        >>> hasattr(Box(True), "open"), hasattr(Box(False), "open")
+        (True, False)
+
+    Source of the idea: scikit-learn's ``available_if``.
+    """
+    return lambda method: _Offered(condition, method)  # type: ignore[return-value]
+
+
+class _Offered:
+    def __init__(self, condition: Callable[[Any], bool], method: Callable[..., Any]) -> None:
+        self._condition = condition
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self._method
+        if not self._condition(instance):
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._method.__name__!r} here")
+        return MethodType(self._method, instance)
+
+
+class Place:
+    """Where a sample stands in its epoch: the index its random numbers are keyed by, and what it drew so far."""
+
+    __slots__ = ("drawn", "index")
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+        self.drawn: np.random.Generator | None = None
+
+
+class BulkIndices(list[int]):
+    """Indices into an inner dataset, with the place of each sample.
+
+    Example:
+        >>> BulkIndices([7, 8], [Place(0), Place(1)])
+        [7, 8]
+    """
+
+    def __init__(self, indices: Iterable[int], places: Sequence[Place]) -> None:
+        super().__init__(indices)
+        self.places = places
+
+
+def places_of(indices: Sequence[Any]) -> Sequence[Place] | None:
+    """The places of these samples; None outside a loader, where nothing is keyed.
+
+    Example:
+        >>> places_of([3, 4]) is None
+        True
+    """
+    if isinstance(indices, BulkIndices):
+        return indices.places
+    return None if _scope() is None else [Place(index) for index in indices]
+
+
+def translated(inner: Iterable[int], outer: Sequence[Any]) -> list[int]:
+    """The inner indices of the samples that the caller knows by the outer ones.
+
+    Example:
+        >>> translated([70, 80], [7, 8])
+        [70, 80]
+    """
+    places = places_of(outer)
+    return list(inner) if places is None else BulkIndices(inner, places)
+
+
+def _scope() -> rng.SampleScope | None:
+    scope: rng.SampleScope | None = getattr(rng._local, "scope", None)
+    return scope
+
+
+@contextmanager
+def each_at_its_place(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
+    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers.
+
+    Example:
+        >>> with each_at_its_place([3, 4]) as turn_to:
+        ...     turn_to(0)
+    """
+    scope, places = _scope(), places_of(indices)
+    if scope is None or places is None:
+        yield lambda position: None
+        return
+    outer = scope.index, scope.drawn
+    current: Place | None = None
+
+    def turn_to(position: int) -> None:
+        nonlocal current
+        if current is not None:
+            current.drawn = scope.drawn
+        current = places[position]
+        scope.index, scope.drawn = current.index, current.drawn
+
+    try:
+        yield turn_to
+    finally:
+        if current is not None:
+            current.drawn = scope.drawn
+        scope.index, scope.drawn = outer
+
+
+def chosen(indices: Sequence[int], inner: Iterable[int], positions: Sequence[int]) -> list[int]:
+    """Inner indices of only some of the samples, with the places of just those.
+
+    Args:
+        indices: of all samples, as `translated` returned them.
+        inner: one per position.
+        positions: which of the samples.
+
+    Example:
+        >>> chosen([5, 6, 7], [50, 70], [0, 2])
+        [50, 70]
+    """
+    if isinstance(indices, BulkIndices):
+        return BulkIndices(inner, [indices.places[position] for position in positions])
+    return list(inner)
+
+
+def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Read samples, in bulk where the dataset can.
+
+    Args:
+        dataset: anything with ``__getitem__``.
+        indices: of the samples.
+
+    Returns:
+        The samples, in that order.
+
+    Example:
+        >>> read_many("abc", [2, 0])
+        ['c', 'a']
+    """
+    bulk = getattr(dataset, "__getitems__", None)
+    if bulk is not None:
+        return list(bulk(indices))
+    samples = []
+    with each_at_its_place(indices) as turn_to:
+        for position, index in enumerate(indices):
+            turn_to(position)
+            samples.append(dataset[index])
+    return samples
+
+
+def gather(dataset: Any, indices: Sequence[int] | np.ndarray[Any, Any], empty: Empty) -> Any:
+    """Read a finished batch from a dataset that has ``get_batch``; our own write into memory from ``empty``.
+
+    Example:
+        >>> from sharded_loader.data.datasets import ArrayDataset
+        >>> gather(ArrayDataset(np.arange(5) * 10), [3, 1], np.empty)
+        array([30, 10])
+    """
+    own = getattr(dataset, "_gather", None)
+    return dataset.get_batch(indices) if own is None else own(indices, empty)
+
+
+def has(name: str) -> Callable[[Any], bool]:
+    """A condition for `offered_if`: the dataset that the instance wraps as ``_dataset`` has this attribute."""
+    return lambda wrapper: hasattr(wrapper.__dict__.get("_dataset"), name)
+
+
+def checked_index(index: Any, length: int) -> int:
+    """An index as a number in 0..length-1; negative ones count from the end.
+
+    Raises:
+        IndexError: out of range; says the length.
+        TypeError: no integer.
+
+    Example:
+        >>> checked_index(-1, 5), checked_index(np.int64(2), 5)
+        (4, 2)
+    """
+    try:
+        number = operator.index(index)
+    except TypeError:
+        raise TypeError(f"index {index!r} is no integer: give one in 0..{length - 1}") from None
+    if number < 0:
+        number += length
+    if not 0 <= number < length:
+        raise IndexError(f"index {index} is out of range for a dataset of {length} samples: valid is {_valid(length)}")
+    return number
+
+
+def _valid(length: int) -> str:
+    return f"0..{length - 1}, or -{length}..-1 from the end" if length else "none, it is empty"
+
+
+def checked_indices(indices: Any, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Many indices as an int64 array of numbers in 0..length-1; see `checked_index`.
+
+    Raises:
+        IndexError: one is out of range; names it and the length.
+        TypeError: they are no integers.
+
+    Example:
+        >>> checked_indices([0, -1], 5)
+        array([0, 4])
+    """
+    array = np.asarray(indices)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise TypeError(f"indices of dtype {array.dtype} and shape {array.shape}: give a flat list of integers")
+    array = array.astype(np.int64, copy=False)
+    low, high = int(array.min()), int(array.max())
+    if low < -length or high >= length:
+        checked_index(low if low < -length else high, length)
+    return np.where(array < 0, array + length, array) if low < 0 else array

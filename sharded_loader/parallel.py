@@ -1,0 +1,440 @@
+"""Data-parallel training in one process: split a batch over devices, run copies of a model, join the gradients.
+
+    batch -> split_and_load -> shards[i] on devices[i] -> Replicas.run -> outputs and gradients per replica
+          -> reduce_grads (replica 0 has the gradient of the whole batch) -> optimizer -> broadcast
+
+`Replicas` owns copies 1.. of the model; replica 0 is the user's own model, moved to ``devices[0]``, so that an
+optimizer made from ``model.parameters()`` keeps working. On several accelerators each device has a thread for
+the length of one `run`, with that device, the caller's streams, grad mode and autocast; on CPU the replicas run one
+after the other, because torch already uses all cores there and the default generator is shared.
+
+What can go wrong: more shards than replicas, sizes that are not as many as the shards, an absent device: ValueErrors.
+An exception in one replica is raised by `run` after all threads have ended.
+
+Source of the idea: ``mxnet.gluon.utils.split_and_load`` and ``mxnet.gluon.Trainer``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from sharded_loader.data.default import default_batchify_fn
+from sharded_loader.data.stacking import is_numbers
+from sharded_loader.data.structure import (
+    dataclass_fields,
+    is_dataclass_instance,
+    map_leaves,
+    rebuild_dataclass,
+    rebuild_mapping,
+    rebuild_sequence,
+    to_torch,
+)
+from sharded_loader.devices.placement import find_devices
+
+DeviceLike = str | int | torch.device
+
+
+def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+    """Cut a batch into slices along one axis; the first ones are one row larger where it must be.
+
+    Args:
+        data: a tensor, an array (becomes a tensor of its dtype), a list of numbers, or a structure of tensors
+            and lists of strings, all with the same number of rows.
+        num_slice: how many slices.
+        batch_axis: the axis of the rows.
+        even_split: refuse rows that ``num_slice`` does not divide.
+
+    Returns:
+        ``num_slice`` views (empty ones where there are fewer rows), each of the structure of ``data``.
+
+    Raises:
+        ValueError: ``num_slice`` < 1; no such axis; not even, with ``even_split``; parts of different length.
+
+    Example:
+        >>> [len(part) for part in split_data(torch.arange(10), 4, even_split=False)]
+        [3, 3, 2, 2]
+    """
+    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
+        raise ValueError(f"num_slice is {num_slice!r}: give an int of 1 or more")
+    tree = _as_batch(data)
+    shapes = list(_row_shapes(tree, batch_axis))
+    if not shapes:
+        raise ValueError(f"a {type(data).__name__} has no rows to split: give tensors, arrays, or a structure of them")
+    for shape, axis in shapes:
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
+    size = shapes[0][0][shapes[0][1]]
+    for shape, axis in shapes:
+        if shape[axis] != size:
+            raise ValueError(
+                f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
+                f"{shape}: split only what has one row per sample"
+            )
+    if even_split and size % num_slice:
+        raise ValueError(
+            f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
+            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven partitioning "
+            "of data."
+        )
+    each, larger = divmod(size, num_slice)
+    bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
+    return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
+
+
+def _as_batch(data: Any) -> Any:
+    """The batch with tensors; a list of numbers is one array, as in default batchify."""
+    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
+        return to_torch(default_batchify_fn.assemble(data, np.empty))
+    return to_torch(data)
+
+
+def _is_row_list(tree: Any) -> bool:
+    """A batch field of strings or objects: one entry per sample."""
+    structure = (torch.Tensor, np.ndarray, list, tuple, Mapping)
+    return type(tree) is list and not any(isinstance(x, structure) or is_dataclass_instance(x) for x in tree)
+
+
+def _children(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    return [value for _, value in dataclass_fields(tree)] if is_dataclass_instance(tree) else []
+
+
+def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The shape and batch axis of every part that has rows."""
+    if isinstance(tree, (torch.Tensor, np.ndarray)):
+        yield tuple(tree.shape), axis
+    elif _is_row_list(tree):
+        yield (len(tree),), 0
+    else:
+        for child in _children(tree):
+            yield from _row_shapes(child, axis)
+
+
+def _slice_rows(tree: Any, begin: int, end: int, axis: int) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.narrow(axis, begin, end - begin)
+    if isinstance(tree, np.ndarray):  # of strings or dates, which torch lacks
+        return tree[(slice(None),) * (axis % tree.ndim) + (slice(begin, end),)]
+    if _is_row_list(tree):
+        return tree[begin:end]
+    if isinstance(tree, Mapping):
+        return rebuild_mapping(tree, {key: _slice_rows(value, begin, end, axis) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return rebuild_sequence(tree, [_slice_rows(child, begin, end, axis) for child in tree])
+    if is_dataclass_instance(tree):
+        return rebuild_dataclass(tree, [(n, _slice_rows(v, begin, end, axis)) for n, v in dataclass_fields(tree)])
+    return tree
+
+
+def split_and_load(
+    data: Any,
+    devices: Sequence[DeviceLike] | str | None = None,
+    batch_axis: int = 0,
+    even_split: bool = True,
+    *,
+    ctx_list: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Cut a batch into one slice per device and put each on its device, with no detour through another.
+
+    Args:
+        data: as for `split_data`; dtypes are kept.
+        devices: names, indices or `torch.device` objects, or ``"auto"``: all visible accelerators, else the CPU.
+        batch_axis: the axis of the rows.
+        even_split: refuse rows that the number of devices does not divide.
+        ctx_list: Gluon's name for ``devices``.
+
+    Returns:
+        One slice per device; with fewer rows than devices (and ``even_split=False``) fewer slices.
+
+    Raises:
+        ValueError: as `split_data`; a batch without rows; a device that is not there.
+        TypeError: neither or both of ``devices`` and ``ctx_list``.
+
+    Example:
+        >>> [x.tolist() for x in split_and_load([1, 2, 3], ["cpu", "cpu"], even_split=False)]
+        [[1, 2], [3]]
+
+    Source of the idea: ``mxnet.gluon.utils.split_and_load``.
+    """
+    if (devices is None) == (ctx_list is None):
+        raise TypeError("split_and_load needs devices (ctx_list is Gluon's name for the same): give exactly one")
+    placed = _resolve(devices if ctx_list is None else ctx_list)
+    slices = split_data(data, len(placed), batch_axis, even_split)
+    rows = [next(_row_shapes(part, batch_axis)) for part in slices]
+    filled = [part for part, (shape, axis) in zip(slices, rows, strict=True) if shape[axis]]
+    if not filled:
+        raise ValueError("the batch has no rows: leave empty batches out of the sampler")
+    # Slices are filled from the front, so the first len(filled) devices have work.
+    return [map_leaves(_mover(device), part) for part, device in zip(filled, placed, strict=False)]
+
+
+def _mover(device: torch.device) -> Callable[[Any], Any]:
+    # To the host an asynchronous copy would be read before it has arrived.
+    asynchronous = device.type != "cpu"
+    return lambda leaf: leaf.to(device, non_blocking=asynchronous) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _resolve(devices: Any) -> list[torch.device]:
+    """The devices that are meant, each with its index, so that equal ones compare equal."""
+    found, _ = find_devices(None, devices)
+    return [_indexed(device) for device in found or ()]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None and device.type in ("cuda", "xpu"):
+        return torch.device(device.type, getattr(torch, device.type).current_device())
+    return device
+
+
+class Replicas:
+    """Copies of a model on several devices, trained as one.
+
+    Args:
+        model: becomes replica 0, moved to ``devices[0]`` in place. Tied parameters stay tied in the copies.
+        devices: a list of devices (one may stand twice), or ``"auto"``.
+
+    Raises:
+        TypeError: ``model`` is no `torch.nn.Module`.
+        ValueError: no devices, a device that is not there, a model whose lazy parameters have no shape yet.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> replicas = Replicas(model, ["cpu", "cpu"])
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> shards = split_and_load(torch.ones(5, 2), replicas.devices, even_split=False)
+        >>> def step(replica, x):
+        ...     loss = replica(x).square().mean()
+        ...     loss.backward()
+        ...     return loss.item()
+        >>> losses = replicas.run(step, shards)
+        >>> replicas.reduce_grads([len(x) for x in shards])
+        >>> optimizer.step()
+        >>> replicas.zero_grad()
+        >>> replicas.broadcast()
+
+    Buffers (batch statistics) of replica 0 win at each `broadcast`, as in DistributedDataParallel. Modes
+    (``model.train()``, ``model.eval()``) and ``requires_grad`` set on the model reach the copies at the next `run`.
+    """
+
+    def __init__(self, model: torch.nn.Module, devices: Sequence[DeviceLike] | str) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Replicas was given a {type(model).__name__} as model: give a torch.nn.Module")
+        self.devices = _resolve(devices)
+        if any(torch.nn.parameter.is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
+            raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")
+        copies = [copy.deepcopy(model) for _ in self.devices[1:]]
+        self.models = [m.to(device) for m, device in zip([model, *copies], self.devices, strict=True)]
+        for replica in self.models[1:]:
+            replica.zero_grad(set_to_none=True)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Replica 0: the model that was given."""
+        return self.models[0]
+
+    def run(self, fn: Callable[[torch.nn.Module, Any], Any], shards: Sequence[Any]) -> list[Any]:
+        """Call ``fn(model, shard)`` for each shard, shard i with replica i.
+
+        Args:
+            fn: runs forward, and backward when training; on several accelerators in one thread per device.
+            shards: at most as many as replicas; with fewer the last replicas do nothing.
+
+        Returns:
+            What ``fn`` returned, in the order of the shards.
+
+        Raises:
+            ValueError: no shards, or more than replicas.
+
+        Example:
+            >>> replicas = Replicas(torch.nn.Identity(), ["cpu", "cpu"])
+            >>> replicas.run(lambda model, shard: model(shard) + 1, [1, 10])
+            [2, 11]
+        """
+        if not 1 <= len(shards) <= len(self.models):
+            raise ValueError(
+                f"{len(shards)} shards for {len(self.models)} replicas: give 1..{len(self.models)} shards, "
+                "for instance from a loader with the same devices"
+            )
+        self._follow_modes()
+        outputs: list[Any] = [None] * len(shards)
+        errors: dict[int, BaseException] = {}
+        ambient = _Ambient(self.devices[: len(shards)])
+
+        def work(lane: list[int]) -> None:
+            for i in lane:
+                try:
+                    with ambient.on(self.devices[i]):
+                        outputs[i] = fn(self.models[i], shards[i])
+                except BaseException as error:
+                    errors[i] = error
+                    return
+
+        lanes = _lanes(self.devices[: len(shards)])
+        if len(lanes) == 1:
+            work(lanes[0])
+        else:
+            threads = [
+                threading.Thread(target=contextvars.copy_context().run, args=(work, lane), name=f"replica-{lane[0]}")
+                for lane in lanes
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[min(errors)]
+        return outputs
+
+    def _follow_modes(self) -> None:
+        for replica in self.models[1:]:
+            for module, mirror in zip(self.model.modules(), replica.modules(), strict=True):
+                if mirror.training != module.training:
+                    mirror.training = module.training
+            for parameter, other in zip(self.model.parameters(), replica.parameters(), strict=True):
+                if other.requires_grad != parameter.requires_grad:
+                    other.requires_grad_(parameter.requires_grad)
+
+    @torch.no_grad()
+    def reduce_grads(self, sizes: Sequence[float]) -> None:
+        """Sum the replicas' gradients into replica 0, each weighted by its share of ``sizes``.
+
+        With a mean loss per shard and ``sizes`` the samples per shard, replica 0 then has exactly the gradient of the
+        mean loss over the whole batch. The other replicas' gradients are cleared. Call it once per optimizer step:
+        a second call would weigh replica 0's sum again.
+
+        Args:
+            sizes: one positive number per shard of the last `run`: samples, or tokens where the loss is a mean over
+                tokens.
+
+        Raises:
+            ValueError: no sizes, more than replicas, or one that is not a positive number.
+
+        Example:
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> replicas = Replicas(model, ["cpu", "cpu"])
+            >>> _ = replicas.run(lambda m, x: m(x).mean().backward(), [torch.ones(3, 1), torch.full((1, 1), 5.0)])
+            >>> replicas.reduce_grads([3, 1])
+            >>> model.weight.grad.item()
+            2.0
+        """
+        shares = _shares(sizes, len(self.models))
+        columns = zip(*(replica.parameters() for replica in self.models), strict=True)
+        for parameter, *others in columns:
+            total = parameter.grad
+            if total is not None and shares[0] != 1:
+                total.mul_(shares[0])
+            for other, share in zip(others, shares[1:], strict=False):
+                if other.grad is None or not parameter.requires_grad:
+                    continue
+                moved = other.grad.to(parameter.device, non_blocking=parameter.device.type != "cpu")
+                if total is None:
+                    # Not in place: on one device ``moved`` is still the other replica's own gradient.
+                    total = parameter.grad = moved * share
+                elif moved.is_sparse == total.is_sparse:
+                    total.add_(moved, alpha=share)
+                else:
+                    total = parameter.grad = total + moved * share
+            for other in others:
+                other.grad = None
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Copy the parameters and buffers of replica 0 to the others, in place.
+
+        Call it after each optimizer step, and after loading a checkpoint into the model.
+
+        Example:
+            >>> replicas = Replicas(torch.nn.Linear(1, 1), ["cpu", "cpu"])
+            >>> _ = torch.nn.init.ones_(replicas.model.weight)
+            >>> replicas.broadcast()
+            >>> replicas.models[1].weight.item()
+            1.0
+        """
+        for replica in self.models[1:]:
+            for source, target in [
+                *zip(self.model.parameters(), replica.parameters(), strict=True),
+                *zip(self.model.buffers(), replica.buffers(), strict=True),
+            ]:
+                target.copy_(source, non_blocking=target.device.type != "cpu")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all replicas.
+
+        Example:
+            >>> Replicas(torch.nn.Linear(1, 1), ["cpu"]).zero_grad()
+        """
+        for replica in self.models:
+            replica.zero_grad(set_to_none=set_to_none)
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __repr__(self) -> str:
+        return f"Replicas({type(self.model).__name__} on {', '.join(map(str, self.devices))})"
+
+
+def _shares(sizes: Sequence[float], num_replicas: int) -> list[float]:
+    """Each shard's share of the batch."""
+    numbers = [float(size) for size in sizes]
+    if not 1 <= len(numbers) <= num_replicas:
+        raise ValueError(
+            f"reduce_grads was given {len(numbers)} sizes for {num_replicas} replicas: give one per shard of the "
+            "last run"
+        )
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise ValueError(f"reduce_grads(sizes={list(sizes)}): give positive numbers, the samples of each shard")
+    total = math.fsum(numbers)
+    return [number / total for number in numbers]
+
+
+def _lanes(devices: Sequence[torch.device]) -> list[list[int]]:
+    """Which replicas run in which thread: one thread per device, or one for all if there are no two accelerators."""
+    lanes: dict[torch.device, list[int]] = {}
+    for position, device in enumerate(devices):
+        lanes.setdefault(device, []).append(position)
+    if sum(device.type != "cpu" for device in lanes) < 2:
+        return [list(range(len(devices)))]
+    return list(lanes.values())
+
+
+class _Ambient:
+    """What of the calling thread's state torch keeps per thread, to be set up in others."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        kinds = {kind for kind in ("cpu", *(d.type for d in devices)) if torch.amp.is_autocast_available(kind)}
+        self.autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+        self.cache = torch.is_autocast_cache_enabled()
+        self.streams = {d: getattr(torch, d.type).current_stream(d) for d in devices if d.type in ("cuda", "xpu")}
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """The caller's state, with ``device`` current."""
+        with ExitStack() as stack:
+            if device in self.streams:
+                module = getattr(torch, device.type)
+                stack.enter_context(module.device(device))
+                stack.enter_context(module.stream(self.streams[device]))
+            if self.inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, (enabled, dtype) in self.autocast.items():
+                if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+            yield

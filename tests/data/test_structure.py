@@ -1,0 +1,124 @@
+"""Structures keep their shape, types and sharing; arrays become tensors without a copy where torch allows it."""
+
+import dataclasses
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharded_loader.data.structure import batch_len, map_leaves, to_torch
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: int
+    y: int = dataclasses.field(init=False)
+
+
+def plus_one(leaf):
+    return leaf + 1
+
+
+TREES = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_mapping_back_and_forth_changes_nothing(tree):
+    there = map_leaves(str, tree)
+    assert map_leaves(int, there) == tree
+    assert type(there) is (type(tree) if not isinstance(tree, int) else str)
+
+
+def test_container_types_are_kept():
+    assert type(map_leaves(plus_one, OrderedDict(a=1))) is OrderedDict
+    mapped = map_leaves(plus_one, defaultdict(list, a=1))
+    assert mapped["a"] == 2 and mapped["missing"] == []
+    assert map_leaves(plus_one, UserDict(a=1)) == UserDict(a=2)
+    assert map_leaves(plus_one, Pair(1, [2])) == Pair(2, [3])
+    size = torch.Size([1, 2])
+    assert map_leaves(lambda leaf: leaf, size) is size
+
+
+def test_dataclass_with_a_field_outside_init_is_rebuilt():
+    value = Frozen(1)
+    object.__setattr__(value, "y", 5)
+    mapped = map_leaves(plus_one, value)
+    assert (mapped.x, mapped.y) == (2, 6)
+    assert (value.x, value.y) == (1, 5)
+
+
+def test_dataclass_with_an_unset_field_is_rebuilt_without_it():
+    assert not hasattr(map_leaves(plus_one, Frozen(1)), "y")
+
+
+def test_one_object_in_two_places_stays_one_object():
+    array = np.zeros(3)
+    first, second = to_torch([array, {"again": array}])
+    assert second["again"] is first
+    inner = [np.zeros(1)]
+    a, b = to_torch([inner, inner])
+    assert a is b
+
+
+def test_writable_arrays_share_their_memory_with_the_tensor():
+    array = np.zeros(3, np.float32)
+    tensor = to_torch(array)
+    tensor[0] = 7
+    assert array[0] == 7
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.broadcast_to(np.arange(3), (2, 3)),
+        np.arange(4)[::-1],
+        np.arange(3, dtype=">i4"),
+        np.frombuffer(b"\0" * 9, np.uint8)[1:].view(np.int64),
+        np.zeros(3, [("a", "i1"), ("b", "i8")])["b"],
+        np.zeros((0, 3)),
+        np.array(4),
+    ],
+    ids=["read-only", "negative stride", "big-endian", "unaligned", "odd stride", "empty", "0-d"],
+)
+def test_awkward_arrays_become_tensors_without_a_warning(array):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = to_torch(array)
+    assert tensor.shape == array.shape
+    assert np.array_equal(tensor.numpy(), array)
+    tensor.add_(1)  # writable
+
+
+@pytest.mark.parametrize("dtype", [*"?bhiqBHIQefdFD"])
+def test_dtypes_are_kept(dtype):
+    assert str(to_torch(np.zeros(2, dtype)).dtype) == f"torch.{np.dtype(dtype).name}"
+
+
+def test_what_torch_lacks_stays_as_it_is():
+    for array in (np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "M8[D]")):
+        assert to_torch(array) is array
+    tree = {"name": "x", "t": torch.ones(1), "o": object()}
+    assert to_torch(tree) is tree
+    assert to_torch(np.float32(2)).dtype == torch.float32
+
+
+def test_batch_len_finds_the_samples():
+    assert batch_len([torch.zeros(4, 2)]) == 4
+    assert batch_len({"a": ["x", "y", "z"]}) == 3
+    assert batch_len(Pair(np.zeros(2), None)) == 2
+    assert batch_len(None) is None

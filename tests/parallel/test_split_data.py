@@ -1,0 +1,84 @@
+"""Splitting: Gluon's answers, dtypes kept, structures cut as one, fewer slices for fewer rows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharded_loader.parallel import split_and_load, split_data
+
+GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "split_data.json").read_text())}
+X = np.arange(20, dtype=np.int32).reshape(10, 2)
+
+
+def answer(case):
+    p = case["params"]
+    if case["id"] == "split_31_8":
+        return [len(s) for s in split_data(torch.zeros(31), 8, even_split=False)]
+    if case["id"] == "sal_uneven_err":
+        return split_and_load(X, ["cpu"] * 3)
+    return split_data(X, p["num_slice"], p["batch_axis"], p["even_split"])
+
+
+@pytest.mark.parametrize("case", GOLDEN.values(), ids=GOLDEN.keys())
+def test_answers_are_gluons(case):
+    expected = case["expected"]
+    if isinstance(expected, dict):
+        with pytest.raises(ValueError, match="cannot be evenly split into 3 slices along axis 0"):
+            answer(case)
+        return
+    got = answer(case)
+    assert len(got) == len(expected)
+    for value, e in zip(got, expected, strict=True):
+        if isinstance(e, int):
+            assert value == e
+        else:
+            assert str(value.dtype) == "torch." + e["dtype"]
+            assert list(value.shape) == e["shape"] and value.flatten().tolist() == e["data"]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(-2, 1))
+def test_slices_put_together_are_the_batch(rows, parts, axis):
+    data = torch.arange(rows * 3).reshape((rows, 3) if axis in (0, -2) else (3, rows))
+    slices = split_data(data, parts, axis, even_split=False)
+    assert torch.equal(torch.cat(slices, axis), data)
+    loaded = split_and_load(data, ["cpu"] * parts, axis, even_split=False)
+    assert len(loaded) == min(rows, parts) and torch.equal(torch.cat(loaded, axis), data)
+
+
+def test_structures_are_cut_as_one():
+    batch = {"x": X, "y": [torch.arange(10.0), list("abcdefghij")]}
+    first, second = split_and_load(batch, ["cpu", "cpu"])
+    assert first["x"].dtype == torch.int32 and first["x"].tolist() == X[:5].tolist()
+    assert second["y"][0].tolist() == [5, 6, 7, 8, 9] and second["y"][1] == list("fghij")
+
+
+def test_each_slice_goes_to_its_device():
+    a, b = split_and_load(torch.zeros(3), ctx_list=["cpu", torch.device("meta")], even_split=False)
+    assert (a.device.type, len(a), b.device.type, len(b)) == ("cpu", 2, "meta", 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: split_data(X, 0), ValueError, "num_slice"),
+        (lambda: split_data(X, 2, 5), ValueError, "no axis 5"),
+        (lambda: split_data({"a": X, "b": X[:3]}, 1), ValueError, "different lengths"),
+        (lambda: split_data(3, 1), ValueError, "no rows"),
+        (lambda: split_and_load(X[:0], ["cpu"]), ValueError, "no rows"),
+        (lambda: split_and_load(X), TypeError, "exactly one"),
+        (lambda: split_and_load(X, ["cpu"], ctx_list=["cpu"]), TypeError, "exactly one"),
+        (lambda: split_and_load(X, []), ValueError, "empty"),
+        (lambda: split_and_load(X, 2), ValueError, "int alone"),
+        (lambda: split_and_load(X, ["gpu0"]), ValueError, "gpu0.*sees: cpu"),
+        (lambda: split_and_load(X, ["cuda:99"]), ValueError, "cuda:99.*sees: cpu"),
+        (lambda: split_and_load(X, [99]), ValueError, "99.*sees: cpu"),
+    ],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
