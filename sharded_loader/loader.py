@@ -14,39 +14,22 @@ What can go wrong is refused here, in the constructor, as far as it can be known
 
 from __future__ import annotations
 
-import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from sharded_loader.arguments import check_dataset, check_on_error, claim, length, make_pool, make_split, refuse_unknown
 from sharded_loader.devices.placement import Placement, find_devices
-from sharded_loader.execution.pipeline import Entry, Pipeline, Run
-from sharded_loader.execution.plan import EpochPlan, Split
+from sharded_loader.execution.pipeline import Pipeline, Run
+from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import NOTHING, Job, OnError, Pool, Result
-from sharded_loader.execution.pools.inline import InlinePool
-from sharded_loader.execution.pools.process import ProcessPool
-from sharded_loader.execution.pools.thread import ThreadPool
 from sharded_loader.execution.reader import Reader
+from sharded_loader.iterator import EpochIterator
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.shards import check_weights
 from sharded_loader.stats import LoaderStats, Meter, describe
-
-TORCH_SPELLING = {
-    "collate_fn": "batchify_fn=",
-    "drop_last": 'last_batch="discard" (or "keep", "rollover")',
-    "prefetch_factor": "prefetch= (batches in flight in all, not per worker)",
-    "generator": "seed= (an int)",
-    "persistent_workers": "nothing: workers live as long as the loader",
-    "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
-    "timeout": "pool=ProcessPool(n, timeout=...)",
-    "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
-    "pin_memory_device": "device= or devices=",
-    "in_order": "nothing: batches always come in order",
-}
-"""What torch's DataLoader calls it, and what to write here."""
 
 
 class ShardedDataLoader:
@@ -128,9 +111,9 @@ class ShardedDataLoader:
         resident: bool | str = False,
         **unknown: NoReturn,
     ) -> None:
-        _refuse_unknown(unknown)
-        _check_dataset(dataset)
-        _check_on_error(on_error)
+        refuse_unknown(unknown)
+        check_dataset(dataset)
+        check_on_error(on_error)
         if resident is not False:
             raise ValueError(f"resident={resident!r} has no effect in this version; leave it out")
         if batchify_fn is not None and not callable(batchify_fn):
@@ -138,7 +121,7 @@ class ShardedDataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self._order = EpochOrder(
-            _length(dataset),
+            length(dataset),
             batch_size=batch_size,
             shuffle=shuffle,
             sampler=sampler,
@@ -152,16 +135,16 @@ class ShardedDataLoader:
         self._batchify_fn = batchify_fn
         self._on_error = on_error
         found, sharded = find_devices(device, devices)
-        self._split = _make_split(found, sharded, num_shards)
+        self._split = make_split(found, sharded, num_shards)
         self.shard_weights = shard_weights
         self._placement = Placement(found, pin_memory)
-        workers = _make_pool(pool, num_workers, thread_pool)
+        workers = make_pool(pool, num_workers, thread_pool)
         self._pipeline = Pipeline(workers, 0)
         self.prefetch = prefetch
-        _claim(workers)
+        claim(workers)
         self._meter = Meter()
         self._shown: tuple[Run, int] | None = None
-        self._live: weakref.WeakSet[_EpochIterator] = weakref.WeakSet()
+        self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._stale = False
         self._warned_ranks = False
         self._batch_looks: str | None = None
@@ -253,7 +236,7 @@ class ShardedDataLoader:
         """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
         return self._order.length(self.epoch)
 
-    def __iter__(self) -> _EpochIterator:
+    def __iter__(self) -> EpochIterator:
         """Begin the next epoch. Workers start at the first one."""
         self._pipeline.check_open()
         self._warn_if_ranks_repeat()
@@ -263,7 +246,7 @@ class ShardedDataLoader:
         self._pipeline.open(run, self._job(), renew=self._stale)
         self._stale = False
         self._order.set_epoch(epoch + 1)
-        iterator = _EpochIterator(self, run)
+        iterator = EpochIterator(self, run)
         self._live.add(iterator)
         self._shown = (run, epoch + 1)
         return iterator
@@ -276,7 +259,7 @@ class ShardedDataLoader:
             epoch,
             lambda start: order.batches(epoch, start),
             lambda batch: order.position(epoch, batch),
-            _length(self.dataset) if not isinstance(self.dataset, Mapping) else None,
+            length(self.dataset) if not isinstance(self.dataset, Mapping) else None,
             self._split,
         )
         return Run(number, epoch, plan)
@@ -290,8 +273,8 @@ class ShardedDataLoader:
         if set_epoch is None or not self._pipeline.pool.shares_dataset:
             return
         for iterator in list(self._live):
-            iterator._run.failure = RuntimeError(
-                f"epoch {iterator._run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
+            iterator.run.failure = RuntimeError(
+                f"epoch {iterator.run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
                 f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
                 f"use worker processes, or finish one epoch before the next"
             )
@@ -345,7 +328,7 @@ class ShardedDataLoader:
         """Send the dataset, which has changed, to the workers before the next epoch."""
         self._pipeline.check_open()
         self._stale = True
-        self._order.resize(_length(self.dataset))
+        self._order.resize(length(self.dataset))
 
     def stats(self) -> LoaderStats:
         """Samples per second, the share of time spent waiting for data, where the time went."""
@@ -367,7 +350,7 @@ class ShardedDataLoader:
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
-        size = _length(self.dataset)
+        size = length(self.dataset)
         parts = [f"{'?' if size is None else size} samples"]
         try:
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
@@ -391,74 +374,6 @@ class ShardedDataLoader:
         del self.skipped[:-1000]
 
 
-class _EpochIterator(Iterator[Any]):
-    """One way through one epoch."""
-
-    def __init__(self, loader: ShardedDataLoader, run: Run) -> None:
-        self._loader = loader
-        self._run = run
-        self._lock = threading.RLock()
-        self._last_ended: float | None = None
-        # Not a __del__: a finalizer must not touch what may be half gone, and must not run in a forked child.
-        weakref.finalize(self, loader._pipeline.end, run.number).atexit = False
-
-    def __iter__(self) -> _EpochIterator:
-        return self
-
-    def __length_hint__(self) -> int:
-        """Batches still to come, for progress bars."""
-        return max(0, self._loader._order.length(self._run.epoch) - self._run.delivered)
-
-    def __next__(self) -> Any:
-        handed: list[Entry] = []
-        try:
-            with self._lock:
-                return self._next_batch(handed)
-        except BaseException as error:
-            # Handing out was interrupted: the batch is the next one again.
-            if handed and handed[0].result is not None and error is not handed[0].result.error:
-                self._loader._pipeline.undo(self._run, handed[0])
-            raise
-
-    def _next_batch(self, handed: list[Entry]) -> Any:
-        """The next batch. ``handed`` gets its entry before it leaves the window."""
-        loader, run, pipeline = self._loader, self._run, self._loader._pipeline
-        began = time.perf_counter()
-        while True:
-            try:
-                entry = pipeline.next(run)
-            except StopIteration:
-                run.ended = True
-                raise
-            result = entry.result
-            assert result is not None  # the pipeline returns finished entries
-            arrived = time.perf_counter()
-            batch: Any = None
-            if result.error is None and result.batch is not NOTHING:
-                batch = loader._placement.place(result.batch, entry.task is not None and entry.task.sharded)
-            placing = time.perf_counter() - arrived
-            handed[:] = [entry]
-            pipeline.done(run, entry)
-            if result.skipped:
-                loader._note_skipped(result)
-            if result.error is not None:
-                raise result.error
-            if result.batch is not NOTHING:
-                loader._note_batch(batch)
-                self._last_ended = loader._meter.delivered(
-                    result.samples, result.seconds, placing, began, self._last_ended
-                )
-                return batch
-            self._warn_left_out(entry.seq)
-
-    def _warn_left_out(self, batch: int) -> None:
-        warnings.warn(
-            f"epoch {self._run.epoch}, batch {batch} was left out: no sample of it could be read "
-            f"(see loader.skipped for the errors)",
-            stacklevel=4,
-        )
-
-
 class _dataset_at:
     """Inside, a dataset that is told its epoch is in this one; afterwards in the one that it was told before."""
 
@@ -474,83 +389,3 @@ class _dataset_at:
     def __exit__(self, *error: object) -> None:
         if self._set_epoch is not None:
             self._set_epoch(self._before)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        if name in TORCH_SPELLING:
-            raise TypeError(
-                f"ShardedDataLoader has no argument {name!r}, which is torch's; write {TORCH_SPELLING[name]}"
-            )
-        raise TypeError(f"ShardedDataLoader has no argument {name!r}; see help(ShardedDataLoader) for those it has")
-
-
-def _check_dataset(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in type(dataset).__mro__):
-        raise TypeError(
-            f"{name} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a dataset "
-            f"with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
-        )
-    if not hasattr(type(dataset), "__getitem__"):
-        raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
-
-
-def _check_on_error(on_error: Any) -> None:
-    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
-        raise ValueError(
-            f'on_error is {on_error!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> sample'
-        )
-
-
-def _make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
-    if num_shards is not None:
-        if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
-            raise TypeError(f"num_shards is {num_shards!r}; it must be an int")
-        if num_shards < 1:
-            raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
-        if devices is not None and not sharded:
-            raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
-        if devices is not None and num_shards > len(devices):
-            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
-        return Split(int(num_shards), None if devices is None else len(devices))
-    if devices is None:
-        return Split()
-    return Split(len(devices) if sharded else None, len(devices))
-
-
-def _make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
-    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
-        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
-    count = max(0, int(num_workers))
-    if isinstance(pool, Pool):
-        if count or thread_pool:
-            raise ValueError(f"pool={pool!r} has its own workers: leave out num_workers and thread_pool")
-        return pool
-    if pool is None:
-        pool = "inline" if count == 0 else "thread" if thread_pool else "process"
-    elif thread_pool and pool != "thread":
-        raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
-    if pool == "inline":
-        return InlinePool()
-    if pool not in ("thread", "process"):
-        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
-    if count == 0:
-        raise ValueError(f"pool={pool!r} needs workers: give num_workers=, at least 1")
-    return ThreadPool(count) if pool == "thread" else ProcessPool(count)
-
-
-_owned: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _claim(pool: Pool) -> None:
-    if pool in _owned:
-        raise ValueError(f"{pool!r} belongs to another loader: make a pool for each")
-    _owned.add(pool)

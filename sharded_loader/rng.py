@@ -108,12 +108,18 @@ class SampleScope:
 @contextmanager
 def sample_scope(scope: SampleScope) -> Iterator[SampleScope]:
     """Make ``scope`` the current one of this thread, and restore the one before (loaders may nest)."""
-    before = getattr(_local, "scope", None)
+    before = current_scope()
     _local.scope = scope
     try:
         yield scope
     finally:
         _local.scope = before
+
+
+def current_scope() -> SampleScope | None:
+    """The scope of the batch that this thread reads; None outside a loader."""
+    scope: SampleScope | None = getattr(_local, "scope", None)
+    return scope
 
 
 def _current_index(scope: SampleScope, index: Any) -> Any:
@@ -153,7 +159,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
         >>> bool((a == b).all())
         True
     """
-    scope: SampleScope | None = getattr(_local, "scope", None)
+    scope = current_scope()
     if scope is None:
         return np.random.default_rng()
     if index is None:
@@ -176,7 +182,7 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """
     import torch
 
-    scope: SampleScope | None = getattr(_local, "scope", None)
+    scope = current_scope()
     generator = torch.Generator()
     if scope is None:
         generator.seed()
@@ -199,7 +205,7 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
         >>> 0 <= value < 1
         True
     """
-    scope: SampleScope | None = getattr(_local, "scope", None)
+    scope = current_scope()
     if scope is None:
         yield
         return

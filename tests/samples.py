@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -135,3 +136,25 @@ def stop() -> None:
 
 def exit_() -> None:
     raise SystemExit(4)
+
+
+class Gate:
+    """Samples that wait until they are let through, and count themselves. For threads."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.opened = threading.Semaphore(0)
+        self.reads = 0
+
+    def open_for_all(self) -> None:
+        for _ in range(10_000):
+            self.opened.release()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        self.begun.release()
+        self.opened.acquire()
+        return index

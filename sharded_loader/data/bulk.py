@@ -91,7 +91,7 @@ def places_of(indices: Sequence[Any]) -> Sequence[Place] | None:
     """
     if isinstance(indices, BulkIndices):
         return indices.places
-    return None if _scope() is None else [Place(index) for index in indices]
+    return None if rng.current_scope() is None else [Place(index) for index in indices]
 
 
 def translated(inner: Iterable[int], outer: Sequence[Any]) -> list[int]:
@@ -105,11 +105,6 @@ def translated(inner: Iterable[int], outer: Sequence[Any]) -> list[int]:
     return list(inner) if places is None else BulkIndices(inner, places)
 
 
-def _scope() -> rng.SampleScope | None:
-    scope: rng.SampleScope | None = getattr(rng._local, "scope", None)
-    return scope
-
-
 @contextmanager
 def each_at_its_place(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers.
@@ -118,7 +113,7 @@ def each_at_its_place(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]
         >>> with each_at_its_place([3, 4]) as turn_to:
         ...     turn_to(0)
     """
-    scope, places = _scope(), places_of(indices)
+    scope, places = rng.current_scope(), places_of(indices)
     if scope is None or places is None:
         yield lambda position: None
         return

@@ -137,9 +137,7 @@ class Pipeline:
             if self.closed:
                 return
             self.closed = True
-            if self.pool.started:
-                self.pool.wake()
-            self._changed.notify_all()
+            self._wake_others()
             # The leader looks at what the pool owns; it leaves as soon as it wakes (an inline or
             # thread-pool leader that is in the user's code: after its sample, and it needs nothing of ours).
             self._changed.wait_for(lambda: self._leader in (None, me), timeout=1.0)
@@ -256,6 +254,7 @@ class Pipeline:
             assert entry.task is not None  # an entry without a task counts as dispatched
             self.pool.submit(entry.task)
             entry.dispatched = True
+        self._wake_others()
 
     def _receive(self, current: Run) -> None:
         try:
@@ -266,6 +265,7 @@ class Pipeline:
             for run in self._runs.values():
                 run.failure = error
             self._runs.clear()
+            self._wake_others()
             raise
 
     def _file(self, result: Result, current: Run) -> None:
@@ -282,7 +282,17 @@ class Pipeline:
                         run.window.remove(entry)
                 break
         if run is not current:
-            self._changed.notify_all()
+            self._wake_others()
+
+    def _wake_others(self) -> None:
+        """Something changed that a thread which waits may wait for.
+
+        The leader too: it waits for the pool, and this thread may just have taken what it would wake for, or
+        left the pool something to send.
+        """
+        self._changed.notify_all()
+        if self._leader not in (None, threading.get_ident()) and self.pool.started:
+            self.pool.wake()
 
     def _drop_ended(self) -> None:
         while self._ended:

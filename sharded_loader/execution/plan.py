@@ -119,19 +119,19 @@ class EpochPlan:
             for number, shard in enumerate(shards):
                 if not shard:
                     raise ValueError(f"{where}, shard {number} is empty: leave the shard out of the batch instead")
-        elif self._split.num_shards is not None:
-            shards = split_batch(_as_list(batch), self._split.num_shards, self._split.weights)
-            sharded = True
+                self._check_range(shard, f"{where}, shard {number}")
         else:
             shards = [_as_list(batch)]
+            self._check_range(shards[0], where)
+            if self._split.num_shards is not None:
+                shards = split_batch(shards[0], self._split.num_shards, self._split.weights)
+                sharded = True
         limit = self._split.max_shards
         if limit is not None and len(shards) > limit:
             raise ValueError(
                 f"{where} has {len(shards)} shards, but there are only {limit} devices: "
                 f"let the batch sampler yield at most {limit} shards, or name more devices"
             )
-        for number, shard in enumerate(shards):
-            self._check_range(shard, f"{where}, shard {number}" if sharded else where)
         return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
 
     def _check_range(self, indices: Sequence[Any], where: str) -> None:

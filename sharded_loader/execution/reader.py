@@ -12,17 +12,17 @@ A reader belongs to one thread. It owns the batch until it returns it. Nothing h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.batchify import assemble, default_batchify_fn
+from sharded_loader.data.bulk import gather
+from sharded_loader.data.default import assemble, default_batchify_fn
+from sharded_loader.data.errors import Empty
 from sharded_loader.errors import Place, SampleError, SampleReadError, add_note
 from sharded_loader.execution.pools.base import NOTHING, Job, Result, Task
 from sharded_loader.rng import SampleScope, philox, sample_scope
-
-Empty = Callable[[tuple[int, ...], Any], Any]
 
 _BAD: Any = object()
 
@@ -42,8 +42,8 @@ class Reader:
         self._empty = empty
         self._dataset = job.dataset
         self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
-        self._get_batch = getattr(job.dataset, "get_batch", None) if job.batchify_fn is None else None
-        self._get_items = getattr(job.dataset, "__getitems__", None)
+        self._has_get_batch = job.batchify_fn is None and hasattr(job.dataset, "get_batch")
+        self._get_items: Any = getattr(job.dataset, "__getitems__", None)
 
     def read(self, task: Task) -> Result:
         """The batch that ``task`` asks for.
@@ -76,7 +76,7 @@ class Reader:
         self, task: Task, scope: SampleScope, skipped: list[tuple[Any, BaseException]]
     ) -> tuple[list[Any], int]:
         if self._job.on_error != "raise":
-            if self._get_batch or self._get_items:
+            if self._has_get_batch or self._get_items:
                 try:
                     return self._read_strict(task, scope)
                 except Exception:
@@ -97,14 +97,12 @@ class Reader:
         return Place(task.epoch, task.seq, shard if task.sharded else None, self._worker)
 
     def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, place: Place) -> Any:
-        bulk = self._get_batch or self._get_items
-        if bulk is not None:
-            scope.index = SampleScope.NO_SAMPLE
+        if self._has_get_batch or self._get_items is not None:
+            scope.at(SampleScope.NO_SAMPLE)
             try:
-                found = bulk(indices)
-                if self._get_batch is not None:
-                    return found
-                samples = _checked(found, indices)
+                if self._has_get_batch:
+                    return gather(self._dataset, indices, self._empty)
+                samples = _checked(self._get_items(indices), indices)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:

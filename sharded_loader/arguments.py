@@ -1,0 +1,110 @@
+"""What a loader's arguments mean, and which are refused: pure functions, called by the constructor.
+
+Each error says what was given, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from sharded_loader.execution.plan import Split
+from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.inline import InlinePool
+from sharded_loader.execution.pools.process import ProcessPool
+from sharded_loader.execution.pools.thread import ThreadPool
+
+TORCH_SPELLING = {
+    "collate_fn": "batchify_fn=",
+    "drop_last": 'last_batch="discard" (or "keep", "rollover")',
+    "prefetch_factor": "prefetch= (batches in flight in all, not per worker)",
+    "generator": "seed= (an int)",
+    "persistent_workers": "nothing: workers live as long as the loader",
+    "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
+    "timeout": "pool=ProcessPool(n, timeout=...)",
+    "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
+    "pin_memory_device": "device= or devices=",
+    "in_order": "nothing: batches always come in order",
+}
+"""What torch's DataLoader calls it, and what to write here."""
+
+
+def length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        if name in TORCH_SPELLING:
+            raise TypeError(
+                f"ShardedDataLoader has no argument {name!r}, which is torch's; write {TORCH_SPELLING[name]}"
+            )
+        raise TypeError(f"ShardedDataLoader has no argument {name!r}; see help(ShardedDataLoader) for those it has")
+
+
+def check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in type(dataset).__mro__):
+        raise TypeError(
+            f"{name} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a dataset "
+            f"with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
+        )
+    if not hasattr(type(dataset), "__getitem__"):
+        raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
+
+
+def check_on_error(on_error: Any) -> None:
+    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+        raise ValueError(
+            f'on_error is {on_error!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> sample'
+        )
+
+
+def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
+    if num_shards is not None:
+        if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
+            raise TypeError(f"num_shards is {num_shards!r}; it must be an int")
+        if num_shards < 1:
+            raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+        if devices is not None and not sharded:
+            raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
+        if devices is not None and num_shards > len(devices):
+            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
+        return Split(int(num_shards), None if devices is None else len(devices))
+    if devices is None:
+        return Split()
+    return Split(len(devices) if sharded else None, len(devices))
+
+
+def make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
+    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+    count = max(0, int(num_workers))
+    if isinstance(pool, Pool):
+        if count or thread_pool:
+            raise ValueError(f"pool={pool!r} has its own workers: leave out num_workers and thread_pool")
+        return pool
+    if pool is None:
+        pool = "inline" if count == 0 else "thread" if thread_pool else "process"
+    elif thread_pool and pool != "thread":
+        raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
+    if pool == "inline":
+        return InlinePool()
+    if pool not in ("thread", "process"):
+        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
+    if count == 0:
+        raise ValueError(f"pool={pool!r} needs workers: give num_workers=, at least 1")
+    return ThreadPool(count) if pool == "thread" else ProcessPool(count)
+
+
+_owned: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def claim(pool: Pool) -> None:
+    if pool in _owned:
+        raise ValueError(f"{pool!r} belongs to another loader: make a pool for each")
+    _owned.add(pool)

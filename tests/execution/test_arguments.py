@@ -1,0 +1,221 @@
+"""Bad input: an error that says what happened, where, and what to do; never a hang or silence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader.execution.pools.base import Pool
+
+
+def make(**arguments: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(arguments.pop("dataset", range(10)), **{"batch_size": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler"),
+        ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
+        ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
+        ({"last_batch": "drop"}, ValueError, "keep.*discard.*rollover"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": -2}, ValueError, "batch_size"),
+        ({"batch_size": 2.5}, (TypeError, ValueError), "batch_size"),
+        ({"batch_size": True}, (TypeError, ValueError), "batch_size"),
+        ({"on_error": "ignore"}, ValueError, '"raise", "skip", "replace"'),
+        ({"pool": "fibers"}, ValueError, '"inline", "thread", "process"'),
+        ({"pool": "process"}, ValueError, "num_workers"),
+        ({"pool": InlinePool(), "num_workers": 2}, ValueError, "leave out num_workers"),
+        ({"pool": "process", "thread_pool": True, "num_workers": 1}, ValueError, "contradict"),
+        ({"num_workers": 1.5}, TypeError, "num_workers"),
+        ({"prefetch": "many"}, TypeError, "prefetch"),
+        ({"num_shards": 0}, ValueError, "num_shards"),
+        ({"num_shards": 2, "device": "cpu"}, ValueError, "devices="),
+        ({"num_shards": 3, "devices": ["cpu", "cpu"]}, ValueError, "only 2 devices"),
+        ({"shard_weights": [1, 2]}, ValueError, "num_shards="),
+        ({"num_shards": 2, "shard_weights": [1, 2, 3]}, ValueError, "3"),
+        ({"num_shards": 2, "shard_weights": [1, -1]}, ValueError, "negative|-1"),
+        ({"num_shards": 2, "shard_weights": [0, 0]}, ValueError, "zero"),
+        ({"num_shards": 2, "shard_weights": [1, float("nan")]}, ValueError, "nan"),
+        ({"device": "cpu", "devices": ["cpu"]}, ValueError, "not both"),
+        ({"device": 0}, ValueError, "index or a count"),
+        ({"devices": 2}, ValueError, "index or a count"),
+        ({"devices": []}, ValueError, "empty"),
+        ({"devices": "cpu"}, TypeError, "list"),
+        ({"device": "gpu"}, ValueError, "this process sees: cpu"),
+        ({"device": "cuda:99"}, ValueError, "this process sees: cpu"),
+        ({"devices": ["cpu", "cuda:99"]}, ValueError, "this process sees: cpu"),
+        ({"devices": [99]}, ValueError, "this process sees: cpu"),
+        ({"device": 1.5}, TypeError, "device"),
+        ({"num_replicas": 2}, ValueError, "rank"),
+        ({"rank": 0}, ValueError, "num_replicas"),
+        ({"num_replicas": 2, "rank": 2}, ValueError, "0 to 1"),
+        ({"num_replicas": 2, "rank": -1}, ValueError, "rank"),
+        ({"seed": "abc"}, (TypeError, ValueError), "seed"),
+        ({"batchify_fn": 3}, TypeError, "batchify_fn"),
+        ({"sampler": (i for i in range(3))}, TypeError, "one-shot"),
+        ({"dataset": 3}, TypeError, "__getitem__"),
+        ({"resident": True}, ValueError, "resident"),
+        ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_constructor(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "ours"),
+    [
+        ("collate_fn", "batchify_fn"),
+        ("drop_last", "last_batch"),
+        ("prefetch_factor", "prefetch"),
+        ("generator", "seed"),
+        ("persistent_workers", "live as long"),
+        ("worker_init_fn", "ProcessPool"),
+        ("timeout", "ProcessPool"),
+        ("multiprocessing_context", "start_method"),
+        ("pin_memory_device", "device"),
+        ("in_order", "order"),
+    ],
+)
+def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=ours):
+        make(**{keyword: None})
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: ProcessPool(0), ValueError, "at least 1"),
+        (lambda: ProcessPool("2"), TypeError, "num_workers"),  # type: ignore[arg-type]
+        (lambda: ProcessPool(1, start_method="forks"), ValueError, "'spawn'"),
+        (lambda: ProcessPool(1, worker_init_fn=3), TypeError, "worker_init_fn"),  # type: ignore[arg-type]
+        (lambda: ProcessPool(1, restarts=-1), ValueError, "restarts"),
+        (lambda: ProcessPool(1, timeout=3), ValueError, "timeout has no effect"),
+        (lambda: ThreadPool(-1), ValueError, "at least 1"),
+        (lambda: ThreadPool(1, timeout=3), ValueError, "timeout has no effect"),
+    ],
+)
+def test_wrong_pools_are_refused(build: Callable[[], Pool], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_pool_serves_one_loader() -> None:
+    pool = ThreadPool(1)
+    with make(pool=pool), pytest.raises(ValueError, match="another loader"):
+        make(pool=pool)
+
+
+def test_a_distributed_sampler_and_num_replicas_would_share_twice() -> None:
+    sampler = torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="twice"):
+        make(sampler=sampler, num_replicas=2, rank=0)
+
+
+def test_an_iterable_dataset_is_refused_by_name() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+        make(dataset=Stream())
+
+
+def test_pin_memory_without_an_accelerator_warns_once_and_has_no_effect() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.warns(UserWarning, match="no accelerator"):
+        loader = make(pin_memory=True)
+    assert len(list(loader)) == 3
+
+
+# -- batches that are wrong: an error at their place, the others come -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([3, 10], IndexError, "epoch 0, batch 1: the sampler yielded index 10, but the dataset has 10 samples"),
+        ([-11], IndexError, "index -11"),
+        ([[1], [12]], IndexError, "batch 1, shard 1: .* index 12"),
+        ([], ValueError, "epoch 0, batch 1 is empty"),
+        ([[1], []], ValueError, "epoch 0, batch 1, shard 1 is empty"),
+        ([[1], [2], [3]], ValueError, "batch 1 has 3 shards, but there are only 2 devices"),
+        (5, TypeError, "batch 1: the batch sampler yielded 5"),
+    ],
+)
+def test_a_wrong_batch_is_an_error_at_its_place(pool: Pool, bad: Any, error: type[Exception], message: str) -> None:
+    with ShardedDataLoader(range(10), batch_sampler=[[0, 1], bad, [2]], pool=pool, devices=["cpu", "cpu"]) as loader:
+        iterator = iter(loader)
+        assert [shard.tolist() for shard in next(iterator)] == [[0], [1]]
+        with pytest.raises(error, match=message):
+            next(iterator)
+        assert [[shard.tolist() for shard in shards] for shards in iterator] == [[[2]]]
+
+
+def test_ragged_samples_name_the_field_the_shapes_and_pad(pool: Pool) -> None:
+    data = [{"id": i, "tokens": np.arange(i + 1)} for i in range(4)]
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        with pytest.raises(ValueError, match=r"\(1,\).*\(2,\).*\['tokens'\].*Pad"):
+            next(iter(loader))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.deep = {"lock": threading.Lock()}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_dataset_that_cannot_be_pickled_names_the_attribute_and_the_ways_out(method: str) -> None:
+    with make(dataset=Holder(), pool=ProcessPool(1, start_method=method)) as loader:
+        with pytest.raises(TypeError, match=r"dataset\.deep\['lock'\] \(lock\)") as caught:
+            iter(loader)
+        assert 'start_method="fork"' in str(caught.value)
+        assert "thread_pool=True" in str(caught.value)
+
+
+def test_a_dataset_that_cannot_be_pickled_works_under_fork_and_in_threads() -> None:
+    for pool in (ProcessPool(1, start_method="fork"), ThreadPool(1)):
+        with make(dataset=Holder(), pool=pool) as loader:
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
+
+
+def test_a_batch_that_cannot_leave_its_process_says_so(process_pool: ProcessPool) -> None:
+    def batchify(samples: list[int]) -> Any:
+        return threading.Lock() if 0 in samples else samples
+
+    with make(pool=process_pool, batchify_fn=batchify) as loader:
+        iterator = iter(loader)
+        with pytest.raises(TypeError, match="cannot leave its worker process.*thread_pool=True") as caught:
+            next(iterator)
+        assert "batch 0" in caught.value.__notes__[0]
+        assert len(list(iterator)) == 2
+
+
+def test_use_after_close_says_so(pool: Pool) -> None:
+    loader = make(pool=pool)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    loader.close()
+    for use in (lambda: next(iterator), lambda: iter(loader), loader.peek, lambda: loader.read(1), loader.refresh):
+        with pytest.raises(LoaderClosedError, match="is closed"):
+            use()
+    assert repr(loader) == "ShardedDataLoader(closed)"

@@ -1,0 +1,531 @@
+"""Epochs, iterators, and everything that a loader answers between batches, over every pool."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samples import Bad, Gate, Uneven, boom
+from torch.utils.data import DistributedSampler
+
+from sharded_loader import (
+    ArrayDataset,
+    BatchSampler,
+    InlinePool,
+    LoaderClosedError,
+    RandomSampler,
+    SequentialSampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    ThreadPool,
+)
+from sharded_loader.execution.pools.base import Pool
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------
+
+
+def test_each_iter_is_the_next_epoch_and_set_epoch_replays_any(pool: Pool) -> None:
+    with ShardedDataLoader(range(20), 6, shuffle=True, seed=1, pool=pool) as loader:
+        assert (loader.epoch, loader.position) == (0, 0)
+        first = lists(loader)
+        assert (loader.epoch, loader.position) == (1, 0)
+        second = lists(loader)
+        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(20))
+        assert first != second
+        loader.set_epoch(0)
+        assert loader.epoch == 0
+        assert lists(loader) == first
+        assert lists(loader) == second
+
+
+def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
+    loader = ShardedDataLoader(range(20), 6)
+    for number, _ in enumerate(loader):
+        assert (loader.epoch, loader.position) == (0, number + 1)
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.position) == (1, 1)
+    loader.set_epoch(2)  # what is pending anyway: nothing changes
+    assert (loader.epoch, loader.position) == (1, 1)
+    iter(loader)
+    assert (loader.epoch, loader.position) == (2, 0)
+
+
+SET_EPOCH: list[Callable[[ShardedDataLoader], Any]] = [
+    lambda loader: loader,
+    lambda loader: loader.sampler,
+    lambda loader: loader.batch_sampler,
+    lambda loader: loader.batch_sampler.sampler,
+]
+
+
+@pytest.mark.parametrize("where", SET_EPOCH)
+@pytest.mark.parametrize("replicas", [{}, {"num_replicas": 2, "rank": 1}])
+def test_set_epoch_works_wherever_libraries_call_it(where: Callable[..., Any], replicas: dict[str, int]) -> None:
+    def epochs(count: int) -> list[Any]:
+        loader = ShardedDataLoader(range(20), 6, shuffle=True, seed=1, **replicas)
+        return [lists(loader) for _ in range(count)]
+
+    expected = epochs(4)
+    loader = ShardedDataLoader(range(20), 6, shuffle=True, seed=1, **replicas)
+    where(loader).set_epoch(3)
+    assert loader.epoch == 3
+    assert lists(loader) == expected[3]
+    where(loader).set_epoch(1)
+    assert lists(loader) == expected[1]
+    assert lists(loader) == expected[2]
+
+
+@pytest.mark.parametrize("calls_set_epoch", [False, True])
+def test_torch_s_distributed_sampler_reads_another_order_every_epoch(calls_set_epoch: bool) -> None:
+    def sampler(rank: int) -> DistributedSampler[int]:
+        return DistributedSampler(range(20), num_replicas=2, rank=rank, seed=3)  # type: ignore[arg-type]
+
+    loader = ShardedDataLoader(range(20), 5, sampler=sampler(1))
+    reference = sampler(1)
+    for epoch in range(3):
+        if calls_set_epoch:
+            loader.sampler.set_epoch(epoch)
+        reference.set_epoch(epoch)
+        assert sum(lists(loader), []) == list(reference)
+    loader.sampler.set_epoch(0)
+    reference.set_epoch(0)
+    assert sum(lists(loader), []) == list(reference)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "1"])
+def test_a_wrong_epoch_is_refused(epoch: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="epoch"):
+        ShardedDataLoader(range(4), 2).set_epoch(epoch)
+
+
+def test_an_abandoned_rollover_epoch_changes_nothing(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 4, last_batch="rollover", pool=pool) as loader:
+        for _ in loader:
+            break
+        assert lists(loader) == [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_several_iterators_each_have_their_own_epoch(pool: Pool) -> None:
+    with ShardedDataLoader(range(30), 4, shuffle=True, seed=2, pool=pool) as loader:
+        expected = [lists(loader) for _ in range(3)]
+        loader.set_epoch(0)
+        iterators = [iter(loader) for _ in range(3)]
+        found: list[list[Any]] = [[], [], []]
+        for step in range(8):
+            for number in (2, 0, 1) if step % 2 else (0, 1, 2):
+                found[number].append(next(iterators[number]).tolist())
+        assert found == expected
+        assert [next(iterator, None) for iterator in iterators] == [None] * 3
+
+
+def test_iterators_in_several_threads(pool: Pool) -> None:
+    with ShardedDataLoader(range(200), 4, pool=pool) as loader:
+        iterators = [iter(loader) for _ in range(4)]
+        found: list[list[int]] = [[] for _ in iterators]
+
+        def consume(number: int) -> None:
+            for batch in iterators[number]:
+                found[number].extend(batch.tolist())
+
+        threads = [threading.Thread(target=consume, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == [list(range(200))] * 4
+
+
+def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> None:
+    with ShardedDataLoader(range(300), 3, pool=pool) as loader:
+        iterator = iter(loader)
+        found: list[int] = []
+
+        def consume() -> None:
+            for batch in iterator:
+                found.extend(batch.tolist())
+
+        threads = [threading.Thread(target=consume) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(found) == list(range(300))
+
+
+# -- life -----------------------------------------------------------------------------------------------------
+
+
+def test_a_temporary_loader_works_and_ends_with_its_loop(new_pool: Callable[..., Pool]) -> None:
+    found = []
+    for batch in ShardedDataLoader(range(10), 4, pool=new_pool()):
+        found.append(batch.tolist())
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    for batch in ShardedDataLoader(range(10), 4, pool=new_pool()):
+        assert batch.tolist() == [0, 1, 2, 3]
+        break
+
+
+def test_a_loader_is_freed_without_the_garbage_collector(new_pool: Callable[..., Pool]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pool = new_pool()
+        loader = ShardedDataLoader(range(10), 4, pool=pool)
+        iterator = iter(loader)
+        next(iterator)
+        alive = weakref.ref(loader)
+        del loader, iterator
+        assert alive() is None
+        assert not pool.started
+    finally:
+        gc.enable()
+
+
+def test_break_cancels_what_has_not_begun() -> None:
+    gate = Gate()
+    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50)
+    iterator = iter(loader)
+    gate.opened.release()
+    next(iterator)
+    gate.begun.acquire()
+    del iterator
+    gate.open_for_all()
+    assert lists(loader) == [[i] for i in range(100)]
+    # Of the broken epoch only what the two threads had begun was read.
+    assert gate.reads <= 100 + 1 + 4
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["fork", "spawn"])
+def test_break_cancels_what_waits_in_a_worker_process(name: str) -> None:
+    from conftest import make_pool
+
+    class Slow(Uneven):
+        def __getitem__(self, index: int) -> int:
+            import time
+
+            time.sleep(0.2)
+            return index
+
+    with ShardedDataLoader(Slow(), 1, pool=make_pool(name, 1)) as loader:
+        next(iter(loader))
+        import time
+
+        began = time.monotonic()
+        loader.set_epoch(0)
+        assert next(iter(loader)).tolist() == [0]
+        # What was running ends, what waited does not begin: two samples, not three.
+        assert time.monotonic() - began < 0.55
+
+
+def test_close_wakes_a_thread_that_waits(worker_pool: Pool) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    class Never:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            import time
+
+            time.sleep(1 if isinstance(worker_pool, ThreadPool) else 1000)
+            return index
+
+    loader = ShardedDataLoader(Never(), 1, pool=worker_pool)
+    iterator = iter(loader)
+
+    def consume() -> None:
+        started.set()
+        try:
+            next(iterator)
+        except LoaderClosedError:
+            ended.set()
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    started.wait()
+    loader.close()
+    thread.join(10)
+    assert ended.is_set()
+
+
+def test_the_context_manager_closes(pool: Pool) -> None:
+    with ShardedDataLoader(range(4), 2, pool=pool) as loader:
+        next(iter(loader))
+    assert not pool.started
+    with pytest.raises(LoaderClosedError):
+        iter(loader)
+
+
+def test_workers_live_as_long_as_the_loader(process_pool: Any) -> None:
+    with ShardedDataLoader(range(8), 2, pool=process_pool) as loader:
+        list(loader)
+        pids = process_pool.pids
+        list(loader)
+        assert process_pool.pids == pids
+        assert len(set(pids)) == 2
+
+
+# -- what can be changed --------------------------------------------------------------------------------------
+
+
+def test_prefetch_bounds_what_is_in_flight_and_may_change() -> None:
+    gate = Gate()
+    gate.open_for_all()
+    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=3)
+    iterator = iter(loader)
+    next(iterator)
+    for _ in range(4):
+        gate.begun.acquire(timeout=10)
+    assert not gate.begun.acquire(timeout=0.1)  # one delivered, three in flight
+    loader.prefetch = 6
+    next(iterator)
+    for _ in range(4):
+        gate.begun.acquire(timeout=10)
+    assert not gate.begun.acquire(timeout=0.1)
+    loader.prefetch = None  # type: ignore[assignment]
+    assert loader.prefetch == 4
+    loader.close()
+
+
+def test_default_prefetch_is_two_per_worker() -> None:
+    assert ShardedDataLoader(range(4), 2, num_workers=3, thread_pool=True).prefetch == 6
+    assert ShardedDataLoader(range(4), 2).prefetch == 0
+
+
+def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: Pool) -> None:
+    with ShardedDataLoader(range(100), 10, pool=pool, num_shards=2, prefetch=2) as loader:
+        sizes = []
+        for number, shards in enumerate(loader):
+            sizes.append([len(shard) for shard in shards])
+            if number == 2:
+                loader.shard_weights = [4, 1]
+                assert loader.shard_weights == [4, 1]
+            if number == 6:
+                with pytest.raises(ValueError, match="weights"):
+                    loader.shard_weights = [1, 1, 1]
+    assert sizes[:3] == [[5, 5]] * 3
+    assert sizes[5:] == [[8, 2]] * 5
+
+
+def test_refresh_sends_a_changed_dataset(pool: Pool) -> None:
+    data = [1, 2, 3]
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        assert lists(loader) == [[1, 2], [3]]
+        data.append(4)
+        data[0] = 10
+        loader.refresh()
+        assert len(loader) == 2
+        assert lists(loader) == [[10, 2], [3, 4]]
+        assert loader.epoch == 2
+
+
+# -- what it answers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "batch_size"), [(0, 3), (9, 3), (10, 3), (2, 3)])
+def test_lengths_are_right(length: int, batch_size: int) -> None:
+    for last_batch in ("keep", "discard", "rollover"):
+        loader = ShardedDataLoader(range(length), batch_size, last_batch=last_batch)
+        for _ in range(4):
+            assert len(loader) == len(list(loader.batch_sampler.iter_epoch(loader.epoch)))
+            expected = len(loader)
+            assert len(list(loader)) == expected
+
+
+def test_length_hint_counts_down() -> None:
+    iterator = iter(ShardedDataLoader(range(10), 4))
+    hints = [operator.length_hint(iterator)]
+    for _ in iterator:
+        hints.append(operator.length_hint(iterator))
+    assert hints == [3, 2, 1, 0]
+
+
+def test_peek_is_the_first_batch_and_changes_nothing(pool: Pool) -> None:
+    with ShardedDataLoader(range(20), 6, shuffle=True, seed=4, pool=pool, num_shards=2) as loader:
+        peeked = [shard.tolist() for shard in loader.peek()]
+        assert not pool.started
+        assert (loader.epoch, loader.position) == (0, 0)
+        assert [shard.tolist() for shard in next(iter(loader))] == peeked
+    with pytest.raises(IndexError, match="no batches"):
+        ShardedDataLoader([], 2).peek()
+    with pytest.raises(Exception, match="went wrong"):
+        ShardedDataLoader(Bad(boom), 8).peek()
+
+
+def test_read_gives_a_sample_of_any_epoch(new_pool: Callable[..., Pool]) -> None:
+    from samples import Draws
+
+    with ShardedDataLoader(Draws(), 20, seed=9, pool=new_pool()) as loader:
+        for epoch in range(2):
+            (own, tensor, shared), *_ = [next(iter(loader))]
+            sample = loader.read(7, epoch=epoch)
+            np.testing.assert_array_equal(sample[0], own[7])
+            assert torch.equal(sample[1], tensor[7])
+            np.testing.assert_array_equal(sample[2], shared[7])
+
+
+def test_stats_count_samples_and_waiting() -> None:
+    loader = ShardedDataLoader(range(10), 4, num_workers=1, thread_pool=True)
+    assert loader.stats().samples_per_second == 0
+    list(loader)
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (3, 10)
+    assert 0 < stats.waiting_seconds <= stats.seconds
+    assert 0 < stats.waiting_share <= 1
+    assert stats.samples_per_second > 0
+    assert "10 samples in 3 batches" in str(stats)
+
+
+def test_repr_tells_what_a_batch_looks_like_and_where_it_is() -> None:
+    dataset = ArrayDataset(image=np.zeros((10, 3), np.float32), label=np.arange(10))
+    loader = ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"])
+    assert "none read yet" in repr(loader)
+    next(iter(loader))
+    text = repr(loader)
+    for part in ("10 samples", "3 batches of 4", "on cpu, cpu", "InlinePool()", "epoch 0, at batch 1"):
+        assert part in text
+    assert "{'image': float32[2, 3], 'label': int64[2]}" in text
+
+
+def test_the_attributes_that_other_libraries_read() -> None:
+    data = list(range(10))
+    loader = ShardedDataLoader(data, 4, last_batch="discard", num_workers=2, thread_pool=True)
+    assert loader.dataset is data
+    assert (loader.batch_size, loader.num_workers, loader.prefetch, loader.drop_last) == (4, 2, 4, True)
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    assert not isinstance(loader, torch.utils.data.DataLoader)
+    assert not hasattr(loader, "_iterator")
+
+
+def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10), torch.arange(10.0))
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SubsetRandomSampler([1, 3, 5, 7]), 2, False)
+    with ShardedDataLoader(data, batch_sampler=sampler, pool=pool, seed=1) as loader:
+        first = [[part.tolist() for part in batch] for batch in loader]
+        assert sorted(sum((batch[0] for batch in first), [])) == [1, 3, 5, 7]
+        assert all([float(i) for i in batch[0]] == batch[1] for batch in first)
+        loader.set_epoch(0)
+        assert [[part.tolist() for part in batch] for batch in loader] == first
+
+
+def test_own_samplers_decide_shards(pool: Pool) -> None:
+    sampler = ShardedBatchSampler(BatchSampler(RandomSampler(20, seed=1), 6), 2, costs=list(range(20)))
+    with ShardedDataLoader(range(20), batch_sampler=sampler, pool=pool, devices=["cpu", "cpu"]) as loader:
+        batches = [[shard.tolist() for shard in shards] for shards in loader]
+    assert sorted(i for shards in batches for shard in shards for i in shard) == list(range(20))
+    assert all(len(shards) == 2 for shards in batches)
+
+
+# -- ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard"])
+@pytest.mark.parametrize("length", [0, 3, 10, 11, 12])
+def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: str, length: int) -> None:
+    order = sum(lists(ShardedDataLoader(range(length), 1, shuffle=True, seed=0)), [])
+
+    class Order:
+        def __init__(self) -> None:
+            self.order = order
+
+        def __len__(self) -> int:
+            return length
+
+    for rank in range(4):
+        reference = DistributedSampler(
+            Order(),  # type: ignore[arg-type]
+            num_replicas=4,
+            rank=rank,
+            shuffle=False,
+            drop_last=last_batch == "discard",
+        )
+        loader = ShardedDataLoader(range(length), 1, shuffle=True, num_replicas=4, rank=rank, last_batch=last_batch)
+        assert sum(lists(loader), []) == ([order[i] for i in reference] if length else [])
+
+
+def test_num_replicas_auto_reads_the_environment_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedDataLoader(range(10), 5, num_replicas="auto")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert lists(loader) == [[1, 3, 5, 7, 9]]
+    assert len(loader) == 1
+
+
+def test_batches_of_a_batch_sampler_are_dealt_out_too() -> None:
+    batches = [[0, 1], [2], [3, 4]]
+    found = [lists(ShardedDataLoader(range(5), batch_sampler=batches, num_replicas=2, rank=rank)) for rank in range(2)]
+    assert found == [[[0, 1], [3, 4]], [[2], [0, 1]]]
+
+
+# -- datasets that are told their epoch -----------------------------------------------------------------------
+
+
+class Told:
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        for epoch in range(3):
+            assert sum(lists(loader), []) == [100 * epoch + i for i in range(12)]
+        loader.set_epoch(7)
+        assert loader.peek().tolist() == [700, 701, 702, 703]
+        assert loader.read(3, epoch=5) == 503
+        assert sum(lists(loader), []) == [700 + i for i in range(12)]
+
+
+def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        old = iter(loader)
+        next(old)
+        new = iter(loader)
+        if pool.shares_dataset:
+            with pytest.raises(RuntimeError, match="epoch 0 cannot go on: epoch 1 was begun"):
+                next(old)
+        else:
+            assert next(old).tolist() == [4, 5, 6, 7]
+        assert next(new).tolist() == [100, 101, 102, 103]
+
+
+def test_loaders_may_nest() -> None:
+    class Outer:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return int(sum(batch.sum() for batch in ShardedDataLoader(range(index + 1), 2)))
+
+    assert lists(ShardedDataLoader(Outer(), 3, pool=InlinePool())) == [[0, 1, 3]]
+
+
+def test_nothing_is_warned_of_in_ordinary_use(pool: Pool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ShardedDataLoader(range(10), 4, pool=pool, devices=["cpu", "cpu"], num_replicas=1) as loader:
+            list(loader)
