@@ -1,0 +1,124 @@
+"""What the README and the tutorials show is what happens.
+
+``python tests/tutorials/test_tutorials.py`` executes the notebooks and writes their outputs into them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+
+# In a process of its own: the client's event loop and sockets would outlive the test.
+EXECUTE = """
+import sys, nbformat, nbclient
+source, target = sys.argv[1:]
+notebook = nbformat.read(source, as_version=4)
+for cell in notebook.cells:
+    if cell.cell_type == "code":
+        cell.outputs, cell.execution_count = [], None
+# No "record_timing": times would differ at every execution.
+nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False).execute()
+notebook.metadata.language_info = {"name": "python"}
+nbformat.write(notebook, target)
+"""
+
+
+def execute(source: Path, target: Path, scratch: Path) -> None:
+    """Execute a notebook from a clean kernel; Jupyter keeps its own files in ``scratch``."""
+    folders = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")
+    environment = os.environ | {name: str(scratch / name.lower()) for name in folders}
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, str(source), str(target)],
+        cwd=scratch,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> None:
+    execute(path, tmp_path / path.name, tmp_path)
+    for output in outputs(nbformat.read(tmp_path / path.name, as_version=4)):
+        assert output.output_type != "error"
+        assert output.get("name") != "stderr", output.text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_committed_outputs_are_whole_and_of_no_machine(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "execute it once more, in order"
+    assert notebook.metadata.kernelspec.name == "python3"
+    for output in outputs(notebook):
+        assert output.output_type != "error"
+        assert output.get("name") != "stderr"
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/home/|/Users/|/work/|/tmp/|/root/|[A-Z]:\\\\|\bpid \d", text)
+
+
+def readme_blocks(language: str) -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [textwrap.dedent(block) for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
+def is_script(block: str) -> bool:
+    """Whether a block runs as it stands: nothing in it is left out as ``...``."""
+    return not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(block)))
+
+
+SCRIPTS = [block for block in readme_blocks("python") if is_script(block)]
+SKETCHES = [block for block in readme_blocks("python") if not is_script(block)]
+
+
+def test_the_readme_has_scripts_and_loops() -> None:
+    assert SCRIPTS
+    assert SKETCHES
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
+    # The comment below a print says what it prints.
+    promised = re.findall(r"^# -> (.*)$", script, re.MULTILINE)
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == promised
+
+
+@pytest.mark.parametrize("loops", SKETCHES)
+def test_loops_of_the_readme_run_on_any_dataset(loops: str) -> None:
+    names: dict[str, Any] = {"dataset": [(torch.zeros(3), 0)] * 300}
+    exec(loops.replace('"cuda"', '"cpu"').replace("num_workers=8", "num_workers=0"), names)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for notebook in NOTEBOOKS:
+        with tempfile.TemporaryDirectory() as scratch:
+            execute(notebook, notebook, Path(scratch))
