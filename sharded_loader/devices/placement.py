@@ -53,7 +53,7 @@ def find_device(name: Any) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device {name!r} is unknown; this process sees: {listed}") from None
-    if device.type in ("cpu", "meta"):
+    if device.type == "cpu":
         return device
     same_kind = [one for one in present if one.type == device.type]
     if not same_kind or (device.index is not None and device.index >= len(same_kind)):

@@ -191,19 +191,15 @@ class EncodedError:
     notes: tuple[str, ...]
 
 
-def encode_error(error: BaseException, text: str | None = None) -> EncodedError:
+def encode_error(error: BaseException) -> EncodedError:
     """Make ``error`` ready to travel. Never raises.
 
     The exception's own reduction is tried first, then one that does not call ``__init__`` (a constructor
     with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
     trainer would come too late.
-
-    Args:
-        error: the exception.
-        text: its traceback, if it was formatted before (e.g. before notes were added).
     """
-    text = format_traceback(error) if text is None else text
     notes = tuple(map(str, getattr(error, "__notes__", ())))
+    text = _format_traceback(error)
     for reduce_error in (lambda: error, lambda: _WithoutInit(error)):
         try:
             payload = encode(reduce_error())
@@ -236,9 +232,14 @@ def decode_error(encoded: EncodedError) -> BaseException:
     return error
 
 
-def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+def _format_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, without the notes: they go to the exception itself."""
+    notes = error.__dict__.pop("__notes__", None)
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    finally:
+        if notes is not None:
+            error.__dict__["__notes__"] = notes
 
 
 def _summary(error: BaseException) -> str:

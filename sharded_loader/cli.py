@@ -1,0 +1,184 @@
+"""The command ``sharded-loader``: reads arguments, shows progress, prints results.
+
+    main -> make_parser -> one function per subcommand: arguments -> exit code
+
+Each subcommand is an entry of `make_parser` and a function here; what it does lies in a module of its own (`demo`),
+imported when it runs, so that ``--help`` and ``--version`` wait neither for torch nor for an extra.
+
+Exit codes: 0 done; 2 the command cannot run as typed (unknown option, absent device, missing extra), with one line on
+stderr that says why; 130 Ctrl-C. Any other failure is a bug or the machine's, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sharded_loader import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+DEFAULT_WORKERS = 2
+
+
+class CannotRun(Exception):
+    """The command cannot run as typed. The message says why and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments. None: those of this process.
+
+    Returns:
+        The exit code.
+
+    Example:
+        >>> main(["--version"]) == 0
+        sharded-loader ...
+        True
+    """
+    try:
+        arguments = make_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        return code
+    except CannotRun as error:
+        print(f"sharded-loader: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except SystemExit as stop:  # argparse after --help and usage errors, rich when its output is closed
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("sharded-loader: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command; ``run`` in what it parses is the function that does it.
+
+    Example:
+        >>> make_parser().parse_args(["demo", "--seed", "3"]).seed
+        3
+    """
+    parser = argparse.ArgumentParser(
+        prog="sharded-loader", description="A data loader for PyTorch: sharded batches in order, from any pool."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train a small network on handwritten digits, over all GPUs or two CPU shards",
+        description="Train a small convolutional network on 1,797 handwritten digits, data-parallel in one process.",
+    )
+    demo.add_argument(
+        "--devices",
+        default="auto",
+        metavar="LIST",
+        help="one shard of each batch for each, such as cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)",
+    )
+    demo.add_argument(
+        "--pool",
+        choices=("inline", "thread", "process"),
+        default="process",
+        help="who reads the samples (default: process)",
+    )
+    demo.add_argument(
+        "--workers",
+        type=_at_least(1),
+        metavar="N",
+        help=f"threads or processes of the pool (default: {DEFAULT_WORKERS}; inline has none)",
+    )
+    demo.add_argument("--epochs", type=_at_least(1), default=20, metavar="N", help="default: 20")
+    demo.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="same seed, same accuracy (default: 0)")
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+class _at_least:
+    """An argument type for argparse: an int from ``least`` to what torch takes as a seed."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not self._least <= number < 2**63:
+            raise argparse.ArgumentTypeError(f"{number} is out of range: give a number from {self._least} to 2**63-1")
+        return number
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """``sharded-loader demo``: train with a progress bar, then print accuracy, speed and waiting.
+
+    Raises:
+        CannotRun: the options contradict each other, a device is not there, or the extra is not installed.
+    """
+    if arguments.pool == "inline" and arguments.workers is not None:
+        raise CannotRun(
+            "demo: --pool inline reads in the training loop and has no workers: leave out --workers, "
+            "or choose --pool thread or process"
+        )
+    try:
+        import sklearn.datasets  # noqa: F401
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError as error:
+        raise CannotRun(f'demo: needs scikit-learn and rich ({error}): pip install "sharded_loader[demo]"') from None
+    from sharded_loader import demo
+
+    options = demo.Options(
+        devices=_parse_devices(arguments.devices),
+        pool=arguments.pool,
+        workers=0 if arguments.pool == "inline" else arguments.workers or DEFAULT_WORKERS,
+        epochs=arguments.epochs,
+        seed=arguments.seed,
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    readers = "the training loop" if options.pool == "inline" else f"{options.workers} {options.pool} workers"
+    console.print(
+        f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, options.devices))}; "
+        f"read by {readers}; seed {options.seed}."
+    )
+    columns = (
+        TextColumn("epoch"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=options.epochs, loss="-")
+
+        def show(epoch: int, loss: float) -> None:
+            progress.update(bar, completed=epoch, loss=f"{loss:.4f}")
+
+        report = demo.run(options, show)
+        progress.update(bar, completed=options.epochs, loss=f"{report.losses[-1]:.4f}")
+    console.print(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
+    console.print(f"samples per second  {report.stats.samples_per_second:,.0f}")
+    console.print(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
+    return 0
+
+
+def _parse_devices(text: str) -> tuple[torch.device, ...]:
+    from sharded_loader import demo
+    from sharded_loader.devices.placement import find_device
+
+    if text.strip() == "auto":
+        return demo.default_devices()
+    try:
+        devices = tuple(find_device(name.strip()) for name in text.split(","))
+    except ValueError as error:
+        raise CannotRun(f"demo: --devices {text}: {error}") from None
+    if any(device.type == "meta" for device in devices):
+        raise CannotRun(f"demo: --devices {text}: the meta device holds no data, so nothing can be trained on it")
+    return devices

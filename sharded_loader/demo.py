@@ -1,0 +1,267 @@
+"""The training run of ``sharded-loader demo``: handwritten digits, a small network, all devices from one process.
+
+    load_digits_split -> train set  --ShardedDataLoader-->  shards[i] on devices[i]  --Replicas-->  one model
+                      -> held-out set  ------------------------------------------>  `accuracy_on`
+
+`train` takes any loader and replicas and returns the losses; `run` builds both from `Options`, owns the loader and
+closes it, and returns a `Report`. No output here, and no terminal: that is `sharded_loader.cli`'s part.
+
+Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
+the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit
+whichever pool reads, with any number of workers.
+
+What can go wrong: scikit-learn is not installed (ImportError); what the loader, the model or a device raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from sharded_loader.data.datasets import ArrayDataset, Dataset
+from sharded_loader.devices.placement import accelerators
+from sharded_loader.loader import ShardedDataLoader
+from sharded_loader.parallel import Replicas
+from sharded_loader.rng import sample_rng
+from sharded_loader.stats import LoaderStats
+
+BATCH_SIZE = 64
+HELD_OUT = 0.2
+SPLIT_SEED = 0
+"""The same scans are held out for every ``--seed``, so that accuracies can be compared."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train with.
+
+    Attributes:
+        devices: one shard of each batch goes to each; one may stand twice.
+        pool: ``"inline"``, ``"thread"`` or ``"process"``: who reads the samples.
+        workers: how many threads or processes; 0 with ``"inline"``.
+        epochs: passes over the training set.
+        seed: of weights, order and shifts.
+    """
+
+    devices: tuple[torch.device, ...]
+    pool: str = "process"
+    workers: int = 2
+    epochs: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it.
+
+    Attributes:
+        accuracy: share of the held-out scans that were recognised, from 0 to 1.
+        held_out: how many they are.
+        losses: mean training loss of each epoch.
+        stats: of the loader that read the training set.
+    """
+
+    accuracy: float
+    held_out: int
+    losses: tuple[float, ...]
+    stats: LoaderStats
+
+
+def default_devices() -> tuple[torch.device, ...]:
+    """All accelerators that this process sees; without any, the CPU twice, so that there are two shards."""
+    return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
+
+
+def shift(image: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Move an image by up to one pixel, zeros moving in; by how much depends on (seed, epoch, index) alone.
+
+    Args:
+        image: float32, shape (1, 8, 8).
+
+    Returns:
+        The same shape and dtype.
+
+    Example:
+        >>> shift(np.ones((1, 8, 8), np.float32)).shape
+        (1, 8, 8)
+    """
+    down, right = sample_rng().integers(0, 3, size=2)
+    padded = np.zeros((1, 10, 10), np.float32)
+    padded[:, 1:9, 1:9] = image
+    return padded[:, down : down + 8, right : right + 8]
+
+
+def load_digits_split() -> tuple[Dataset, Dataset]:
+    """scikit-learn's digits, 1,797 scans, in two parts.
+
+    Returns:
+        The training set, whose images are shifted at random, and the held-out set. Samples are (float32[1, 8, 8] in
+        0..1, int64 label).
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+
+    Example:
+        >>> train_set, held_out = load_digits_split()
+        >>> len(train_set), len(held_out)
+        (1438, 359)
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[:, None] / 16).astype(np.float32)
+    labels = digits.target.astype(np.int64)
+    train_set, held_out = ArrayDataset(images, labels).split([1 - HELD_OUT, HELD_OUT], seed=SPLIT_SEED)
+    return train_set.transform_first(shift), held_out
+
+
+def make_model(seed: int) -> nn.Module:
+    """A convolutional network of 58,000 parameters with weights drawn by ``seed``.
+
+    Example:
+        >>> make_model(seed=0)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 2 * 2, 10),
+        )
+
+
+def train(
+    loader: ShardedDataLoader,
+    replicas: Replicas,
+    epochs: int,
+    on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
+) -> tuple[float, ...]:
+    """Train the model of ``replicas`` on the batches of ``loader``.
+
+    Args:
+        loader: its batches are lists of shards, [images, labels] each, on the devices of ``replicas``.
+        replicas: replica 0 is the model that learns.
+        epochs: passes over the loader.
+        on_batch: called after each step with the epoch and the loss of the batch.
+
+    Returns:
+        The mean loss of each epoch.
+
+    Raises:
+        Exception: what loader, model or ``on_batch`` raise.
+
+    Example:
+        >>> dataset = ArrayDataset(np.zeros((4, 1, 8, 8), np.float32), np.zeros(4, np.int64))
+        >>> with ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"]) as loader:
+        ...     losses = train(loader, Replicas(make_model(seed=0), ["cpu", "cpu"]), epochs=2)
+        >>> losses[1] < losses[0]
+        True
+    """
+    optimizer = torch.optim.AdamW(replicas.model.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(1, epochs * len(loader)))
+    replicas.model.train()
+    means = []
+    for epoch in range(epochs):
+        total, count = 0.0, 0
+        for shards in loader:
+            sizes = [len(labels) for _, labels in shards]
+            losses = replicas.run(_forward_backward, shards)
+            replicas.reduce_grads(sizes)
+            optimizer.step()
+            schedule.step()
+            replicas.zero_grad()
+            replicas.broadcast()
+            summed = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True))
+            total, count = total + summed, count + sum(sizes)
+            on_batch(epoch, summed / sum(sizes))
+        means.append(total / max(1, count))
+    return tuple(means)
+
+
+def _forward_backward(model: nn.Module, shard: Sequence[torch.Tensor]) -> torch.Tensor:
+    images, labels = shard
+    loss = nn.functional.cross_entropy(model(images), labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def accuracy_on(dataset: Any, replicas: Replicas) -> float:
+    """Share of the samples of ``dataset`` that the model recognises, from 0 to 1.
+
+    Args:
+        dataset: samples (image, label).
+        replicas: the trained model and its copies; each device reads its shard of each batch.
+
+    Example:
+        >>> dataset = ArrayDataset(np.zeros((3, 1, 8, 8), np.float32), [7, 7, 1])
+        >>> accuracy_on(dataset, Replicas(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), ["cpu"])) <= 2 / 3
+        True
+    """
+
+    def count_right(model: nn.Module, shard: Sequence[torch.Tensor]) -> int:
+        images, labels = shard
+        return int((model(images).argmax(dim=1) == labels).sum().item())
+
+    replicas.model.eval()
+    with torch.no_grad(), ShardedDataLoader(dataset, 4 * BATCH_SIZE, devices=replicas.devices) as loader:
+        return sum(sum(replicas.run(count_right, shards)) for shards in loader) / len(dataset)
+
+
+def run(options: Options, on_batch: Callable[[int, float], object] = lambda epoch, loss: None) -> Report:
+    """Train on the digits and test on those held out.
+
+    Args:
+        options: devices, pool and so on.
+        on_batch: called after each step with the epoch and the loss of the batch.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        Exception: what the loader, a device or ``on_batch`` raise. The loader is closed.
+
+    Example:
+        >>> report = run(Options((torch.device("cpu"),) * 2, pool="inline", workers=0, epochs=1))
+        >>> report.held_out, report.stats.samples
+        (359, 1438)
+    """
+    train_set, held_out = load_digits_split()
+    with _steady_kernels():
+        replicas = Replicas(make_model(options.seed), options.devices)
+        with ShardedDataLoader(
+            train_set,
+            BATCH_SIZE,
+            shuffle=True,
+            devices=options.devices,
+            pool=options.pool,
+            num_workers=options.workers,
+            seed=options.seed,
+        ) as loader:
+            losses = train(loader, replicas, options.epochs, on_batch)
+            stats = loader.stats()
+        return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
+
+
+@contextmanager
+def _steady_kernels() -> Iterator[None]:
+    """Sums in one order everywhere, so that a seed gives the same accuracy every time."""
+    threads = torch.get_num_threads()
+    # So small a network gains nothing from more (3.5 s either way on two free cores) and loses much where another
+    # program holds a core: 33 s with two, because they wait for each other in every operation.
+    torch.set_num_threads(1)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
+            yield
+    finally:
+        torch.set_num_threads(threads)
