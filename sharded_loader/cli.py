@@ -179,6 +179,4 @@ def _parse_devices(text: str) -> tuple[torch.device, ...]:
         devices = tuple(find_device(name.strip()) for name in text.split(","))
     except ValueError as error:
         raise CannotRun(f"demo: --devices {text}: {error}") from None
-    if any(device.type == "meta" for device in devices):
-        raise CannotRun(f"demo: --devices {text}: the meta device holds no data, so nothing can be trained on it")
     return devices
