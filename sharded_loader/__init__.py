@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
     from sharded_loader.data.recordio import RecordFileDataset as RecordFileDataset
+    from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
     from sharded_loader.errors import WorkerDiedError as WorkerDiedError
-    from sharded_loader.execution.pipeline import LoaderClosedError as LoaderClosedError
     from sharded_loader.execution.pools.inline import InlinePool as InlinePool
     from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
     from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
@@ -62,8 +62,7 @@ _HOMES = {
     "sharded_loader.data.batchify": ["default_batchify_fn"],
     "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset"],
     "sharded_loader.data.recordio": ["RecordFileDataset"],
-    "sharded_loader.errors": ["SampleError", "SampleReadError", "WorkerDiedError"],
-    "sharded_loader.execution.pipeline": ["LoaderClosedError"],
+    "sharded_loader.errors": ["LoaderClosedError", "SampleError", "SampleReadError", "WorkerDiedError"],
     "sharded_loader.execution.pools.inline": ["InlinePool"],
     "sharded_loader.execution.pools.process": ["ProcessPool"],
     "sharded_loader.execution.pools.thread": ["ThreadPool"],

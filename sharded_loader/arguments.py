@@ -20,12 +20,12 @@ TORCH_SPELLING = {
     "drop_last": 'last_batch="discard" (or "keep", "rollover")',
     "prefetch_factor": "prefetch= (batches in flight in all, not per worker)",
     "generator": "seed= (an int)",
-    "persistent_workers": "nothing: workers live as long as the loader",
+    "persistent_workers": "no argument for it: workers live as long as the loader",
     "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
     "timeout": "pool=ProcessPool(n, timeout=...)",
     "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
     "pin_memory_device": "device= or devices=",
-    "in_order": "nothing: batches always come in order",
+    "in_order": "no argument for it: batches always come in order",
 }
 """What torch's DataLoader calls it, and what to write here."""
 
@@ -33,7 +33,7 @@ TORCH_SPELLING = {
 def length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 
@@ -41,7 +41,7 @@ def refuse_unknown(unknown: Mapping[str, Any]) -> None:
     for name in unknown:
         if name in TORCH_SPELLING:
             raise TypeError(
-                f"ShardedDataLoader has no argument {name!r}, which is torch's; write {TORCH_SPELLING[name]}"
+                f"ShardedDataLoader has no argument {name!r}, which is torch's; here: {TORCH_SPELLING[name]}"
             )
         raise TypeError(f"ShardedDataLoader has no argument {name!r}; see help(ShardedDataLoader) for those it has")
 

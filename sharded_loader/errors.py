@@ -12,9 +12,24 @@ a caller would catch.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+
+class LoaderClosedError(RuntimeError):
+    """The loader was closed; make a new one.
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> loader = ShardedDataLoader(range(4), 2)
+        >>> loader.close()
+        >>> iter(loader)
+        Traceback (most recent call last):
+        ...
+        sharded_loader.errors.LoaderClosedError: the loader is closed: make a new ShardedDataLoader
+    """
 
 
 class WorkerDiedError(RuntimeError):
@@ -24,6 +39,12 @@ class WorkerDiedError(RuntimeError):
         worker: number of the worker, from 0.
         exitcode: its exit code; minus the number of the signal that killed it; None where unknown.
         batch: number of the batch that it was reading, None if it was idle or starting.
+
+    Example:
+        >>> WorkerDiedError("worker 1 died", worker=1, exitcode=-9, batch=12).exitcode
+        -9
+
+    Source of the idea: loky's ``TerminatedWorkerError``.
     """
 
     def __init__(self, message: str, *, worker: int, exitcode: int | None, batch: int | None = None) -> None:
@@ -38,6 +59,10 @@ class SampleReadError(RuntimeError):
 
     The first for exceptions that do not pickle (the message keeps type name and text), the second for
     ``StopIteration``, ``SystemExit`` and the like, which would end the loop or the program in silence.
+
+    Example:
+        >>> isinstance(SampleReadError("OddError: sample is odd"), RuntimeError)
+        True
     """
 
 
@@ -62,6 +87,14 @@ class SampleError:
         batch: number of the batch in the epoch, from 0.
         shard: number of the shard in the batch, from 0; None where batches have no shards.
         error: the exception that was raised.
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> words = ["1", "two", "3"]
+        >>> from sharded_loader import SimpleDataset
+        >>> numbers = SimpleDataset(words).transform(int)
+        >>> next(iter(ShardedDataLoader(numbers, 3, on_error=lambda failed: -failed.index)))
+        tensor([ 1, -1,  3])
     """
 
     index: Hashable
@@ -95,16 +128,71 @@ class Place:
             where.append(f"sample {sample[0]!r}")
         if self.worker is not None:
             where.append(self.worker)
-        add_note(error, "sharded_loader: in " + ", ".join(where))
+        # A dataset may raise one and the same object again and again: only its last place is true.
+        for note in [note for note in getattr(error, "__notes__", ()) if note.startswith(_OUR_NOTES)]:
+            error.__notes__.remove(note)
+        add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
         if sample is not None:
-            add_note(error, f"see it again, in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
+            add_note(error, f"{_OUR_NOTES[1]} in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
         elif samples:
-            shown = ", ".join(map(repr, samples[:8])) + (", ..." if len(samples) > 8 else "")
             add_note(
                 error,
-                f"no single sample failed; see the samples, in this process: "
-                f"[loader.read(i, epoch={self.epoch}) for i in ({shown},)]",
+                f"{_OUR_NOTES[1]} in this process (it was no single sample that failed): "
+                f"{read_again(samples, self.epoch)}",
             )
+
+
+_OUR_NOTES = ("sharded_loader:", "see it again,")
+
+
+def read_again(samples: Sequence[Any], epoch: int) -> str:
+    """The line to type to read these samples in the trainer.
+
+    Example:
+        >>> read_again([3], 1), read_again(range(50), 0)[-9:]
+        ('loader.read(3, epoch=1)', '50 in all')
+    """
+    if len(samples) == 1:
+        return f"loader.read({samples[0]!r}, epoch={epoch})"
+    shown = ", ".join(map(repr, samples[:8]))
+    rest = f"  # the first 8, {len(samples)} in all" if len(samples) > 8 else ""
+    return f"[loader.read(i, epoch={epoch}) for i in ({shown})]{rest}"
+
+
+def as_exception(error: BaseException, where: str) -> Exception:
+    """``error``, or what stands in for it if a loop or a program would take it for its own end.
+
+    Args:
+        error: anything that was raised.
+        where: by what, e.g. ``by the dataset``.
+    """
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    stand_in = SampleReadError(
+        f"{type(error).__name__} raised {where} ({error}), which would end the loop in silence: "
+        f"raise another exception there"
+    )
+    stand_in.__cause__ = error
+    return stand_in
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, without the notes: they stay with the exception itself."""
+    notes = error.__dict__.pop("__notes__", None)
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    finally:
+        if notes is not None:
+            error.__dict__["__notes__"] = notes
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """``error`` with its traceback as text: the frames would keep the whole batch alive."""
+    if error.__traceback__ is not None:
+        text = format_traceback(error)
+        error.__traceback__ = error.__context__ = None
+        error.__cause__ = WorkerTraceback(text)
+    return error
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -2,8 +2,9 @@
 
     pipeline.next -> entry -> placement -> pipeline.done -> the user
 
-An iterator owns its run's position, nothing else. Handing out is the last step: interrupted before it, the
-batch is the next one again.
+An iterator owns its place in the epoch, nothing else; it keeps its loader open by holding it. Handing out is
+the last step: interrupted before it is over, the batch is the next one again. What goes wrong with a batch
+here (a copy to the device fails) is that batch's error, like any other: raised once, in its place.
 """
 
 from __future__ import annotations
@@ -12,79 +13,117 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from sharded_loader.execution.pipeline import Entry, Run
-from sharded_loader.execution.pools.base import NOTHING
-
-if TYPE_CHECKING:
-    from sharded_loader.loader import ShardedDataLoader
+from sharded_loader.devices.placement import Placement
+from sharded_loader.errors import Place
+from sharded_loader.execution.messages import NOTHING, Result
+from sharded_loader.execution.pipeline import Entry, Pipeline, Run
+from sharded_loader.stats import Meter
 
 
 class EpochIterator(Iterator[Any]):
-    """One way through one epoch."""
+    """Batches of one epoch, in order.
 
-    def __init__(self, loader: ShardedDataLoader, run: Run) -> None:
-        self._loader = loader
+    Args:
+        owner: the loader; held, so that a temporary one lives as long as its loop.
+        run: this iterator's run of the pipeline, opened.
+        pipeline, placement, meter: the loader's.
+        length: ``() -> batches in this epoch``, for progress bars.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        run: Run,
+        pipeline: Pipeline,
+        placement: Placement,
+        meter: Meter,
+        length: Callable[[], int],
+    ) -> None:
+        self._owner = owner
         self.run = run
+        self._pipeline = pipeline
+        self._placement = placement
+        self._meter = meter
+        self._length = length
         self._lock = threading.RLock()
         self._last_ended: float | None = None
         # Not a __del__: a finalizer must not touch what may be half gone, and must not run in a forked child.
-        weakref.finalize(self, loader._pipeline.end, run.number).atexit = False
+        weakref.finalize(self, pipeline.end, run.number).atexit = False
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __length_hint__(self) -> int:
-        """Batches still to come, for progress bars."""
-        return max(0, self._loader._order.length(self.run.epoch) - self.run.delivered)
+        """Batches still to come."""
+        return max(0, self._length() - self.run.delivered)
 
     def __next__(self) -> Any:
         handed: list[Entry] = []
         try:
             with self._lock:
                 return self._next_batch(handed)
-        except BaseException as error:
-            # Handing out was interrupted: the batch is the next one again.
-            if handed and handed[0].result is not None and error is not handed[0].result.error:
-                self._loader._pipeline.undo(self.run, handed[0])
+        except BaseException:
+            if handed:
+                self._pipeline.undo(self.run, handed[0])
             raise
 
     def _next_batch(self, handed: list[Entry]) -> Any:
-        """The next batch. ``handed`` gets its entry before it leaves the window."""
-        loader, run, pipeline = self._loader, self.run, self._loader._pipeline
+        """The next batch.
+
+        Args:
+            handed: holds the batch's entry from before it leaves the window until its fate is settled.
+        """
         began = time.perf_counter()
+        working = 0.0 if self._last_ended is None else began - self._last_ended
         while True:
             try:
-                entry = pipeline.next(run)
+                entry = self._pipeline.next(self.run)
             except StopIteration:
-                run.ended = True
+                self.run.ended = True
                 raise
-            result = entry.result
-            assert result is not None  # the pipeline returns finished entries
             arrived = time.perf_counter()
-            batch: Any = None
-            if result.error is None and result.batch is not NOTHING:
-                batch = loader._placement.place(result.batch, entry.task is not None and entry.task.sharded)
+            result, batch = self._place(entry)
             placing = time.perf_counter() - arrived
             handed[:] = [entry]
-            pipeline.done(run, entry)
-            if result.skipped:
-                loader._note_skipped(result)
-            if result.error is not None:
-                raise result.error
-            if result.batch is not NOTHING:
-                loader._note_batch(batch)
-                self._last_ended = loader._meter.delivered(
-                    result.samples, result.seconds, placing, began, self._last_ended
-                )
+            self._pipeline.done(self.run, entry)
+            if result.error is None and result.batch is not NOTHING and not result.skipped:
+                self._meter.delivered(batch, result.samples, result.seconds, placing)
+                self._last_ended = time.perf_counter()
+                self._meter.waited(self._last_ended - began, working)
                 return batch
-            self._warn_left_out(entry.seq)
+            handed.clear()
+            self._meter.skip(result.skipped)
+            if result.error is not None:
+                self._last_ended = time.perf_counter()
+                raise result.error
+            self._warn_of_lost(entry.seq, result)
+            if result.batch is not NOTHING:
+                self._meter.delivered(batch, result.samples, result.seconds, placing)
+                self._last_ended = time.perf_counter()
+                self._meter.waited(self._last_ended - began, working)
+                return batch
 
-    def _warn_left_out(self, batch: int) -> None:
-        warnings.warn(
-            f"epoch {self.run.epoch}, batch {batch} was left out: no sample of it could be read "
-            f"(see loader.skipped for the errors)",
-            stacklevel=4,
-        )
+    def _place(self, entry: Entry) -> tuple[Result, Any]:
+        """The entry's result and the batch as the user gets it, or the error that came up on the way."""
+        result = entry.result
+        assert result is not None  # the pipeline returns finished entries
+        if result.error is not None or result.batch is NOTHING or entry.task is None:
+            return result, None
+        try:
+            return result, self._placement.finish(self._placement.begin(result.batch, entry.task.sharded))
+        except Exception as error:
+            Place(self.run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+            return Result(result.run, result.seq, error=error), None
+
+    def _warn_of_lost(self, batch: int, result: Result) -> None:
+        where = f"epoch {self.run.epoch}, batch {batch}"
+        if result.batch is NOTHING:
+            message = f"{where} was left out"
+        elif result.lost_shards:
+            message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
+        else:
+            return
+        warnings.warn(f"{message}: no sample of it could be read (see loader.skipped)", stacklevel=4)

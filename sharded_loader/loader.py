@@ -14,22 +14,26 @@ What can go wrong is refused here, in the constructor, as far as it can be known
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
 from sharded_loader.arguments import check_dataset, check_on_error, claim, length, make_pool, make_split, refuse_unknown
+from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement, find_devices
+from sharded_loader.execution.messages import NOTHING, Job, OnError
 from sharded_loader.execution.pipeline import Pipeline, Run
 from sharded_loader.execution.plan import EpochPlan
-from sharded_loader.execution.pools.base import NOTHING, Job, OnError, Pool, Result
+from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.reader import Reader
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.shards import check_weights
-from sharded_loader.stats import LoaderStats, Meter, describe
+from sharded_loader.stats import LoaderStats, Meter
 
 
 class ShardedDataLoader:
@@ -50,7 +54,8 @@ class ShardedDataLoader:
         pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
         prefetch: batches in flight. Default ``2 * num_workers``. May be changed while iterating.
         thread_pool: threads instead of processes.
-        pool: ``"inline"``, ``"thread"`` or ``"process"`` (sized by ``num_workers``), or a pool object.
+        pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
+            object, which has its own.
         device: plain batches on this device.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
         num_shards: split batches into that many shards, in host memory.
@@ -66,8 +71,6 @@ class ShardedDataLoader:
         dataset, batch_size, sampler, batch_sampler, num_workers, drop_last: as other loaders name them.
         epoch: the epoch in progress, or the one that the next ``iter`` begins.
         position: batches delivered in it.
-        skipped: ``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced.
-        num_skipped: how many in all.
 
     Raises:
         ValueError, TypeError: arguments that are wrong or contradict each other.
@@ -131,8 +134,9 @@ class ShardedDataLoader:
             rank=rank,
             seed=seed,
         )
-        self.drop_last = last_batch == "discard"
-        self._batchify_fn = batchify_fn
+        self.drop_last = self._order.drops_last
+        # The default given by name is the default: it reads in bulk too.
+        self._batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         self._on_error = on_error
         found, sharded = find_devices(device, devices)
         self._split = make_split(found, sharded, num_shards)
@@ -143,13 +147,10 @@ class ShardedDataLoader:
         self.prefetch = prefetch
         claim(workers)
         self._meter = Meter()
-        self._shown: tuple[Run, int] | None = None
+        self._shown: tuple[Run, int, weakref.ref[EpochIterator]] | None = None
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._stale = False
         self._warned_ranks = False
-        self._batch_looks: str | None = None
-        self.skipped: list[tuple[Any, BaseException]] = []
-        self.num_skipped = 0
         self._closer = weakref.finalize(self, self._pipeline.close)
 
     # -- plain attributes -----------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class ShardedDataLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """The sampler of batches (of this rank)."""
+        """The sampler of batches: the one that was given, or this rank's."""
         return self._order.batch_sampler
 
     @property
@@ -206,7 +207,13 @@ class ShardedDataLoader:
             return
         if self._split.num_shards is None:
             raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
-        self._split.weights = list(check_weights(weights, self._split.num_shards))
+        checked = list(check_weights(weights, self._split.num_shards))
+        if 0 in checked[: max(number for number, weight in enumerate(checked) if weight > 0)]:
+            raise ValueError(
+                f"shard_weights is {checked}: a shard without samples is left out and those after it move up, so "
+                f"shares of 0 must come last: reorder the devices"
+            )
+        self._split.weights = checked
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -223,13 +230,28 @@ class ShardedDataLoader:
     def _place(self) -> tuple[int, int]:
         coming = self._order.next_epoch
         if self._shown is not None:
-            run, then_coming = self._shown
-            if not run.ended and then_coming == coming:
+            run, then_coming, iterator = self._shown
+            # After a break the place is kept, until set_epoch names another epoch.
+            if not run.ended and (iterator() is not None or then_coming == coming):
                 return run.epoch, run.delivered
         return coming, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter`` begins."""
+        """Make ``epoch`` the one that the next ``iter`` begins.
+
+        Args:
+            epoch: number of an epoch, from 0.
+
+        Raises:
+            ValueError, TypeError: it is no such number.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
+            >>> first = next(iter(loader))
+            >>> loader.set_epoch(0)
+            >>> bool((next(iter(loader)) == first).all())
+            True
+        """
         self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -239,6 +261,8 @@ class ShardedDataLoader:
     def __iter__(self) -> EpochIterator:
         """Begin the next epoch. Workers start at the first one."""
         self._pipeline.check_open()
+        began = time.perf_counter()
+        self._order.settle_replicas()
         self._warn_if_ranks_repeat()
         epoch = self._order.next_epoch
         run = self._new_run(epoch)
@@ -246,9 +270,11 @@ class ShardedDataLoader:
         self._pipeline.open(run, self._job(), renew=self._stale)
         self._stale = False
         self._order.set_epoch(epoch + 1)
-        iterator = EpochIterator(self, run)
+        order = self._order
+        iterator = EpochIterator(self, run, self._pipeline, self._placement, self._meter, lambda: order.length(epoch))
         self._live.add(iterator)
-        self._shown = (run, epoch + 1)
+        self._shown = (run, epoch + 1, weakref.ref(iterator))
+        self._meter.waited(time.perf_counter() - began)
         return iterator
 
     def _new_run(self, epoch: int) -> Run:
@@ -257,10 +283,11 @@ class ShardedDataLoader:
         plan = EpochPlan(
             number,
             epoch,
-            lambda start: order.batches(epoch, start),
+            order.batches(epoch),
             lambda batch: order.position(epoch, batch),
             length(self.dataset) if not isinstance(self.dataset, Mapping) else None,
             self._split,
+            may_shard=order.given_batches,
         )
         return Run(number, epoch, plan)
 
@@ -273,11 +300,13 @@ class ShardedDataLoader:
         if set_epoch is None or not self._pipeline.pool.shares_dataset:
             return
         for iterator in list(self._live):
-            iterator.run.failure = RuntimeError(
-                f"epoch {iterator.run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
-                f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
-                f"use worker processes, or finish one epoch before the next"
-            )
+            run = iterator.run
+            if not run.ended:
+                run.failure = RuntimeError(
+                    f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
+                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
+                    f"use worker processes, or finish one epoch before the next"
+                )
         set_epoch(epoch)
 
     def _warn_if_ranks_repeat(self) -> None:
@@ -292,23 +321,32 @@ class ShardedDataLoader:
     def peek(self) -> Any:
         """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
 
+        Returns:
+            What the first ``next`` of the next epoch will return.
+
         Raises:
             IndexError: the next epoch has no batches.
             Exception: what the samples raise.
+
+        Example:
+            >>> ShardedDataLoader(range(10), 4).peek()
+            tensor([0, 1, 2, 3])
         """
         self._pipeline.check_open()
-        plan = self._new_run(self._order.next_epoch).plan
-        while (task := plan.head()) is not None:
-            if isinstance(task, BaseException):
-                raise task
-            with _dataset_at(self, task.epoch):
+        epoch = self._order.next_epoch
+        plan = self._new_run(epoch).plan
+        while (planned := plan.head()) is not None:
+            if isinstance(planned, BaseException):
+                raise planned
+            task = plan.split(planned)
+            with self._dataset_at(epoch):
                 result = Reader(self._job()).read(task)
             if result.error is not None:
                 raise result.error
             if result.batch is not NOTHING:
-                return self._placement.place(result.batch, task.sharded)
+                return self._placement.finish(self._placement.begin(result.batch, task.sharded))
             plan.advance()
-        raise IndexError(f"epoch {self._order.next_epoch} has no batches to peek at")
+        raise IndexError(f"epoch {epoch} has no batches to peek at")
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -316,26 +354,95 @@ class ShardedDataLoader:
         Args:
             index: as the sampler yields it.
             epoch: the epoch whose random numbers it draws. Default: `epoch`.
+
+        Returns:
+            The sample, as the dataset returns it.
+
+        Raises:
+            Exception: what the dataset raises.
+
+        Example:
+            >>> ShardedDataLoader([10, 20, 30], 2).read(1)
+            20
         """
         self._pipeline.check_open()
         epoch = self.epoch if epoch is None else epoch
-        with _dataset_at(self, epoch):
+        with self._dataset_at(epoch):
             return Reader(self._job()).read_sample(index, epoch)
+
+    @contextmanager
+    def _dataset_at(self, epoch: int) -> Iterator[None]:
+        """Inside, a dataset that is told its epoch is in this one; afterwards in the one it was in before."""
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is None:
+            yield
+            return
+        reading = [one.run.epoch for one in self._live if not one.run.ended and one.run.failure is None]
+        if self.num_workers and self._pipeline.pool.shares_dataset and any(other != epoch for other in reading):
+            raise RuntimeError(
+                f"cannot read in epoch {epoch} while threads read epoch {reading[0]}: the dataset, which has "
+                f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+            )
+        before = self.epoch
+        set_epoch(epoch)
+        try:
+            yield
+        finally:
+            set_epoch(before)
 
     # -- life -----------------------------------------------------------------------------------------------
 
+    @property
+    def skipped(self) -> list[tuple[Any, BaseException]]:
+        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
+        return self._meter.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """How many samples ``on_error`` has skipped or replaced."""
+        return self._meter.num_skipped
+
     def refresh(self) -> None:
-        """Send the dataset, which has changed, to the workers before the next epoch."""
+        """Send the dataset, which has changed, to the workers before the next epoch.
+
+        Iterators that are under way go on, over the changed dataset, once the next epoch has begun.
+
+        Raises:
+            LoaderClosedError: after `close`.
+
+        Example:
+            >>> data = [1, 2]
+            >>> loader = ShardedDataLoader(data, 2)
+            >>> data.append(3)
+            >>> loader.refresh()
+            >>> len(loader)
+            2
+        """
         self._pipeline.check_open()
         self._stale = True
         self._order.resize(length(self.dataset))
 
     def stats(self) -> LoaderStats:
-        """Samples per second, the share of time spent waiting for data, where the time went."""
+        """Samples per second, the share of time spent waiting for data, where the time went.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for batch in loader: pass
+            >>> loader.stats().samples
+            10
+        """
         return self._meter.report()
 
     def close(self) -> None:
-        """Stop the workers. The loader cannot be used any more; batches that are held stay. Twice is fine."""
+        """Stop the workers. The loader cannot be used any more; batches that are held stay. Twice is fine.
+
+        From any thread; one that waits in ``next`` gets a `LoaderClosedError`.
+
+        Example:
+            >>> with ShardedDataLoader(range(4), 2, num_workers=1, thread_pool=True) as loader:
+            ...     next(iter(loader))
+            tensor([0, 1])
+        """
         self._pipeline.close()
         self._closer.detach()
 
@@ -361,31 +468,5 @@ class ShardedDataLoader:
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
-        parts.append(f"batch: {self._batch_looks or 'none read yet'}")
+        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, at batch {self.position})"
-
-    def _note_batch(self, batch: Any) -> None:
-        if self._batch_looks is None:
-            self._batch_looks = describe(batch)
-
-    def _note_skipped(self, result: Result) -> None:
-        self.skipped.extend(result.skipped)
-        self.num_skipped += len(result.skipped)
-        del self.skipped[:-1000]
-
-
-class _dataset_at:
-    """Inside, a dataset that is told its epoch is in this one; afterwards in the one that it was told before."""
-
-    def __init__(self, loader: ShardedDataLoader, epoch: int) -> None:
-        self._set_epoch = getattr(loader.dataset, "set_epoch", None)
-        self._epoch = epoch
-        self._before = loader.epoch
-
-    def __enter__(self) -> None:
-        if self._set_epoch is not None:
-            self._set_epoch(self._epoch)
-
-    def __exit__(self, *error: object) -> None:
-        if self._set_epoch is not None:
-            self._set_epoch(self._before)

@@ -1,16 +1,17 @@
 """Where the time of a training loop goes: waiting for data, or the loop itself.
 
-    Meter.delivered(...)          called by the iterator for each batch
-    Meter.report() -> LoaderStats
+    Meter.waited, delivered, skip      called by the iterator for each batch
+    Meter.report() -> LoaderStats      what the user sees
 
-Counted is the time inside epochs only, from one batch to the next; not what happens between epochs.
+Counted is the time inside epochs only, from ``iter`` to the last batch; not what happens between epochs. The
+times of several iterators add up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ class LoaderStats:
         waiting_seconds: of these, time spent inside ``next``, waiting for data.
         reading_seconds: time the workers spent reading and batching, all workers added up.
         placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
+
+    Example:
+        >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
+        >>> print(stats)
+        640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
     """
 
     batches: int = 0
@@ -53,38 +59,62 @@ class LoaderStats:
 
 
 class Meter:
-    """Counts for one loader."""
+    """Counts for one loader; any thread may add.
+
+    Attributes:
+        skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
+        num_skipped: how many in all.
+        looks: what the first batch looked like; None before it.
+    """
+
+    KEPT = 1000
 
     def __init__(self) -> None:
-        self._batches = 0
-        self._samples = 0
-        self._seconds = 0.0
-        self._waiting = 0.0
-        self._reading = 0.0
-        self._placing = 0.0
+        self._lock = threading.Lock()
+        self._stats = dict.fromkeys((field.name for field in dataclasses.fields(LoaderStats)), 0.0)
+        self.skipped: list[tuple[Any, BaseException]] = []
+        self.num_skipped = 0
+        self.looks: str | None = None
 
-    def delivered(self, samples: int, reading: float, placing: float, began: float, last_ended: float | None) -> float:
-        """A batch is handed out; returns when.
+    def waited(self, seconds: float, working: float = 0.0) -> None:
+        """The loop waited for data; before that it was ``working`` for so many seconds on the last batch."""
+        with self._lock:
+            self._stats["waiting_seconds"] += seconds
+            self._stats["seconds"] += seconds + working
+
+    def delivered(self, batch: Any, samples: int, reading: float, placing: float) -> None:
+        """A batch is handed out.
 
         Args:
+            batch: the batch.
             samples: how many it holds.
             reading: seconds that its worker took.
             placing: seconds that conversion and copies to devices took here.
-            began: when ``next`` was called.
-            last_ended: when the call before was over; None at the first batch of an epoch.
         """
-        now = time.perf_counter()
-        self._batches += 1
-        self._samples += samples
-        self._reading += reading
-        self._placing += placing
-        self._waiting += now - began
-        self._seconds += now - (began if last_ended is None else last_ended)
-        return now
+        with self._lock:
+            self._stats["batches"] += 1
+            self._stats["samples"] += samples
+            self._stats["reading_seconds"] += reading
+            self._stats["placing_seconds"] += placing
+        if self.looks is None:
+            try:
+                self.looks = describe(batch)
+            except Exception:  # a batch of the user's own class may not want to be looked at
+                self.looks = type(batch).__name__
+
+    def skip(self, skipped: Iterable[tuple[Any, BaseException]]) -> None:
+        """Samples were skipped or replaced."""
+        with self._lock:
+            before = len(self.skipped)
+            self.skipped.extend(skipped)
+            self.num_skipped += len(self.skipped) - before
+            del self.skipped[: -self.KEPT]
 
     def report(self) -> LoaderStats:
         """The counts so far."""
-        return LoaderStats(self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing)
+        with self._lock:
+            counts = self._stats
+            return LoaderStats(int(counts["batches"]), int(counts["samples"]), *list(counts.values())[2:])
 
 
 def describe(batch: Any) -> str:

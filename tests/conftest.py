@@ -16,7 +16,7 @@ import pytest
 
 from sharded_loader import InlinePool, ProcessPool, ThreadPool
 from sharded_loader.execution.pools.base import Pool
-from sharded_loader.execution.pools.process import start_forkserver
+from sharded_loader.execution.pools.starting import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
@@ -85,7 +85,9 @@ def _descriptors() -> dict[int, str]:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Names that the library made (each begins so); other programs of the machine have names there too."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if name.startswith("sharded_loader")}
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,32 @@ class Gate:
         self.begun.release()
         self.opened.acquire()
         return index
+
+
+_SAME = Boom("always the same", 1)
+
+
+def same_again() -> None:
+    raise _SAME
+
+
+class OneWay:
+    """Pickles, but does not unpickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class Immovable:
+    """Cannot be moved to a device."""
+
+    def to(self, device: Any) -> Any:
+        raise Boom("moving", 1)
+
+
+@dataclass
+class Shy:
+    """A batch with a field that is not set."""
+
+    samples: Any
+    unset: Any = field(init=False)

@@ -2,7 +2,6 @@
 
     map_leaves(fn, tree) -> tree of the same shape, each leaf through ``fn``
     to_torch(tree)       -> the same tree, NumPy arrays turned into torch tensors over the same memory
-    batch_len(tree)      -> how many samples a batch holds
 
 What can go wrong: an array that torch cannot take as it is (read-only, negative strides, foreign byte order,
 unaligned) is copied rather than shared; an array whose dtype torch lacks (strings, objects, dates) stays a
@@ -239,35 +238,3 @@ def torch_has(dtype: np.dtype[Any]) -> bool:
         (True, False)
     """
     return f"{dtype.kind}{dtype.itemsize}" in _TORCH_HAS
-
-
-def batch_len(tree: Any) -> int | None:
-    """How many samples a batch holds: the length of the first array in it, or of the first list of leaves.
-
-    Args:
-        tree: a batch.
-
-    Returns:
-        The number of samples, or None where nothing in the batch tells it.
-
-    Example:
-        >>> batch_len([np.zeros((5, 3)), np.zeros(5)]), batch_len({"name": ["a", "b"]})
-        (5, 2)
-    """
-    if isinstance(tree, np.ndarray) or is_tensor(tree):
-        return int(tree.shape[0]) if tree.ndim else None
-    children: Iterable[Any]
-    if isinstance(tree, Mapping):
-        children = tree.values()
-    elif isinstance(tree, (list, tuple)):
-        children = tree
-    elif is_dataclass_instance(tree):
-        children = [value for _, value in dataclass_fields(tree)]
-    else:
-        return None
-    children = list(children)
-    for child in children:
-        length = batch_len(child)
-        if length is not None:
-            return length
-    return len(children) if type(tree) is list else None

@@ -1,7 +1,7 @@
 """From a batch as a worker made it to tensors where the user wants them.
 
-    batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
-    list of such (shards)              --place-->  shards[i] on devices[i]
+    batch of NumPy arrays and tensors  --begin, finish-->  tensors in host memory, or on a device
+    list of such (shards)              --begin, finish-->  shards[i] on devices[i]
 
 Towards an accelerator a tensor is pinned first, in memory that torch's own pinned allocator owns, and then
 copied without blocking the host: torch keeps that memory until the copy has passed.
@@ -108,8 +108,16 @@ class Placement:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
             self._pin = False
 
-    def place(self, batch: Any, sharded: bool) -> Any:
-        """``batch`` as tensors, each shard on its device."""
+    def begin(self, batch: Any, sharded: bool) -> Any:
+        """Start to put ``batch`` where it belongs. Copies to an accelerator may still be under way after this.
+
+        Args:
+            batch: what a worker made.
+            sharded: whether it is a list of shards.
+
+        Returns:
+            What `finish` makes the user's batch of.
+        """
         devices = self.devices
         if devices is None:
             host = to_torch(batch)
@@ -117,6 +125,10 @@ class Placement:
         if not sharded:
             return self._move(batch, devices[0])
         return [self._move(shard, device) for shard, device in zip(batch, devices, strict=False)]
+
+    def finish(self, begun: Any) -> Any:
+        """The batch, ready on the current stream of this thread (here copies run on that stream anyway)."""
+        return begun
 
     @staticmethod
     def _move(batch: Any, device: torch.device) -> Any:

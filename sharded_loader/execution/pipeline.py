@@ -23,12 +23,10 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from sharded_loader.errors import LoaderClosedError, Place
+from sharded_loader.execution.messages import ANY_RUN, Job, Result, Task
 from sharded_loader.execution.plan import EpochPlan
-from sharded_loader.execution.pools.base import ANY_RUN, Job, Pool, Result, Task
-
-
-class LoaderClosedError(RuntimeError):
-    """The loader was closed; make a new one."""
+from sharded_loader.execution.pools.base import Pool
 
 
 @dataclass
@@ -109,6 +107,7 @@ class Pipeline:
                 self._drop_ended()
                 if renew or not self.pool.started:
                     self.pool.start(job)
+                    self._wake_others()
                 self._runs[run.number] = run
                 self._fill(run, self.prefetch)
                 self._dispatch()
@@ -242,17 +241,22 @@ class Pipeline:
     def _dispatch(self) -> None:
         """Give waiting tasks to the pool, those that are needed soonest first."""
         waiting = [
-            (place, entry)
+            (distance, run, entry)
             for run in self._runs.values()
-            for place, entry in enumerate(run.window)
+            for distance, entry in enumerate(run.window)
             if not entry.dispatched
         ]
         if not waiting:
             return
-        waiting.sort(key=_place)
-        for _, entry in waiting[: max(0, self.pool.capacity())]:
+        waiting.sort(key=_distance)
+        for _, run, entry in waiting[: max(0, self.pool.capacity())]:
             assert entry.task is not None  # an entry without a task counts as dispatched
-            self.pool.submit(entry.task)
+            try:
+                task = entry.task = run.plan.split(entry.task)
+                self.pool.submit(task)
+            except Exception as error:
+                Place(run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+                entry.result = Result(run.number, entry.seq, error=error)
             entry.dispatched = True
         self._wake_others()
 
@@ -304,10 +308,6 @@ class Pipeline:
                     self.pool.cancel(number)
             self._ended.popleft()
 
-    def is_live(self, run: Run) -> bool:
-        """Whether the run can still deliver."""
-        return run.number in self._runs
 
-
-def _place(waiting: tuple[int, Entry]) -> int:
+def _distance(waiting: tuple[int, Run, Entry]) -> int:
     return waiting[0]

@@ -1,6 +1,7 @@
 """From a sampler's batches of one epoch to numbered tasks: checked, and split into shards.
 
     batches (lists of indices, or lists of lists) -> EpochPlan.head() -> Task | the error for that place
+    Task, when it is dispatched -> EpochPlan.split() -> Task with shards
 
 Whatever is wrong with a batch (empty, an index out of range, more shards than devices) is an error at that
 batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
@@ -13,11 +14,12 @@ for ever, so the plan starts it again and skips what it has had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sharded_loader.errors import add_note
-from sharded_loader.execution.pools.base import Task
+from sharded_loader.execution.messages import Task
+from sharded_loader.sampling.foreign import plain_index
 from sharded_loader.sampling.shards import is_sharded, split_batch
 
 _END: Any = object()
@@ -48,6 +50,8 @@ class EpochPlan:
         position: ``batch number -> place of its first sample in the global order``.
         length: samples in the dataset, to check indices against; None: not checked.
         split: how batches become shards.
+        may_shard: whether ``batches`` may yield lists of shards (a given ``batch_sampler``); indices of a
+            ``sampler`` are indices, tuples among them too.
         start: number of the first batch.
     """
 
@@ -59,6 +63,8 @@ class EpochPlan:
         position: Callable[[int], int],
         length: int | None,
         split: Split,
+        *,
+        may_shard: bool,
         start: int = 0,
     ) -> None:
         self._run = run
@@ -67,6 +73,7 @@ class EpochPlan:
         self._position = position
         self._length = length
         self._split = split
+        self._may_shard = may_shard
         self._iterator: Iterator[Any] | None = None
         self._head: Task | BaseException | None = None
         self._last = False
@@ -113,7 +120,7 @@ class EpochPlan:
             )
         if len(batch) == 0:
             raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
-        sharded = is_sharded(batch)
+        sharded = self._may_shard and is_sharded(batch)
         if sharded:
             shards = [_as_list(shard) for shard in batch]
             for number, shard in enumerate(shards):
@@ -123,16 +130,20 @@ class EpochPlan:
         else:
             shards = [_as_list(batch)]
             self._check_range(shards[0], where)
-            if self._split.num_shards is not None:
-                shards = split_batch(shards[0], self._split.num_shards, self._split.weights)
-                sharded = True
         limit = self._split.max_shards
-        if limit is not None and len(shards) > limit:
+        if sharded and limit is not None and len(shards) > limit:
             raise ValueError(
                 f"{where} has {len(shards)} shards, but there are only {limit} devices: "
                 f"let the batch sampler yield at most {limit} shards, or name more devices"
             )
         return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
+
+    def split(self, task: Task) -> Task:
+        """A flat batch as shards, by the weights of this moment; called when it is dispatched."""
+        if task.sharded or self._split.num_shards is None:
+            return task
+        shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
+        return replace(task, shards=tuple(shards), sharded=True)
 
     def _check_range(self, indices: Sequence[Any], where: str) -> None:
         length = self._length
@@ -152,13 +163,9 @@ class EpochPlan:
 
 def _as_list(indices: Any) -> list[Any]:
     """A list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost)."""
-    if isinstance(indices, list):
-        return indices if type(indices[0] if indices else 0) is int else [_plain(index) for index in indices]
     if hasattr(indices, "tolist"):
         found = indices.tolist()
         return found if isinstance(found, list) else [found]
-    return [_plain(index) for index in indices]
-
-
-def _plain(index: Any) -> Any:
-    return index.item() if hasattr(index, "item") else index
+    if set(map(type, indices)) == {int}:
+        return indices if isinstance(indices, list) else list(indices)
+    return [plain_index(index) for index in indices]

@@ -20,8 +20,8 @@ import numpy as np
 from sharded_loader.data.bulk import gather
 from sharded_loader.data.default import assemble, default_batchify_fn
 from sharded_loader.data.errors import Empty
-from sharded_loader.errors import Place, SampleError, SampleReadError, add_note
-from sharded_loader.execution.pools.base import NOTHING, Job, Result, Task
+from sharded_loader.errors import Place, SampleError, add_note, as_exception, without_frames
+from sharded_loader.execution.messages import NOTHING, Job, Result, Task
 from sharded_loader.rng import SampleScope, philox, sample_scope
 
 _BAD: Any = object()
@@ -33,38 +33,57 @@ class Reader:
     Args:
         job: dataset, batchify function, seed, what to do about bad samples.
         worker: how errors name this worker (``worker 2 (pid 4711)``); None in the caller's own thread.
-        empty: gives the memory that a batch is put together in.
+        tells_epoch: call the dataset's ``set_epoch`` when a task's epoch differs from the last one's (where
+            the dataset is this reader's own).
     """
 
-    def __init__(self, job: Job, worker: str | None = None, empty: Empty = np.empty) -> None:
+    def __init__(self, job: Job, worker: str | None = None, *, tells_epoch: bool = False) -> None:
         self._job = job
         self._worker = worker
-        self._empty = empty
         self._dataset = job.dataset
         self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
         self._has_get_batch = job.batchify_fn is None and hasattr(job.dataset, "get_batch")
         self._get_items: Any = getattr(job.dataset, "__getitems__", None)
+        self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
+        self._epoch: int | None = None
 
-    def read(self, task: Task) -> Result:
-        """The batch that ``task`` asks for.
+    def read(self, task: Task, empty: Empty = np.empty) -> Result:
+        """The batch that ``task`` asks for, put together in memory that ``empty`` gives.
 
         Exceptions become part of the result; only a KeyboardInterrupt in the caller's own thread passes.
         """
         began = time.perf_counter()
         skipped: list[tuple[Any, BaseException]] = []
+        batches: list[Any] = []
+        lost: tuple[int, ...] = ()
+        error: BaseException | None = None
+        count = 0
         with sample_scope(SampleScope(self._job.seed, task.epoch)) as scope:
             try:
-                batches, samples = self._read_shards(task, scope, skipped)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
+                self._tell_epoch(task)
+                if self._job.on_error == "raise":
+                    batches, count = self._read_strict(task, scope, empty)
+                else:
+                    batches, count, lost = self._read_tolerant(task, scope, empty, skipped)
+            except BaseException as raised:
+                if isinstance(raised, KeyboardInterrupt):
                     if self._worker is None:
                         raise
-                    error = self._placed(error, self._place(task, 0), None, task.shards[0])
-                return Result(
-                    task.run, task.seq, error=error, skipped=tuple(skipped), seconds=time.perf_counter() - began
-                )
+                    raised = self._placed(raised, self._place(task, 0), None, task.shards[0])
+                error = raised
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
-        return Result(task.run, task.seq, batch, samples, skipped=tuple(skipped), seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Result(task.run, task.seq, batch, count, error, tuple(skipped), lost, seconds)
+
+    def _tell_epoch(self, task: Task) -> None:
+        if self._set_epoch is None or task.epoch == self._epoch:
+            return
+        try:
+            self._set_epoch(task.epoch)
+        except BaseException as error:
+            add_note(error, f"raised by dataset.set_epoch({task.epoch})")
+            raise self._placed(error, self._place(task, 0), None, task.shards[0])  # noqa: B904 - the same object
+        self._epoch = task.epoch
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
@@ -72,36 +91,24 @@ class Reader:
             scope.at(index)
             return self._dataset[index]
 
-    def _read_shards(
-        self, task: Task, scope: SampleScope, skipped: list[tuple[Any, BaseException]]
-    ) -> tuple[list[Any], int]:
-        if self._job.on_error != "raise":
-            if self._has_get_batch or self._get_items:
-                try:
-                    return self._read_strict(task, scope)
-                except Exception:
-                    scope.by_index.clear()  # read again one by one, with the same random numbers
-            return self._read_tolerant(task, scope, skipped)
-        return self._read_strict(task, scope)
-
-    def _read_strict(self, task: Task, scope: SampleScope) -> tuple[list[Any], int]:
+    def _read_strict(self, task: Task, scope: SampleScope, empty: Empty) -> tuple[list[Any], int]:
         batches = []
         count = 0
         for number, indices in enumerate(task.shards):
             place = self._place(task, number)
-            batches.append(self._read_shard(indices, task, scope, place))
+            batches.append(self._read_shard(indices, task, scope, empty, place))
             count += len(indices)
         return batches, count
 
     def _place(self, task: Task, shard: int) -> Place:
         return Place(task.epoch, task.seq, shard if task.sharded else None, self._worker)
 
-    def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, place: Place) -> Any:
+    def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, empty: Empty, place: Place) -> Any:
         if self._has_get_batch or self._get_items is not None:
             scope.at(SampleScope.NO_SAMPLE)
             try:
                 if self._has_get_batch:
-                    return gather(self._dataset, indices, self._empty)
+                    return gather(self._dataset, indices, empty)
                 samples = _checked(self._get_items(indices), indices)
             except KeyboardInterrupt:
                 raise
@@ -109,7 +116,7 @@ class Reader:
                 self._name_culprit(indices, scope, place, error)
         else:
             samples = self._read_one_by_one(indices, scope, place)
-        return self._make_batch(samples, task, scope, place, indices)
+        return self._make_batch(samples, task, scope, empty, place, indices)
 
     def _read_one_by_one(self, indices: Sequence[Any], scope: SampleScope, place: Place) -> list[Any]:
         dataset = self._dataset
@@ -133,11 +140,17 @@ class Reader:
         raise self._placed(error, place, None, indices)
 
     def _make_batch(
-        self, samples: list[Any], task: Task, scope: SampleScope, place: Place, indices: Sequence[Any]
+        self,
+        samples: list[Any],
+        task: Task,
+        scope: SampleScope,
+        empty: Empty,
+        place: Place,
+        indices: Sequence[Any],
     ) -> Any:
         scope.at(("batchify_fn", task.seq, place.shard or 0))
         try:
-            return assemble(self._batchify, samples, self._empty)
+            return assemble(self._batchify, samples, empty)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -147,34 +160,32 @@ class Reader:
     def _placed(
         error: BaseException, place: Place, sample: list[Any] | None, samples: Sequence[Any] = ()
     ) -> BaseException:
-        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-            stand_in = SampleReadError(
-                f"{type(error).__name__} raised by the dataset or batchify_fn ({error}), "
-                f"which would end the loop in silence: raise another exception there"
-            )
-            stand_in.__cause__ = error
-            error = stand_in
+        error = as_exception(error, "by the dataset or batchify_fn")
         place.note(error, sample, samples=samples)
         return error
 
     # -- on_error other than "raise" ------------------------------------------------------------------------
 
     def _read_tolerant(
-        self, task: Task, scope: SampleScope, skipped: list[tuple[Any, BaseException]]
-    ) -> tuple[list[Any], int]:
-        """Read every sample first, then mend or drop the bad ones: a replacement may come from any shard."""
+        self, task: Task, scope: SampleScope, empty: Empty, skipped: list[tuple[Any, BaseException]]
+    ) -> tuple[list[Any], int, tuple[int, ...]]:
+        """In bulk where the dataset can; else, and if that fails, sample by sample.
+
+        Every sample is read before any bad one is replaced or left out: a replacement may come from any shard.
+        """
+        if self._has_get_batch or self._get_items:
+            try:
+                return (*self._read_strict(task, scope, empty), ())
+            except Exception:
+                scope.by_index.clear()  # read again with the same random numbers
         shards = [
             self._read_good(indices, task, scope, self._place(task, number), number, skipped)
             for number, indices in enumerate(task.shards)
         ]
         good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
-        if not good:
-            if self._job.keep_batch:
-                _, error = skipped[-1]
-                add_note(error, f"on_error={self._job.on_error!r}: no sample of the batch could be read")
-                raise error
-            return [], 0
-        if self._job.on_error == "replace":
+        if not good and self._job.keep_batch:
+            raise skipped[-1][1]
+        if good and self._job.on_error == "replace":
             for number, shard in enumerate(shards):
                 for i, sample in enumerate(shard):
                     if sample is _BAD:
@@ -182,14 +193,17 @@ class Reader:
                         n, j = good[int(rng.integers(len(good)))]
                         shard[i] = shards[n][j]
         batches = []
+        lost = []
         count = 0
         for number, shard in enumerate(shards):
             kept = [sample for sample in shard if sample is not _BAD]
             if kept:
                 place = self._place(task, number)
-                batches.append(self._make_batch(kept, task, scope, place, task.shards[number]))
+                batches.append(self._make_batch(kept, task, scope, empty, place, task.shards[number]))
                 count += len(kept)
-        return batches, count
+            else:
+                lost.append(number)
+        return batches, count, tuple(lost)
 
     def _read_good(
         self,
@@ -206,10 +220,14 @@ class Reader:
             scope.at(index)
             try:
                 samples.append(self._dataset[index])
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 failed = self._placed(error, place, [index])
-                skipped.append((index, failed))
+                if not isinstance(error, Exception):
+                    raise failed  # noqa: B904 - its cause is set; a SystemExit is not a bad sample
                 samples.append(self._mend(index, task, shard, failed, place))
+                skipped.append((index, without_frames(failed)))
         return samples
 
     def _mend(self, index: Hashable, task: Task, shard: int, error: BaseException, place: Place) -> Any:
@@ -219,7 +237,9 @@ class Reader:
         failed = SampleError(index, task.epoch, task.seq, shard if task.sharded else None, error)
         try:
             return on_error(failed)
-        except Exception as again:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as again:
             raise self._placed(again, place, [index]) from error
 
 

@@ -24,63 +24,36 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import threadpoolctl
 
-from sharded_loader.errors import Place, add_note
-from sharded_loader.execution.pools.base import Job, Result, Task
+from sharded_loader.errors import Place, add_note, as_exception
+from sharded_loader.execution.messages import (
+    CANCEL,
+    FAILED,
+    JOB,
+    READY,
+    RESULT,
+    Job,
+    NewJob,
+    Reply,
+    Result,
+    Task,
+    pack_head,
+    unpack_head,
+)
 from sharded_loader.execution.pools.link import Link, Message, receive_message, send_message
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
-from sharded_loader.memory.codec import EncodedError, encode, encode_error
+from sharded_loader.memory.codec import encode, encode_error
 from sharded_loader.rng import derive_key, seed_globals
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
-
-
-@dataclass(frozen=True)
-class NewJob:
-    """What a worker is to read: inherited under fork, else published."""
-
-    job: Job
-    worker_init_fn: Callable[[int], Any] | None
-
-
-@dataclass(frozen=True)
-class JobFollows:
-    """From now on read this: the message's buffers are a published `NewJob`."""
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """Do not begin the tasks of this run."""
-
-    run: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The worker has its dataset."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The worker could not take the job: unpickling it or ``worker_init_fn`` raised."""
-
-    error: EncodedError
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A result whose exceptions are encoded."""
-
-    result: Result
-    error: EncodedError | None = None
-    skipped: tuple[tuple[Any, EncodedError], ...] = ()
 
 
 class _Worker:
@@ -89,12 +62,11 @@ class _Worker:
         self._number = number
         self._num_workers = num_workers
         self._name = f"worker {number} (pid {os.getpid()})"
-        self._inbox: queue.SimpleQueue[Message | Task | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._finished = threading.Event()
         self._job: Job | None = None
         self._reader: Reader | None = None
-        self._epoch: int | None = None
 
     # -- receiver thread ------------------------------------------------------------------------------------
 
@@ -102,31 +74,33 @@ class _Worker:
         try:
             while True:
                 message = receive_message(self._conn)
-                content = pickle.loads(message.head)
-                if isinstance(content, Cancel):
-                    self._cancelled.add(content.run)
-                elif isinstance(content, Task):
-                    self._inbox.put(content)
+                kind, run, _, _ = unpack_head(message.head)
+                if kind == CANCEL:
+                    self._cancelled.add(run)
                 else:  # the user's objects are unpickled by the main thread
                     self._inbox.put(message)
         except (EOFError, OSError):
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # nobody would feed the main thread any more; the trainer notices the death
 
     # -- main thread ----------------------------------------------------------------------------------------
 
     def run(self, inherited: NewJob | None) -> None:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
         taken = inherited is None or self._take_job(inherited)
-        while taken:
-            item = self._inbox.get()
-            if item is None:
-                break
-            if isinstance(item, Message):
-                taken = self._take_job(item)
-            elif isinstance(item, Task):
-                self._do(item)
+        while taken and (message := self._inbox.get()) is not None:
+            kind, run, seq, content = unpack_head(message.head)
+            if kind == JOB:
+                taken = self._take_job(message)
+            elif run in self._cancelled:
+                self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq)))
+            else:
+                self._do(run, seq, content)
+            del message, content
         self._finished.set()
 
     def _take_job(self, source: NewJob | Message) -> bool:
@@ -138,49 +112,46 @@ class _Worker:
             if first and new.worker_init_fn is not None:
                 seed_globals(derive_key(new.job.seed, "worker_init_fn", self._number))
                 new.worker_init_fn(self._number)
-            self._reader = Reader(new.job, self._name)
-            self._epoch = None
-            self._send(Ready())
+            self._reader = Reader(new.job, self._name, tells_epoch=True)
         except BaseException as error:
-            add_note(error, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
-            self._send(Failed(encode_error(error)))
+            failure = as_exception(error, "while a worker started")
+            add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
+            self._send(pack_head(FAILED), encode_error(failure))
             return False
+        self._send(pack_head(READY), None)
         return True
 
-    def _do(self, task: Task) -> None:
-        if task.run in self._cancelled:
-            self._send(Reply(Result(task.run, task.seq)))
-            return
+    def _do(self, run: int, seq: int, content: memoryview) -> None:
         assert self._job is not None and self._reader is not None  # the job is the first message
-        if task.epoch != self._epoch:
-            set_epoch = getattr(self._job.dataset, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(task.epoch)
-            self._epoch = task.epoch
+        try:
+            task: Task = pickle.loads(content)
+        except Exception as error:
+            add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
+            self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq), encode_error(error)))
+            return
         # The same for a batch that is made again, by whichever worker.
         seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
-        result = self._reader.read(task)
-        self._reply(result, task)
+        self._reply(self._reader.read(task), task)
 
     def _reply(self, result: Result, task: Task) -> None:
+        head = pack_head(RESULT, task.run, task.seq)
         skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
-        bare = Result(result.run, result.seq, result.batch, result.samples, seconds=result.seconds)
         error = None if result.error is None else encode_error(result.error)
         try:
-            self._send(Reply(bare, error, skipped))
-        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as unpicklable:
+            self._send(head, Reply(replace(result, error=None, skipped=()), error, skipped))
+        except Exception as unpicklable:
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
             )
             Place(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
-            self._send(Reply(Result(task.run, task.seq), encode_error(failure), skipped))
+            self._send(head, Reply(Result(task.run, task.seq), encode_error(failure), ()))
 
-    def _send(self, message: Ready | Failed | Reply) -> None:
-        encoded = encode(message)
+    def _send(self, head: bytes, content: Any) -> None:
+        encoded = encode(content)
         try:
-            send_message(self._conn, encoded.head, encoded.buffers)
+            send_message(self._conn, head + encoded.head, encoded.buffers)
         except OSError:
             os._exit(1)  # the trainer is gone
 

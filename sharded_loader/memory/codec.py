@@ -20,7 +20,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.errors import SampleReadError, WorkerTraceback
+from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -199,7 +198,7 @@ def encode_error(error: BaseException) -> EncodedError:
     trainer would come too late.
     """
     notes = tuple(map(str, getattr(error, "__notes__", ())))
-    text = _format_traceback(error)
+    text = format_traceback(error)
     for reduce_error in (lambda: error, lambda: _WithoutInit(error)):
         try:
             payload = encode(reduce_error())
@@ -230,16 +229,6 @@ def decode_error(encoded: EncodedError) -> BaseException:
         error.__notes__ = list(encoded.notes)
     error.__cause__ = WorkerTraceback(encoded.traceback)
     return error
-
-
-def _format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, without the notes: they go to the exception itself."""
-    notes = error.__dict__.pop("__notes__", None)
-    try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    finally:
-        if notes is not None:
-            error.__dict__["__notes__"] = notes
 
 
 def _summary(error: BaseException) -> str:

@@ -131,13 +131,14 @@ def _start(sampler: Any, epoch: int, seed: int) -> Iterator[Any]:
 
 def tell_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
-    for one in _nested(sampler):
+    for one in nested(sampler):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
 
 
-def _nested(sampler: Any) -> Iterator[Any]:
+def nested(sampler: Any) -> Iterator[Any]:
+    """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
     for _ in range(_MAX_NESTING):
         yield sampler
         inner = getattr(sampler, "sampler", None)
@@ -157,7 +158,7 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
     """
     exchanged = []
     try:
-        for one in _nested(sampler):
+        for one in nested(sampler):
             generator: Any = getattr(one, "generator", None)
             if type(generator).__module__ == "torch._C" and hasattr(generator, "initial_seed"):
                 key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)

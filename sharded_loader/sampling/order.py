@@ -14,13 +14,13 @@ that is not a user's wish, and is put back (`_watched`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.batches import BatchSampler
-from sharded_loader.sampling.foreign import check_sampler, is_own, iter_epoch, len_epoch
+from sharded_loader.sampling.foreign import check_sampler, is_own, iter_epoch, len_epoch, nested
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
 
@@ -50,11 +50,13 @@ class EpochOrder:
         seed: int | None,
     ) -> None:
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
-        self._replicas = (num_replicas, rank)
         self.replicated = num_replicas is not None or rank is not None
+        if num_replicas == "auto" and rank is not None:
+            raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
         if num_replicas != "auto":
-            resolve_replicas(num_replicas, rank)
-        if self.replicated and (num_replicas, rank) not in ((1, None), (1, 0)):
+            num_replicas, rank = resolve_replicas(num_replicas, rank)
+        self._replicas: tuple[Any, Any] = num_replicas, rank
+        if self._replicas != (1, 0):
             _refuse_distributed_sampler(sampler, batch_sampler)
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
@@ -62,28 +64,34 @@ class EpochOrder:
         self._last_batch = last_batch or "keep"
         self._batch_size = batch_size
         self._shuffle = shuffle
-        self._given_sampler = sampler is not None
+        self.given_batches = batch_sampler is not None
+        self.drops_last = last_batch == "discard" or bool(
+            self.given_batches
+            and (getattr(batch_sampler, "drop_last", False) or getattr(batch_sampler, "last_batch", "") == "discard")
+        )
         self.sampler: Any = sampler
         self.batch_sampler: Any = batch_sampler
-        self._own_batches = batch_sampler is None
-        if self._own_batches:
-            if sampler is not None:
-                check_sampler(sampler)
-            self.resize(length)
-        else:
+        self._next_epoch = 0
+        self._holders: list[_Holder] = []
+        if self.given_batches:
             check_sampler(batch_sampler, "batch_sampler")
             self._source = batch_sampler
             if self.replicated:
-                self._source = ReplicaBatchSampler(batch_sampler, *self._lazy_replicas(), seed=self.seed)
-            self.sampler = getattr(batch_sampler, "sampler", None)
-            self._told: dict[int, Any] = {}
-            self._next_epoch = 0
-            self._tell(0)
+                self._source = ReplicaBatchSampler(batch_sampler, *self._asked(), seed=self.seed)
+            _, *inner = nested(batch_sampler)
+            self.sampler = inner[-1] if inner else None
+            self._hold()
+        else:
+            self._given_sampler = sampler is not None
+            if self._given_sampler:
+                check_sampler(sampler)
+            self.resize(length)
 
     def resize(self, length: int | None) -> None:
         """Make the samplers anew for a dataset of this length; the epoch to come stays."""
-        if not self._own_batches:
+        if self.given_batches:
             return
+        self._next_epoch = self.next_epoch  # which the old samplers may have been told
         if not self._given_sampler:
             if length is None:
                 raise TypeError(
@@ -92,33 +100,33 @@ class EpochOrder:
             self.sampler = RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
         indices = self.sampler
         if self.replicated:
-            indices = ReplicaSampler(
-                self.sampler, *self._lazy_replicas(), truncate=self._last_batch == "discard", seed=self.seed
-            )
+            truncate = self._last_batch == "discard"
+            indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
         self._source = self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
-        self._told = {}
-        self._next_epoch = getattr(self, "_next_epoch", 0)
-        self._tell(self._next_epoch)
+        self._hold()
 
-    def _lazy_replicas(self) -> tuple[Any, Any]:
-        """What the replica samplers are given: resolved at first use, when the process group is up."""
+    # -- replicas -------------------------------------------------------------------------------------------
+
+    def _asked(self) -> tuple[Any, Any]:
+        """What the replica samplers are given: looked up when it matters, the process group may not be up yet."""
         return (lambda: self.replicas()[0]), (lambda: self.replicas()[1])
 
     def replicas(self) -> tuple[int, int]:
-        """``(num_replicas, rank)``; looked up once if they were given as ``"auto"``."""
-        self._replicas = resolve_replicas(*self._replicas)
-        return self._replicas
+        """``(num_replicas, rank)``, as far as is known now."""
+        return resolve_replicas(*self._replicas)
+
+    def settle_replicas(self) -> None:
+        """The first epoch begins: what ``"auto"`` means is not asked again."""
+        self._replicas = self.replicas()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
     @property
     def next_epoch(self) -> int:
         """The epoch that comes next."""
-        for holder in self._holders():
-            told = self._told.get(id(holder))
-            shown = holder.epoch
-            if shown != told and isinstance(shown, int):
-                self._tell(shown)
+        for holder in self._holders:
+            if holder.shown != holder.told and isinstance(holder.shown, int):
+                self._tell(holder.shown)
                 break
         return self._next_epoch
 
@@ -126,46 +134,33 @@ class EpochOrder:
         """Make ``epoch`` the one that comes next."""
         self._tell(check_int("epoch", epoch, 0, "epochs count from 0", ValueError))
 
+    def _hold(self) -> None:
+        """Find the samplers that ``set_epoch`` may be called on, and tell them the epoch to come."""
+        found = list(nested(self.batch_sampler))
+        if self.sampler is not None and all(self.sampler is not one for one in found):
+            found.append(self.sampler)
+        self._holders = [_Holder(one) for one in found if callable(getattr(one, "set_epoch", None))]
+        self._tell(self._next_epoch)
+
     def _tell(self, epoch: int) -> None:
         self._next_epoch = epoch
-        for holder in self._holders():
-            if holder.epoch != epoch:
-                holder.set_epoch(epoch)
-            self._told[id(holder)] = holder.epoch
-
-    def _holders(self) -> list[Any]:
-        """The samplers that a user may call ``set_epoch`` on and that show the epoch they were given."""
-        found: list[Any] = []
-        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "batch_sampler", None), self.sampler):
-            if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
-                found.append(sampler)
-        return found
+        for holder in self._holders:
+            holder.tell(epoch)
+        for holder in self._holders:
+            holder.told = holder.shown
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from number ``start`` on, for this rank."""
-        return self._watched(epoch, start)
+    def batches(self, epoch: int) -> Callable[[int], Iterator[Any]]:
+        """A function ``start -> the epoch's batches from number start on``, for this rank.
 
-    def _watched(self, epoch: int, start: int) -> Iterator[Any]:
-        foreign = [holder for holder in self._holders() if not is_own(holder)]
-        if not foreign:
-            yield from iter_epoch(self._source, epoch, self.seed, start)
-            return
-        batches: Iterator[Any] | None = None
-        while True:
-            shown = [holder.epoch for holder in foreign]
-            if batches is None:
-                batches = iter_epoch(self._source, epoch, self.seed, start)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                for holder, before in zip(foreign, shown, strict=True):
-                    if holder.epoch != before:
-                        holder.set_epoch(before)
-            yield batch
+        What it reads is settled now, not when it is called: `resize` may come in between.
+        """
+        source, seed = self._source, self.seed
+        foreign = [holder for holder in self._holders if not is_own(holder.sampler)]
+        if foreign:
+            return lambda start: _watched(lambda: iter_epoch(source, epoch, seed, start), foreign)
+        return lambda start: iter_epoch(source, epoch, seed, start)
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
@@ -174,7 +169,7 @@ class EpochOrder:
     def position(self, epoch: int, batch: int) -> int:
         """Where in the epoch's global order the batch begins: of samples, or of batches if they were given."""
         replicas, rank = self.replicas()
-        if not self._own_batches or self._batch_size is None:
+        if self._batch_size is None:
             return batch * replicas + rank
         return batch * int(self._batch_size) * replicas + rank
 
@@ -185,12 +180,73 @@ class EpochOrder:
             return None
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return None
-        if any(hasattr(one, "num_replicas") for one in (self.sampler, self.batch_sampler)):
+        if any(hasattr(one, "num_replicas") for one in [self.sampler, *nested(self.batch_sampler)]):
             return None
         return (
             f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
             f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant'
         )
+
+
+class _Holder:
+    """A sampler that ``set_epoch`` may be called on, and the epoch that it was last given by anyone.
+
+    Most show it as ``epoch``. One that does not gets a ``set_epoch`` of its own that listens.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.told: Any = None
+        self._listener: _Listener | None = None
+        if not isinstance(getattr(sampler, "epoch", None), int):
+            known = vars(sampler).get("set_epoch") if hasattr(sampler, "__dict__") else None
+            self._listener = known if isinstance(known, _Listener) else _Listener(sampler.set_epoch)
+            try:
+                sampler.set_epoch = self._listener
+            except AttributeError:  # slots: nobody can listen there
+                self._listener.last = None
+
+    @property
+    def shown(self) -> Any:
+        return self.sampler.epoch if self._listener is None else self._listener.last
+
+    def tell(self, epoch: Any) -> None:
+        if self.shown != epoch:
+            self.sampler.set_epoch(epoch)
+
+    def restore(self, shown: Any) -> None:
+        """Put back what was shown before the sampler was told its epoch to read it."""
+        if self._listener is not None:
+            self._listener.last = shown
+        elif self.shown != shown:
+            self.sampler.set_epoch(shown)
+
+
+class _Listener:
+    def __init__(self, set_epoch: Callable[[int], Any]) -> None:
+        self._set_epoch = set_epoch
+        self.last: int | None = None
+
+    def __call__(self, epoch: int) -> Any:
+        self.last = epoch
+        return self._set_epoch(epoch)
+
+
+def _watched(start: Callable[[], Iterator[Any]], foreign: list[_Holder]) -> Iterator[Any]:
+    """Read batches; a foreign sampler that is told its epoch for that goes on to show what its user gave it."""
+    batches: Iterator[Any] | None = None
+    while True:
+        shown = [holder.shown for holder in foreign]
+        try:
+            if batches is None:
+                batches = start()
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            for holder, before in zip(foreign, shown, strict=True):
+                holder.restore(before)
+        yield batch
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
@@ -201,6 +257,8 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
                 "it decides all of that"
             )
         return
+    if last_batch not in (None, "keep", "discard", "rollover"):
+        raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:
         raise ValueError("batch_size must be specified unless batch_sampler is specified")
     if sampler is not None and shuffle:
@@ -211,7 +269,7 @@ def _refuse_distributed_sampler(*samplers: Any) -> None:
     torch_data = sys.modules.get("torch.utils.data")
     kind = getattr(torch_data, "DistributedSampler", None)
     for sampler in samplers:
-        for one in (sampler, getattr(sampler, "sampler", None)):
+        for one in nested(sampler):
             if kind is not None and isinstance(one, kind):
                 raise ValueError(
                     "num_replicas and a torch DistributedSampler would share out the samples twice: "

@@ -97,27 +97,23 @@ class _Dealt(WrapperSampler[Item_co]):
         self, sampler: Iterable[Any], num_replicas: Count, rank: Count, truncate: bool, seed: int | None, name: str
     ) -> None:
         super().__init__(sampler, seed, name)
-        self._asked: tuple[Count, Count] | None = (num_replicas, rank)
-        self._resolved = (1, 0)
+        self._asked = (num_replicas, rank)
         self._truncate = bool(truncate)
         if not callable(num_replicas) and not callable(rank):
             self._resolve()
 
     def _resolve(self) -> tuple[int, int]:
-        if self._asked is not None:
-            replicas, rank = (asked() if callable(asked) else asked for asked in self._asked)
-            self._resolved = resolve_replicas(replicas, rank)
-            self._asked = None
-        return self._resolved
+        replicas, rank = (asked() if callable(asked) else asked for asked in self._asked)
+        return resolve_replicas(replicas, rank)
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks there are (asks a callable at first use)."""
+        """How many ranks there are (asks a callable every time)."""
         return self._resolve()[0]
 
     @property
     def rank(self) -> int:
-        """Which of them this is (asks a callable at first use)."""
+        """Which of them this is (asks a callable every time)."""
         return self._resolve()[1]
 
     def iter_epoch(self, epoch: int, start: int = 0, *, offset: int = 0) -> Iterator[Any]:
@@ -181,7 +177,7 @@ class ReplicaSampler(_Dealt[Any]):
 
     Args:
         sampler: any sampler, the same on all ranks.
-        num_replicas: how many ranks, or a function without arguments that says so, asked at first use.
+        num_replicas: how many ranks, or a function without arguments that says so, asked whenever it matters.
         rank: which of them this is, from 0, or such a function.
         truncate: leave out the end of the epoch that not all ranks get a share of; otherwise pad it by
             wrapping round to the beginning.
@@ -254,7 +250,7 @@ class ReplicaBatchSampler(_Dealt[Any]):
 
     Args:
         batch_sampler: any batch sampler, the same on all ranks.
-        num_replicas: how many ranks, or a function without arguments that says so, asked at first use.
+        num_replicas: how many ranks, or a function without arguments that says so, asked whenever it matters.
         rank: which of them this is, from 0, or such a function.
         truncate: leave out batches that not all ranks get a share of; otherwise the first batches of the
             epoch come again.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader.data.structure import batch_len, map_leaves, to_torch
+from sharded_loader.data.structure import map_leaves, to_torch
 
 Pair = namedtuple("Pair", "x y")
 
@@ -115,10 +115,3 @@ def test_what_torch_lacks_stays_as_it_is():
     tree = {"name": "x", "t": torch.ones(1), "o": object()}
     assert to_torch(tree) is tree
     assert to_torch(np.float32(2)).dtype == torch.float32
-
-
-def test_batch_len_finds_the_samples():
-    assert batch_len([torch.zeros(4, 2)]) == 4
-    assert batch_len({"a": ["x", "y", "z"]}) == 3
-    assert batch_len(Pair(np.zeros(2), None)) == 2
-    assert batch_len(None) is None

@@ -529,3 +529,170 @@ def test_nothing_is_warned_of_in_ordinary_use(pool: Pool) -> None:
         warnings.simplefilter("error")
         with ShardedDataLoader(range(10), 4, pool=pool, devices=["cpu", "cpu"], num_replicas=1) as loader:
             list(loader)
+
+
+def test_read_and_peek_leave_the_epoch_that_threads_read_alone() -> None:
+    with ShardedDataLoader(Told(), 1, pool=ThreadPool(2)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(RuntimeError, match="cannot read in epoch 7 while threads read epoch 0"):
+            loader.read(0, epoch=7)
+        with pytest.raises(RuntimeError, match="cannot read in epoch 1"):
+            loader.peek()
+        assert loader.read(3) == 3
+        assert sum(lists(iterator), []) == list(range(1, 12))
+        assert loader.peek().tolist() == [100]
+
+
+def test_an_iterator_that_has_ended_stays_ended(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        first = iter(loader)
+        list(first)
+        iter(loader)
+        assert next(first, "ended") == "ended"
+
+
+def test_an_older_iterator_goes_on_after_refresh(pool: Pool) -> None:
+    data = list(range(8))
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        old = iter(loader)
+        assert next(old).tolist() == [0, 1]
+        data.append(8)
+        loader.refresh()
+        new = iter(loader)
+        assert next(new).tolist() == [0, 1]
+        assert lists(old) == [[2, 3], [4, 5], [6, 7]]
+        assert lists(new) == [[2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_refresh_keeps_the_epoch_that_a_sampler_was_told() -> None:
+    loader = ShardedDataLoader(range(8), 2, shuffle=True, seed=1)
+    loader.sampler.set_epoch(5)
+    loader.refresh()
+    assert loader.epoch == 5
+
+
+class Silent:
+    """A sampler that is told its epoch and does not show it."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return iter([(i + self._epoch) % 10 for i in range(4)])
+
+
+def test_a_sampler_that_does_not_show_its_epoch_is_listened_to() -> None:
+    loader = ShardedDataLoader(range(10), 4, sampler=Silent())
+    assert lists(loader) == [[0, 1, 2, 3]]
+    assert lists(loader) == [[1, 2, 3, 4]]
+    loader.sampler.set_epoch(5)
+    assert loader.epoch == 5
+    assert lists(loader) == [[5, 6, 7, 8]]
+    assert lists(loader) == [[6, 7, 8, 9]]
+
+
+def test_set_epoch_reaches_through_nested_samplers() -> None:
+    inner = DistributedSampler(range(12), num_replicas=2, rank=0, seed=1)  # type: ignore[arg-type]
+    batches = torch.utils.data.BatchSampler(inner, 2, False)
+    loader = ShardedDataLoader(range(12), batch_sampler=ShardedBatchSampler(batches, 2))
+    assert loader.sampler is inner
+
+    def epoch() -> list[int]:
+        return [int(i) for shards in loader for shard in shards for i in shard]
+
+    first, second = epoch(), epoch()
+    assert first != second
+    loader.sampler.set_epoch(0)
+    assert (loader.epoch, epoch()) == (0, first)
+
+
+def test_the_epoch_in_progress_is_shown_whatever_comes_next() -> None:
+    loader = ShardedDataLoader(range(8), 4)
+    for _ in loader:
+        loader.set_epoch(9)
+        assert (loader.epoch, loader.position) == (0, 1)
+        break
+    assert (loader.epoch, loader.position) == (9, 0)
+
+
+def test_weights_hold_from_the_next_batch_dispatched_not_planned() -> None:
+    loader = ShardedDataLoader(range(400), 10, pool=ThreadPool(1), num_shards=2, prefetch=1)
+    iterator = iter(loader)
+    loader.prefetch = 30
+    next(iterator)
+    loader.shard_weights = [9, 1]
+    sizes = [[len(shard) for shard in shards] for shards in iterator]
+    assert sizes[-1] == [9, 1]
+    loader.close()
+
+
+def test_indices_of_a_sampler_are_indices_tuples_too() -> None:
+    class Grid:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, place: tuple[int, int]) -> int:
+            return 10 * place[0] + place[1]
+
+    loader = ShardedDataLoader(Grid(), 2, sampler=[(0, 1), (1, 2), (2, 0)])
+    assert lists(loader) == [[1, 12], [20]]
+
+
+def test_a_share_of_0_must_come_last() -> None:
+    with pytest.raises(ValueError, match="come last"):
+        ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[0, 1])
+    assert [len(shards) for shards in ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[1, 0])] == [1, 1]
+
+
+def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedDataLoader(range(10), 5, num_replicas="auto")
+    assert (len(loader), "2 batches" in repr(loader)) == (2, True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert len(loader) == 1
+    iterator = iter(loader)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert next(iterator).tolist() == [1, 3, 5, 7, 9]
+    with pytest.raises(ValueError, match="rank"):
+        ShardedDataLoader(range(10), 5, num_replicas="auto", rank=1)
+
+
+def test_the_default_batchify_given_by_name_reads_in_bulk_too() -> None:
+    from sharded_loader import default_batchify_fn
+
+    class InBulkOnly(ArrayDataset):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("read one by one")
+
+    loader = ShardedDataLoader(InBulkOnly(np.arange(4)), 4, batchify_fn=default_batchify_fn)
+    assert lists(loader) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "fork", "spawn"])
+def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
+    import signal
+    import time
+
+    from conftest import make_pool
+
+    class Slow(Uneven):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.3)
+            return index
+
+    loader = ShardedDataLoader(Slow(), 1, pool=make_pool(kind))
+    before = signal.signal(signal.SIGALRM, lambda *_: loader.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(LoaderClosedError):
+            for _ in loader:
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.execution.pools.process import choose_start_method
+from sharded_loader.execution.pools.starting import choose_start_method
 
 
 def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

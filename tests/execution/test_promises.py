@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +18,11 @@ from samples import (
     Bad,
     Boom,
     Draws,
+    Immovable,
     InBulk,
     Local,
+    OneWay,
+    Shy,
     TwoArguments,
     Uneven,
     boom,
@@ -27,16 +32,12 @@ from samples import (
     raise_os_error,
     raise_two,
     raise_unicode,
+    same_again,
     sigkill,
     stop,
 )
 
-from sharded_loader import (
-    ProcessPool,
-    SampleReadError,
-    ShardedDataLoader,
-    WorkerDiedError,
-)
+from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -151,7 +152,7 @@ def test_a_worker_that_dies_is_an_error_at_once_and_the_others_go_on(
         assert got == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
         assert caught.value.batch == 1
         assert "epoch 0, batch 1" in str(caught.value)
-        assert "loader.read(index, epoch=0)" in str(caught.value)
+        assert "[loader.read(i, epoch=0) for i in (4, 5, 6, 7)]" in str(caught.value)
 
 
 def test_a_death_is_noticed_while_another_worker_is_busy(process_pool: ProcessPool) -> None:
@@ -289,7 +290,7 @@ def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
         with pytest.raises(Boom) as caught:
             list(loader)
         assert "epoch 0, batch 1, shard 1" in notes(caught.value)[0]
-        assert "loader.read(i, epoch=0) for i in (6, 7,)" in notes(caught.value)[1]
+        assert notes(caught.value)[1].endswith("[loader.read(i, epoch=0) for i in (6, 7)]")
 
 
 def test_a_bulk_read_that_fails_names_the_sample(pool: Pool) -> None:
@@ -359,4 +360,135 @@ def test_with_replicas_a_batch_without_a_good_sample_raises(pool: Pool) -> None:
 
 def test_shards_move_up_when_one_loses_all_its_samples(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", devices=["cpu", "cpu"]) as loader:
-        assert [shard.tolist() for shard in list(loader)[3]] == [[6]]
+        with pytest.warns(UserWarning, match="shard 1 was left out"):
+            assert [shard.tolist() for shard in list(loader)[3]] == [[6]]
+
+
+def test_a_shard_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", num_shards=2) as loader:
+        with pytest.warns(UserWarning, match="epoch 0, batch 3: shard 1 was left out"):
+            list(loader)
+
+
+def test_a_sample_that_exits_is_no_bad_sample(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(exit_), 4, pool=pool, on_error="skip") as loader:
+        with pytest.raises(SampleReadError, match="SystemExit") as caught:
+            list(loader)
+        assert "sample 7" in notes(caught.value)[0]
+
+
+def test_skipped_errors_do_not_keep_their_batches_alive(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
+        list(loader)
+        ((_, error),) = loader.skipped
+        assert error.__traceback__ is None
+        assert "in boom" in str(error.__cause__)
+
+
+def test_an_error_that_is_raised_again_and_again_tells_its_last_place(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(same_again), 4, pool=pool) as loader:
+        for _ in range(2):
+            with pytest.raises(Boom) as caught:
+                list(loader)
+        assert len(notes(caught.value)) == 2
+        assert "epoch 1" in notes(caught.value)[0]
+
+
+# -- what a worker or the trainer cannot unpickle, place, or be told ------------------------------------------
+
+
+def test_keys_of_any_kind_reach_the_workers(process_pool: ProcessPool) -> None:
+    class Key(enum.Enum):
+        A = 1
+        B = 2
+
+    class Data:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, key: Any) -> Any:
+            return key.value
+
+    with ShardedDataLoader(Data(), 2, sampler=list(Key), pool=process_pool) as loader:
+        assert flat(loader) == [1, 2]
+
+
+def test_a_key_that_cannot_be_sent_is_an_error_at_its_place(process_pool: ProcessPool) -> None:
+    keys = [0, 1, threading.Lock(), 2]
+    with ShardedDataLoader(range(4), 1, sampler=keys, pool=process_pool) as loader:
+        iterator = iter(loader)
+        assert [next(iterator).tolist(), next(iterator).tolist()] == [[0], [1]]
+        with pytest.raises(TypeError, match="indices of a batch cannot be sent") as caught:
+            next(iterator)
+        assert "batch 2" in notes(caught.value)[0]
+        assert next(iterator).tolist() == [2]
+
+
+def test_a_batch_that_the_trainer_cannot_unpickle_is_one_batch_s_error(process_pool: ProcessPool) -> None:
+    def batchify(samples: list[int]) -> Any:
+        return OneWay() if 0 in samples else samples
+
+    with ShardedDataLoader(range(6), 2, batchify_fn=batchify, pool=process_pool) as loader:
+        for epoch in range(2):
+            iterator = iter(loader)
+            with pytest.raises(TypeError, match="cannot be unpickled in this process") as caught:
+                next(iterator)
+            assert f"epoch {epoch}, batch 0" in notes(caught.value)[0]
+            assert list(iterator) == [[2, 3], [4, 5]]
+
+
+def test_a_batch_that_cannot_be_moved_is_one_batch_s_error(pool: Pool) -> None:
+    def batchify(samples: list[int]) -> Any:
+        return Immovable() if 0 in samples else samples
+
+    with ShardedDataLoader(range(4), 2, batchify_fn=batchify, pool=pool) as loader:
+        loader._placement._move = move_all  # type: ignore[method-assign]
+        loader._placement.devices = [torch.device("cpu")]
+        iterator = iter(loader)
+        with pytest.raises(Boom) as caught:
+            next(iterator)
+        assert "epoch 0, batch 0" in notes(caught.value)[0]
+        assert next(iterator) == [2, 3]
+
+
+def move_all(batch: Any, device: torch.device) -> Any:
+    return batch.to(device) if isinstance(batch, Immovable) else batch
+
+
+def test_a_batch_that_cannot_be_looked_at_is_delivered(pool: Pool) -> None:
+    with ShardedDataLoader(range(2), 2, batchify_fn=Shy, pool=pool) as loader:
+        assert isinstance(next(iter(loader)), Shy)
+        assert "batch: Shy" in repr(loader)
+
+
+def test_a_warning_that_is_an_error_is_raised_once(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip") as loader:
+        iterator = iter(loader)
+        for _ in range(7):
+            next(iterator)
+        with pytest.raises(UserWarning, match="was left out"):  # the tests make errors of warnings
+            next(iterator)
+        assert next(iterator).tolist() == [8]
+        assert loader.num_skipped == 1
+
+
+def test_a_dataset_whose_set_epoch_fails_is_an_error_with_its_place(process_pool: ProcessPool) -> None:
+    class Told(SimpleDataset):
+        def set_epoch(self, epoch: int) -> None:
+            if epoch == 1:
+                boom()
+
+    with ShardedDataLoader(Told(range(4)), 2, pool=process_pool) as loader:
+        assert flat(loader) == [0, 1, 2, 3]
+        with pytest.raises(Boom) as caught:
+            next(iter(loader))
+        assert any("set_epoch(1)" in note for note in notes(caught.value))
+        loader.set_epoch(0)
+        assert flat(loader) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fail", [exit_, boom])
+def test_a_worker_init_fn_that_exits_is_an_error(worker_pool: Pool, fail: Callable[[], Any]) -> None:
+    worker_pool.worker_init_fn = lambda number: fail()
+    with ShardedDataLoader(range(4), 2, pool=worker_pool) as loader, pytest.raises((Boom, SampleReadError)):
+        next(iter(loader))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from sharded_loader.execution.pools.base import Job, Pool, Result, Task
+from sharded_loader.execution.messages import Job, Result, Task
+from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.reader import Reader
 
 

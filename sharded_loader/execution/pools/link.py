@@ -284,9 +284,11 @@ def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any) ->
     """
     ends = set(sentinels)
     if PORTABLE:
-        # At most 63 handles on Windows; there the end of a worker shows as end-of-file.
-        watched = [] if sys.platform == "win32" else list(ends)
-        ready = connection.wait([link.waitable for link in links] + watched + [waker])
+        watched = [link.waitable for link in links] + [waker]
+        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
+        if sys.platform != "win32" or len(watched) + len(ends) <= 63:
+            watched += ends
+        ready = connection.wait(watched)
         return {item for item in ready if isinstance(item, int)}
     poller = select.poll()
     for link in links:

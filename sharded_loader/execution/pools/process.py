@@ -15,43 +15,44 @@ What can go wrong, and what then:
   * a worker dies: at once a `WorkerDiedError` for the batch it was reading; its other task goes to another;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * KeyboardInterrupt between a system call and its bookkeeping: the link is torn; the worker is replaced and
-    all its tasks are done again, without an error.
-
-Start methods. ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in
-ours: the entries that say so are taken out of what it sends, and the dataset arrives by value. So a script
-needs no ``if __name__ == "__main__"``, and classes and lambdas from a notebook work.
+    all its tasks are done again, without an error;
+  * a reply cannot be unpickled here: that is the error of its batch, and iteration goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import cloudpickle
 import multiprocess
-from multiprocess import spawn
 
-from sharded_loader.errors import WorkerDiedError, describe_exit
+from sharded_loader.errors import Place, WorkerDiedError, describe_exit, read_again
 from sharded_loader.execution import worker
-from sharded_loader.execution.pools.base import (
+from sharded_loader.execution.messages import (
     ANY_RUN,
+    CANCEL,
+    FAILED,
+    JOB,
+    READY,
+    TASK,
     Job,
-    Pool,
+    NewJob,
+    Reply,
     Result,
     Task,
-    check_init_fn,
-    check_num_workers,
-    check_reserved,
+    pack_head,
+    unpack_head,
 )
+from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
+from sharded_loader.execution.pools.starting import choose_start_method, start_forkserver, starting_worker
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import Encoded, decode, decode_error
 
@@ -110,7 +111,7 @@ class ProcessPool(Pool):
         self.worker_init_fn = worker_init_fn
         self.restarts = restarts
         self._context = multiprocess.get_context(self.start_method)
-        self._new_job: worker.NewJob | None = None
+        self._new_job: NewJob | None = None
         self._published: Encoded | None = None
         self._workers: list[_WorkerHandle] = []
         self._requeued: deque[Task] = deque()
@@ -133,19 +134,26 @@ class ProcessPool(Pool):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        self._new_job = worker.NewJob(job, self.worker_init_fn)
-        if self._workers and self.start_method == "fork":
-            self.close()  # forked workers hold the dataset as it was; new ones are born with the new one
+        self._new_job = NewJob(job, self.worker_init_fn)
         self._published = None
         if self.start_method != "fork":
             self._published = publish.publish(
-                self._new_job, dataset=job.dataset, batchify_fn=job.batchify_fn, worker_init_fn=self.worker_init_fn
+                self._new_job,
+                dataset=job.dataset,
+                batchify_fn=job.batchify_fn,
+                on_error=job.on_error,
+                worker_init_fn=self.worker_init_fn,
             )
-        if self._workers:
+        if self._workers and self._published is not None:
             for handle in self._workers:
                 self._send_job(handle.link)
             return
-        self._wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+        # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
+        begun = [task for handle in self._workers for task in handle.tasks.values()]
+        self._stop_workers()
+        self._requeued.extend(begun)
+        if self._wake_reader is None:
+            self._wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
         if self.start_method == "forkserver":
             start_forkserver()
         try:
@@ -160,8 +168,9 @@ class ProcessPool(Pool):
 
     def submit(self, task: Task) -> None:
         handle = min(self._workers, key=_load)
+        pickled = _pickle_task(task)
         # Sent before it is noted: an interruption in between makes a batch twice, the other order never.
-        handle.link.send(pickle.dumps(task, protocol=5))
+        handle.link.send(pack_head(TASK, task.run, task.seq, pickled))
         handle.tasks[task.run, task.seq] = task
 
     def receive(self) -> Iterator[Result]:
@@ -179,16 +188,18 @@ class ProcessPool(Pool):
             self._requeued.popleft()
 
     def wait(self) -> None:
-        handles = list(self._workers)
+        handles, waker = list(self._workers), self._wake_reader
+        if not handles:
+            return
         try:
             self._ended |= wait_for_any(
-                [handle.link for handle in handles], [handle.sentinel for handle in handles], self._wake_reader
+                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker
             )
-            while self._wake_reader.poll():
-                self._wake_reader.recv_bytes()
+            while waker.poll():
+                waker.recv_bytes()
         except (OSError, EOFError, ValueError):
-            # Another thread closed the pool under us; the caller looks before it waits again.
-            if self._workers:
+            # Workers were closed or replaced under us; the caller looks before it waits again.
+            if handles == self._workers:
                 raise
 
     def wake(self) -> None:
@@ -200,13 +211,20 @@ class ProcessPool(Pool):
         for handle in self._workers:
             # The last task of a worker may not have begun; the worker answers for each that it drops.
             if any(task.run == run for task in handle.tasks.values()):
-                handle.link.send(pickle.dumps(worker.Cancel(run), protocol=5))
+                handle.link.send(pack_head(CANCEL, run))
 
     def close(self) -> None:
-        handles, self._workers = self._workers, []
+        self._stop_workers()
         self._requeued.clear()
-        self._ended.clear()
         self._published = None
+        for end in (self._wake_reader, self._wake_writer):
+            if end is not None:
+                end.close()
+        self._wake_reader = self._wake_writer = None
+
+    def _stop_workers(self) -> None:
+        handles, self._workers = self._workers, []
+        self._ended.clear()
         for handle in handles:
             handle.link.close()
         deadline = time.monotonic() + CLOSING_GRACE
@@ -214,10 +232,6 @@ class ProcessPool(Pool):
             handle.process.join(max(0.0, deadline - time.monotonic()))
         for handle in handles:
             handle.release()
-        for end in (self._wake_reader, self._wake_writer):
-            if end is not None:
-                end.close()
-        self._wake_reader = self._wake_writer = None
 
     # -- workers --------------------------------------------------------------------------------------------
 
@@ -231,7 +245,7 @@ class ProcessPool(Pool):
                 name=f"sharded_loader-worker-{number}",
                 daemon=True,
             )
-            with _starting_worker():
+            with starting_worker():
                 process.start()
         except BaseException:
             link.close()
@@ -245,20 +259,21 @@ class ProcessPool(Pool):
     def _send_job(self, link: Link) -> None:
         if self._published is not None:
             buffers = (memoryview(self._published.head), *self._published.buffers)
-            link.send(pickle.dumps(worker.JobFollows(), protocol=5), buffers)
+            link.send(pack_head(JOB), buffers)
 
     def _take(self, handle: _WorkerHandle) -> Iterator[Result]:
         """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""
         while handle.link.inbox:
-            content = _decode_reply(handle.link.inbox[0])
-            if isinstance(content, worker.Failed):
+            message = handle.link.inbox[0]
+            kind, run, seq, content = unpack_head(message.head)
+            if kind == FAILED:
                 self.close()
-                raise decode_error(content.error)
-            if isinstance(content, worker.Ready):
+                raise decode_error(decode(content))
+            if kind == READY:
                 handle.ready = True
             else:
-                yield content
-                handle.tasks.pop((content.run, content.seq), None)
+                yield _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
+                handle.tasks.pop((run, seq), None)
             handle.link.inbox.popleft()
 
     def _replace(self, handle: _WorkerHandle) -> None:
@@ -296,15 +311,13 @@ class ProcessPool(Pool):
                 at_once=True,
             )
         else:
-            samples = [index for shard in first.shards for index in shard]
-            shown = ", ".join(map(repr, samples[:8])) + (", ..." if len(samples) > 8 else "")
             yield Result(
                 first.run,
                 first.seq,
                 error=WorkerDiedError(
-                    f"{who}. It was reading epoch {first.epoch}, batch {first.seq}, one of the samples ({shown}); "
-                    f"that batch is lost, iteration can go on with the others. To look for the sample, read them "
-                    f"in this process: loader.read(index, epoch={first.epoch})",
+                    f"{who}. It was reading epoch {first.epoch}, batch {first.seq}; that batch is lost, iteration "
+                    f"can go on with the others. To look for the sample that did it, in this process: "
+                    f"{read_again([index for shard in first.shards for index in shard], first.epoch)}",
                     worker=handle.number,
                     exitcode=exitcode,
                     batch=first.seq,
@@ -347,81 +360,36 @@ def _load(handle: _WorkerHandle) -> int:
     return len(handle.tasks)
 
 
-def _decode_reply(message: Message) -> worker.Ready | worker.Failed | Result:
-    reply = decode(message.head, message.buffers)
-    if not isinstance(reply, worker.Reply):
-        return reply  # type: ignore[no-any-return]
+def _pickle_task(task: Task) -> bytes:
+    """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
+    if all(set(map(type, shard)) <= {int, str} for shard in task.shards):
+        return pickle.dumps(task, protocol=5)
+    try:
+        return bytes(cloudpickle.dumps(task, protocol=5))
+    except Exception as error:
+        raise TypeError(
+            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
+            f"or strings, or read with threads (thread_pool=True)"
+        ) from error
+
+
+def _decode_result(run: int, seq: int, content: Any, message: Message, task: Task | None) -> Result:
+    """The result in a message; if it cannot be unpickled here, that is its batch's error."""
+    try:
+        reply: Reply = decode(content, message.buffers)
+    except Exception as error:
+        failure = TypeError(
+            f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
+            f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+        )
+        failure.__cause__ = error
+        if task is not None:
+            Place(task.epoch, seq).note(failure, samples=task.shards[0])
+        return Result(run, seq, error=failure)
     if reply.error is None and not reply.skipped:
         return reply.result
-    bare = reply.result
-    return Result(
-        bare.run,
-        bare.seq,
-        bare.batch,
-        bare.samples,
+    return replace(
+        reply.result,
         error=None if reply.error is None else decode_error(reply.error),
         skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
-        seconds=bare.seconds,
     )
-
-
-# -- starting -------------------------------------------------------------------------------------------------
-
-
-def choose_start_method(start_method: str | None) -> str:
-    """The start method to use: what is asked for, else what the user set for the process, else the default.
-
-    Raises:
-        ValueError: this platform does not have it.
-    """
-    known = multiprocess.get_all_start_methods()
-    if start_method is None:
-        chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
-        return chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
-    if start_method not in known:
-        raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
-    return start_method
-
-
-def start_forkserver() -> None:
-    """Start the forkserver of ``multiprocess``, if none runs, with our modules imported: workers fork from it."""
-    from multiprocess import forkserver
-
-    if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
-        forkserver.set_forkserver_preload(["sharded_loader.execution.worker"])
-    with _starting_worker():
-        forkserver.ensure_running()
-
-
-_this_thread = threading.local()
-
-
-def _preparation_data(name: str) -> dict[str, Any]:
-    """``spawn.get_preparation_data``, without the user's script for our own workers."""
-    data: dict[str, Any] = _original_preparation_data(name)
-    if getattr(_this_thread, "starts_worker", False):
-        data.pop("init_main_from_name", None)
-        data.pop("init_main_from_path", None)
-    return data
-
-
-_original_preparation_data = spawn.get_preparation_data
-spawn.get_preparation_data = _preparation_data
-
-
-@contextlib.contextmanager
-def _starting_worker() -> Iterator[None]:
-    """Inside, this thread's processes start without the user's script and with SIGINT blocked.
-
-    Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
-    it would end in a traceback.
-    """
-    block = hasattr(signal, "pthread_sigmask")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
-    _this_thread.starts_worker = True
-    try:
-        yield
-    finally:
-        _this_thread.starts_worker = False
-        if block:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -18,16 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sharded_loader.errors import add_note
-from sharded_loader.execution.pools.base import (
-    Job,
-    Pool,
-    Result,
-    Task,
-    check_init_fn,
-    check_num_workers,
-    check_reserved,
-)
+from sharded_loader.errors import add_note, as_exception
+from sharded_loader.execution.messages import Job, Result, Task
+from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.reader import Reader
 
 CLOSING_GRACE = 0.2
@@ -42,7 +35,7 @@ class _Shared:
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
         self.available = threading.Semaphore(0)
-        self.results: deque[Result | BaseException] = deque()
+        self.results: deque[Result | Exception] = deque()
         self.arrived = threading.Event()
         self.readers: list[Reader] = []
         self.closing = False
@@ -122,7 +115,7 @@ class ThreadPool(Pool):
         shared.arrived.clear()  # before looking: what arrives from here on sets it again
         while shared.results:
             result = shared.results[0]
-            if isinstance(result, BaseException):
+            if isinstance(result, Exception):
                 self.close()
                 raise result
             yield result
@@ -168,8 +161,9 @@ def _work(shared: _Shared, number: int, worker_init_fn: Callable[[int], Any] | N
         try:
             worker_init_fn(number)
         except BaseException as error:
-            add_note(error, f"sharded_loader: while thread {number} started (worker_init_fn)")
-            shared.results.append(error)
+            failure = as_exception(error, "while a worker started")
+            add_note(failure, f"sharded_loader: while thread {number} started (worker_init_fn)")
+            shared.results.append(failure)
             shared.arrived.set()
             return
     while True:

@@ -1,0 +1,78 @@
+"""How worker processes come into being: the start method, and what is done differently for ours.
+
+``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the
+entries that say so are taken out of what it sends, for this thread and only while it starts a worker. So a
+script needs no ``if __name__ == "__main__"``, and nothing imports torch by accident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import multiprocess
+from multiprocess import spawn
+
+
+def choose_start_method(start_method: str | None) -> str:
+    """The start method to use: what is asked for, else what the user set for the process, else the default.
+
+    Raises:
+        ValueError: this platform does not have it.
+    """
+    known = multiprocess.get_all_start_methods()
+    if start_method is None:
+        chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
+        return chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
+    if start_method not in known:
+        raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
+    return start_method
+
+
+def start_forkserver() -> None:
+    """Start the forkserver of ``multiprocess``, if none runs, with our modules imported: workers fork from it."""
+    from multiprocess import forkserver
+
+    if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
+        forkserver.set_forkserver_preload(["sharded_loader.execution.worker"])
+    with starting_worker():
+        forkserver.ensure_running()
+
+
+_this_thread = threading.local()
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """``spawn.get_preparation_data``, without the user's script for our own workers."""
+    data: dict[str, Any] = _original_preparation_data(name)
+    if getattr(_this_thread, "starts_worker", False):
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+_original_preparation_data = spawn.get_preparation_data
+spawn.get_preparation_data = _preparation_data
+
+
+@contextlib.contextmanager
+def starting_worker() -> Iterator[None]:
+    """Inside, this thread's processes start without the user's script and with SIGINT blocked.
+
+    Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
+    it would end in a traceback.
+    """
+    block = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
+    _this_thread.starts_worker = True
+    try:
+        yield
+    finally:
+        _this_thread.starts_worker = False
+        if block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
