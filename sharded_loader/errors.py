@@ -11,7 +11,6 @@ a caller would catch.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -129,8 +128,7 @@ class Place:
         if self.worker is not None:
             where.append(self.worker)
         # A dataset may raise one and the same object again and again: only its last place is true.
-        for note in [note for note in getattr(error, "__notes__", ()) if note.startswith(_OUR_NOTES)]:
-            error.__notes__.remove(note)
+        set_notes(error, [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)])
         add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
         if sample is not None:
             add_note(error, f"{_OUR_NOTES[1]} in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
@@ -178,12 +176,12 @@ def as_exception(error: BaseException, where: str) -> Exception:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, without the notes: they stay with the exception itself."""
-    notes = error.__dict__.pop("__notes__", None)
+    notes = notes_of(error)
+    set_notes(error, [])
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
     finally:
-        if notes is not None:
-            error.__dict__["__notes__"] = notes
+        set_notes(error, notes)
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -195,16 +193,27 @@ def without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def add_note(error: BaseException, text: str) -> None:
-    """`BaseException.add_note`; on Python 3.10 the same attribute, which 3.10 keeps but does not print."""
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-        return
+def notes_of(error: BaseException) -> list[str]:
+    """The notes of an exception; none if its class does something else with the name."""
     notes = getattr(error, "__notes__", None)
-    if notes is None:
-        notes = []
-        error.__notes__ = notes
-    notes.append(text)
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+
+
+def set_notes(error: BaseException, notes: list[str]) -> None:
+    """Give an exception these notes, on Python 3.10 too, which keeps but does not print them.
+
+    An exception of a class that refuses attributes (a frozen dataclass) is written past its refusal; one
+    that has no room for them stays without: better no notes than another error in its place.
+    """
+    try:
+        BaseException.__setattr__(error, "__notes__", notes)
+    except (AttributeError, TypeError):
+        return
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """`BaseException.add_note`, for every Python and every exception class."""
+    set_notes(error, [*notes_of(error), text])
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -9,10 +9,10 @@ here (a copy to the device fails) is that batch's error, like any other: raised 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,8 +50,11 @@ class EpochIterator(Iterator[Any]):
         self._length = length
         self._lock = threading.RLock()
         self._last_ended: float | None = None
-        # Not a __del__: a finalizer must not touch what may be half gone, and must not run in a forked child.
-        weakref.finalize(self, pipeline.end, run.number).atexit = False
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
+        if not _is_finalizing() and hasattr(self, "_pipeline"):
+            self._pipeline.end(self.run.number)
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -64,14 +67,20 @@ class EpochIterator(Iterator[Any]):
         handed: list[Entry] = []
         try:
             with self._lock:
-                return self._next_batch(handed)
+                batch, error = self._next_batch(handed)
+                if error is None:
+                    return batch
         except BaseException:
             if handed:
                 self._pipeline.undo(self.run, handed[0])
             raise
+        try:
+            raise error
+        finally:
+            del error  # else error -> traceback -> this frame -> error, and the loader waits for the collector
 
-    def _next_batch(self, handed: list[Entry]) -> Any:
-        """The next batch.
+    def _next_batch(self, handed: list[Entry]) -> tuple[Any, BaseException | None]:
+        """The next batch, or the error in its place.
 
         Args:
             handed: holds the batch's entry from before it leaves the window until its fate is settled.
@@ -89,22 +98,19 @@ class EpochIterator(Iterator[Any]):
             placing = time.perf_counter() - arrived
             handed[:] = [entry]
             self._pipeline.done(self.run, entry)
-            if result.error is None and result.batch is not NOTHING and not result.skipped:
+            if result.skipped or result.error is not None:
+                handed.clear()
+                self._meter.skip(result.skipped)
+            if result.error is None:
+                if result.skipped:
+                    self._warn_of_lost(entry.seq, result)
+                if result.batch is NOTHING:
+                    handed.clear()
+                    continue
                 self._meter.delivered(batch, result.samples, result.seconds, placing)
-                self._last_ended = time.perf_counter()
-                self._meter.waited(self._last_ended - began, working)
-                return batch
-            handed.clear()
-            self._meter.skip(result.skipped)
-            if result.error is not None:
-                self._last_ended = time.perf_counter()
-                raise result.error
-            self._warn_of_lost(entry.seq, result)
-            if result.batch is not NOTHING:
-                self._meter.delivered(batch, result.samples, result.seconds, placing)
-                self._last_ended = time.perf_counter()
-                self._meter.waited(self._last_ended - began, working)
-                return batch
+            self._last_ended = time.perf_counter()
+            self._meter.waited(self._last_ended - began, working)
+            return batch, result.error
 
     def _place(self, entry: Entry) -> tuple[Result, Any]:
         """The entry's result and the batch as the user gets it, or the error that came up on the way."""

@@ -151,7 +151,7 @@ class ShardedDataLoader:
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._stale = False
         self._warned_ranks = False
-        self._closer = weakref.finalize(self, self._pipeline.close)
+        self._closer = weakref.finalize(self, workers.closer())
 
     # -- plain attributes -----------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class ShardedDataLoader:
         for iterator in list(self._live):
             run = iterator.run
             if not run.ended:
-                run.failure = RuntimeError(
+                run.dead = (
                     f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
                     f"use worker processes, or finish one epoch before the next"
@@ -377,7 +377,7 @@ class ShardedDataLoader:
         if set_epoch is None:
             yield
             return
-        reading = [one.run.epoch for one in self._live if not one.run.ended and one.run.failure is None]
+        reading = [one.run.epoch for one in self._live if not one.run.ended and one.run.dead is None]
         if self.num_workers and self._pipeline.pool.shares_dataset and any(other != epoch for other in reading):
             raise RuntimeError(
                 f"cannot read in epoch {epoch} while threads read epoch {reading[0]}: the dataset, which has "

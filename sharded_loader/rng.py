@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import random
 import sys
 import threading
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
 
 _global_generators = threading.RLock()
 _local = threading.local()
+
+
+def _begin_afresh() -> None:
+    """In a forked child: another thread of the parent may have held the lock, and no sample is being read."""
+    global _global_generators
+    _global_generators = threading.RLock()
+    _local.scope = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
 
 
 def derive_key(*parts: Hashable) -> int:

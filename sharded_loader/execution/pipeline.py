@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class Run:
         plan: where its tasks come from.
         window: the batches in flight, in order.
         urgent: errors to raise at the next call, whatever is in the window.
-        failure: set when the run can never go on; raised by every call.
+        dead: why the run can never go on. Not the exception itself: it would hold the frames that hold the run.
         delivered: batches that the user has had, those in whose place an error was raised included.
         ended: the user has seen the end.
     """
@@ -59,7 +60,7 @@ class Run:
     plan: EpochPlan
     window: deque[Entry] = field(default_factory=deque)
     urgent: deque[BaseException] = field(default_factory=deque)
-    failure: BaseException | None = None
+    dead: str | None = None
     delivered: int = 0
     ended: bool = False
 
@@ -83,8 +84,7 @@ class Pipeline:
         # Reentrant: a signal handler or a finalizer may close the loader in the middle of `next`.
         self._changed = threading.Condition(threading.RLock())
         self._leader: int | None = None
-        # Not 0 while this thread is at work under the lock: the garbage collector may call `end` there.
-        self._working = 0
+        self._at_work = _AtWork(self)
 
     # -- runs -----------------------------------------------------------------------------------------------
 
@@ -100,10 +100,10 @@ class Pipeline:
             job: what the workers are to read.
             renew: send ``job`` to workers that run already.
         """
+        self.check_open()
         with self._changed:
             self.check_open()
-            self._working += 1
-            try:
+            with self._at_work:
                 self._drop_ended()
                 if renew or not self.pool.started:
                     self.pool.start(job)
@@ -111,47 +111,67 @@ class Pipeline:
                 self._runs[run.number] = run
                 self._fill(run, self.prefetch)
                 self._dispatch()
-            finally:
-                self._working -= 1
 
     def end(self, number: int) -> None:
-        """A run's iterator is gone. Called by finalizers, so it must not wait for the lock.
+        """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
 
         If another thread, or this one further up the stack, is at work, the run is dropped at the next step.
         """
         self._ended.append(number)
-        if self._changed.acquire(blocking=False):
+        if os.getpid() == self._pid and not self._in_a_step() and self._changed.acquire(blocking=False):
             try:
-                if not self._working and not self.closed and os.getpid() == self._pid:
+                if not self.closed:
                     self._drop_ended()
             finally:
                 self._changed.release()
 
+    def _in_a_step(self) -> bool:
+        """Whether a signal handler or the garbage collector has interrupted a step of this very thread.
+
+        Read off the stack: a flag or the ownership of the lock would be left wrong by a KeyboardInterrupt.
+        """
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in _STEPS and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
     def close(self) -> None:
-        """Stop the pool. Any thread; twice; while another thread waits in `next`, which then raises."""
+        """Stop the pool. Any thread; twice; while another thread waits in `next`, which then raises.
+
+        In a signal handler, in the middle of a step of this very thread, the step is let to its end first.
+        """
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
         me = threading.get_ident()
+        in_a_step = self._in_a_step()
         with self._changed:
             if self.closed:
                 return
             self.closed = True
             self._wake_others()
+            if in_a_step:
+                return  # `_AtWork` goes on from here
             # The leader looks at what the pool owns; it leaves as soon as it wakes (an inline or
             # thread-pool leader that is in the user's code: after its sample, and it needs nothing of ours).
             self._changed.wait_for(lambda: self._leader in (None, me), timeout=1.0)
-            self.pool.close()
-            self._runs.clear()
+            self.shut()
+
+    def shut(self) -> None:
+        """What `close` does when nobody is at work."""
+        self.pool.close()
+        self._runs.clear()
 
     def check_open(self) -> None:
-        """Raise if the loader cannot be used."""
-        if self.closed:
-            raise LoaderClosedError("the loader is closed: make a new ShardedDataLoader")
+        """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this loader was made in process {self._pid}, and this is its forked child {os.getpid()}, which has "
                 f"no workers: make a loader in the child"
             )
+        if self.closed:
+            raise LoaderClosedError("the loader is closed: make a new ShardedDataLoader")
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -164,6 +184,7 @@ class Pipeline:
             LoaderClosedError: the loader was closed.
         """
         me = threading.get_ident()
+        self.check_open()
         try:
             while True:
                 with self._changed:
@@ -184,17 +205,13 @@ class Pipeline:
 
     def done(self, run: Run, entry: Entry) -> None:
         """The batch is being handed out: put another in flight, and take this one out of the window."""
-        with self._changed:
-            self._working += 1
-            try:
-                if not self.closed:
-                    self._fill(run, self.prefetch + 1)
-                    self._dispatch()
-                if run.window and run.window[0] is entry:
-                    run.delivered = entry.seq + 1
-                    run.window.popleft()
-            finally:
-                self._working -= 1
+        with self._changed, self._at_work:
+            if not self.closed:
+                self._fill(run, self.prefetch + 1)
+                self._dispatch()
+            if run.window and run.window[0] is entry:
+                run.delivered = entry.seq + 1
+                run.window.popleft()
 
     def undo(self, run: Run, entry: Entry) -> None:
         """Handing out was interrupted: the batch is the next one again."""
@@ -205,22 +222,20 @@ class Pipeline:
 
     def _advance(self, run: Run) -> Entry | None:
         """Do all that can be done without waiting. Returns the run's next entry if it is finished."""
-        self._working += 1
-        try:
+        with self._at_work:
             self._drop_ended()
-            if run.failure is not None:
-                raise run.failure
-            self._fill(run, max(1, self.prefetch))
-            self._dispatch()
-            self._receive(run)
-            self._dispatch()
+            if run.dead is not None and not run.urgent:
+                raise RuntimeError(f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)")
+            if run.dead is None:
+                self._fill(run, max(1, self.prefetch))
+                self._dispatch()
+                self._receive(run)
+                self._dispatch()
             if run.urgent:
                 raise run.urgent.popleft()
             if not run.window:
                 raise StopIteration
             return run.window[0] if run.window[0].result is not None else None
-        finally:
-            self._working -= 1
 
     @staticmethod
     def _fill(run: Run, depth: int) -> None:
@@ -265,9 +280,12 @@ class Pipeline:
             for result in self.pool.receive():
                 self._file(result, current)
         except Exception as error:
-            # The pool cannot work and has closed itself; a new epoch starts it again.
+            # The pool cannot work; a new epoch starts it again.
+            self.pool.close()
             for run in self._runs.values():
-                run.failure = error
+                run.dead = f"{type(error).__name__}: {error}"
+                if run is not current:
+                    run.urgent.append(error)
             self._runs.clear()
             self._wake_others()
             raise
@@ -311,3 +329,22 @@ class Pipeline:
 
 def _distance(waiting: tuple[int, Run, Entry]) -> int:
     return waiting[0]
+
+
+_STEPS = {function.__code__ for function in (Pipeline.open, Pipeline.done, Pipeline._advance)}
+
+
+class _AtWork:
+    """A step, under the lock. A `close` that came in the middle of it, from a signal handler, is done after it."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._pipeline.closed:
+            self._pipeline.shut()
+            if isinstance(error, Exception):
+                self._pipeline.check_open()

@@ -113,12 +113,16 @@ class EpochPlan:
 
     def _make_task(self, seq: int, batch: Any) -> Task:
         where = f"epoch {self._epoch}, batch {seq}"
-        if not hasattr(batch, "__len__") or isinstance(batch, (str, bytes)):
+        try:
+            size = -1 if isinstance(batch, (str, bytes)) else len(batch)
+        except TypeError:
+            size = -1
+        if size < 0:
             raise TypeError(
                 f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
                 f"it must yield lists of indices, or lists of such lists (shards)"
             )
-        if len(batch) == 0:
+        if size == 0:
             raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
         sharded = self._may_shard and is_sharded(batch)
         if sharded:

@@ -6,7 +6,7 @@ In bulk where the dataset can: ``get_batch(indices)`` (only with the default bat
 batch), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is done
 again one by one, to name the sample.
 
-A reader belongs to one thread. It owns the batch until it returns it. Nothing here imports torch.
+A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ class Reader:
 
     Args:
         job: dataset, batchify function, seed, what to do about bad samples.
-        worker: how errors name this worker (``worker 2 (pid 4711)``); None in the caller's own thread.
         tells_epoch: call the dataset's ``set_epoch`` when a task's epoch differs from the last one's (where
             the dataset is this reader's own).
     """
 
-    def __init__(self, job: Job, worker: str | None = None, *, tells_epoch: bool = False) -> None:
+    def __init__(self, job: Job, *, tells_epoch: bool = False) -> None:
         self._job = job
-        self._worker = worker
         self._dataset = job.dataset
         self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
         self._has_get_batch = job.batchify_fn is None and hasattr(job.dataset, "get_batch")
@@ -47,8 +45,13 @@ class Reader:
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
         self._epoch: int | None = None
 
-    def read(self, task: Task, empty: Empty = np.empty) -> Result:
-        """The batch that ``task`` asks for, put together in memory that ``empty`` gives.
+    def read(self, task: Task, worker: str | None = None, empty: Empty = np.empty) -> Result:
+        """The batch that ``task`` asks for.
+
+        Args:
+            task: what to read.
+            worker: how errors name who reads (``worker 2 (pid 4711)``); None in the caller's own thread.
+            empty: gives the memory that the batch is put together in.
 
         Exceptions become part of the result; only a KeyboardInterrupt in the caller's own thread passes.
         """
@@ -60,29 +63,29 @@ class Reader:
         count = 0
         with sample_scope(SampleScope(self._job.seed, task.epoch)) as scope:
             try:
-                self._tell_epoch(task)
+                self._tell_epoch(task, worker)
                 if self._job.on_error == "raise":
-                    batches, count = self._read_strict(task, scope, empty)
+                    batches, count = self._read_strict(task, scope, worker, empty)
                 else:
-                    batches, count, lost = self._read_tolerant(task, scope, empty, skipped)
+                    batches, count, lost = self._read_tolerant(task, scope, worker, empty, skipped)
             except BaseException as raised:
                 if isinstance(raised, KeyboardInterrupt):
-                    if self._worker is None:
+                    if worker is None:
                         raise
-                    raised = self._placed(raised, self._place(task, 0), None, task.shards[0])
+                    raised = self._placed(raised, _place(task, 0, worker), None, task.shards[0])
                 error = raised
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
         seconds = time.perf_counter() - began
         return Result(task.run, task.seq, batch, count, error, tuple(skipped), lost, seconds)
 
-    def _tell_epoch(self, task: Task) -> None:
+    def _tell_epoch(self, task: Task, worker: str | None) -> None:
         if self._set_epoch is None or task.epoch == self._epoch:
             return
         try:
             self._set_epoch(task.epoch)
         except BaseException as error:
             add_note(error, f"raised by dataset.set_epoch({task.epoch})")
-            raise self._placed(error, self._place(task, 0), None, task.shards[0])  # noqa: B904 - the same object
+            raise self._placed(error, _place(task, 0, worker), None, task.shards[0])  # noqa: B904 - the same object
         self._epoch = task.epoch
 
     def read_sample(self, index: Any, epoch: int) -> Any:
@@ -91,17 +94,14 @@ class Reader:
             scope.at(index)
             return self._dataset[index]
 
-    def _read_strict(self, task: Task, scope: SampleScope, empty: Empty) -> tuple[list[Any], int]:
+    def _read_strict(self, task: Task, scope: SampleScope, worker: str | None, empty: Empty) -> tuple[list[Any], int]:
         batches = []
         count = 0
         for number, indices in enumerate(task.shards):
-            place = self._place(task, number)
+            place = _place(task, number, worker)
             batches.append(self._read_shard(indices, task, scope, empty, place))
             count += len(indices)
         return batches, count
-
-    def _place(self, task: Task, shard: int) -> Place:
-        return Place(task.epoch, task.seq, shard if task.sharded else None, self._worker)
 
     def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, empty: Empty, place: Place) -> Any:
         if self._has_get_batch or self._get_items is not None:
@@ -167,7 +167,12 @@ class Reader:
     # -- on_error other than "raise" ------------------------------------------------------------------------
 
     def _read_tolerant(
-        self, task: Task, scope: SampleScope, empty: Empty, skipped: list[tuple[Any, BaseException]]
+        self,
+        task: Task,
+        scope: SampleScope,
+        worker: str | None,
+        empty: Empty,
+        skipped: list[tuple[Any, BaseException]],
     ) -> tuple[list[Any], int, tuple[int, ...]]:
         """In bulk where the dataset can; else, and if that fails, sample by sample.
 
@@ -175,11 +180,11 @@ class Reader:
         """
         if self._has_get_batch or self._get_items:
             try:
-                return (*self._read_strict(task, scope, empty), ())
+                return (*self._read_strict(task, scope, worker, empty), ())
             except Exception:
                 scope.by_index.clear()  # read again with the same random numbers
         shards = [
-            self._read_good(indices, task, scope, self._place(task, number), number, skipped)
+            self._read_good(indices, task, scope, _place(task, number, worker), number, skipped)
             for number, indices in enumerate(task.shards)
         ]
         good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
@@ -198,7 +203,7 @@ class Reader:
         for number, shard in enumerate(shards):
             kept = [sample for sample in shard if sample is not _BAD]
             if kept:
-                place = self._place(task, number)
+                place = _place(task, number, worker)
                 batches.append(self._make_batch(kept, task, scope, empty, place, task.shards[number]))
                 count += len(kept)
             else:
@@ -241,6 +246,10 @@ class Reader:
             raise
         except BaseException as again:
             raise self._placed(again, place, [index]) from error
+
+
+def _place(task: Task, shard: int, worker: str | None) -> Place:
+    return Place(task.epoch, task.seq, shard if task.sharded else None, worker)
 
 
 def _checked(samples: Any, indices: Sequence[Any]) -> list[Any]:

@@ -46,7 +46,7 @@ from sharded_loader.execution.messages import (
     pack_head,
     unpack_head,
 )
-from sharded_loader.execution.pools.link import Link, Message, receive_message, send_message
+from sharded_loader.execution.pools.link import Message, receive_message, send_message
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import encode, encode_error
@@ -112,7 +112,7 @@ class _Worker:
             if first and new.worker_init_fn is not None:
                 seed_globals(derive_key(new.job.seed, "worker_init_fn", self._number))
                 new.worker_init_fn(self._number)
-            self._reader = Reader(new.job, self._name, tells_epoch=True)
+            self._reader = Reader(new.job, tells_epoch=True)
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
@@ -131,7 +131,7 @@ class _Worker:
             return
         # The same for a batch that is made again, by whichever worker.
         seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
-        self._reply(self._reader.read(task), task)
+        self._reply(self._reader.read(task, self._name), task)
 
     def _reply(self, result: Result, task: Task) -> None:
         head = pack_head(RESULT, task.run, task.seq)
@@ -165,11 +165,10 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
         num_workers: how many there are.
         inherited: the job under fork; else None, and it comes as the first message.
     """
+    _forget_handlers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for link in list(Link.live):
-        link.close()
     limit_threads()
     _Worker(conn, number, num_workers).run(inherited)
     for stream in (sys.stdout, sys.stderr):
@@ -179,6 +178,14 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
             continue
     # Not by returning: tearing down an interpreter with torch in it takes 100 ms that close() would wait for.
     os._exit(0)
+
+
+def _forget_handlers() -> None:
+    """Signal handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def limit_threads() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback
+from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -88,7 +89,13 @@ class _ReplyPickler(pickle.Pickler):
             if _is_findable(obj):
                 return NotImplemented
             return cloudpickle.loads, (cloudpickle.dumps(obj),)
-        return reduce_tensor(obj)
+        reduced = reduce_tensor(obj)
+        if reduced is NotImplemented and getattr(obj, "requires_grad", False) is True:
+            raise ValueError(
+                "a batch holds a tensor that requires grad, which cannot leave its process: "
+                "call .detach() on it in the dataset or in batchify_fn"
+            )
+        return reduced
 
 
 def reduce_tensor(obj: Any) -> Any:
@@ -99,10 +106,7 @@ def reduce_tensor(obj: Any) -> Any:
     if tensor_class is None or type(obj) is not tensor_class:
         return NotImplemented
     if obj.requires_grad:
-        raise ValueError(
-            "a batch holds a tensor that requires grad, which cannot leave its process: "
-            "call .detach() on it in the dataset or in batchify_fn"
-        )
+        return NotImplemented
     if obj.layout is not torch.strided or obj.device.type != "cpu" or obj.is_quantized:  # type: ignore[union-attr]
         return NotImplemented
     flat = obj.resolve_conj().resolve_neg().contiguous().view(-1)
@@ -197,21 +201,29 @@ def encode_error(error: BaseException) -> EncodedError:
     with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
     trainer would come too late.
     """
-    notes = tuple(map(str, getattr(error, "__notes__", ())))
+    notes = tuple(notes_of(error))
     text = format_traceback(error)
-    for reduce_error in (lambda: error, lambda: _WithoutInit(error)):
+    for packed in (error, _WithoutInit(error)):
         try:
-            payload = encode(reduce_error())
-            if payload.buffers:
-                payload = Encoded(pickle.dumps(decode(payload.head, payload.buffers), protocol=5), ())
-            twin = decode(payload.head)
+            # All in band: it has to be read twice, here and there.
+            stream = io.BytesIO()
+            _ReplyPickler(stream, protocol=5).dump(packed)
+            twin = decode(stream.getvalue())
             if isinstance(twin, _WithoutInit):
                 twin = twin.error
-            if type(twin) is type(error) and str(twin) == str(error) and len(twin.args) == len(error.args):
-                return EncodedError(payload.head, _summary(error), text, notes)
+            if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
+                return EncodedError(stream.getvalue(), _summary(error), text, notes)
         except Exception:
             continue
     return EncodedError(None, _summary(error), text, notes)
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, without the addresses that a default repr holds."""
+    try:
+        return re.sub("0x[0-9a-fA-F]+", "0x", str(error))
+    except Exception:
+        return ""
 
 
 def decode_error(encoded: EncodedError) -> BaseException:
@@ -225,9 +237,8 @@ def decode_error(encoded: EncodedError) -> BaseException:
             error = None
     if error is None:
         error = SampleReadError(encoded.summary)
-    if encoded.notes:
-        error.__notes__ = list(encoded.notes)
-    error.__cause__ = WorkerTraceback(encoded.traceback)
+    set_notes(error, list(encoded.notes))
+    BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
     return error
 
 
@@ -256,7 +267,12 @@ class _WithoutInit:
 
 
 def _rebuild_without_init(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> _WithoutInit:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(attributes)
+    try:
+        error = cls.__new__(cls, *args)
+    except TypeError:  # a __new__ of its own, with parameters of its own
+        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        error = base.__new__(cls, *args)
+    BaseException.__setattr__(error, "args", args)
+    for name, value in attributes.items():
+        BaseException.__setattr__(error, name, value)
     return _WithoutInit(error)

@@ -41,7 +41,7 @@ def publish(job: Any, **parts: Any) -> Encoded:
     try:
         return dump(_Publisher, job)
     except Exception as error:
-        culprit = next((where for name, part in parts.items() for where in _culprits(part, name)), "it")
+        culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
         fork = 'use ProcessPool(start_method="fork"), which does not pickle, or '
         raise TypeError(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
@@ -63,13 +63,14 @@ def _pickles(obj: Any) -> bool:
     return True
 
 
-def _culprits(obj: Any, path: str, depth: int = 0) -> Iterator[str]:
+def _culprits(obj: Any, path: str, seen: set[int]) -> Iterator[str]:
     """The innermost attributes below ``obj`` that do not pickle, as the user would write them."""
-    if depth > 20 or _pickles(obj):
+    if id(obj) in seen or _pickles(obj):
         return
+    seen.add(id(obj))
     found = False
     for where, child in _children(obj, path):
-        for culprit in _culprits(child, where, depth + 1):
+        for culprit in _culprits(child, where, seen):
             found = True
             yield culprit
     if not found:
@@ -86,4 +87,7 @@ def _children(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         closure = getattr(obj, "__closure__", None) or ()
         names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
         for name, cell in zip(names, closure, strict=False):
-            yield f"{path}: variable {name}", cell.cell_contents
+            try:
+                yield f"{path}: variable {name}", cell.cell_contents
+            except ValueError:  # an empty cell
+                continue

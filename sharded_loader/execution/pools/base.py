@@ -73,6 +73,18 @@ class Pool(ABC):
     def close(self) -> None:
         """Stop the workers and give everything back. The pool may be started again."""
 
+    def closer(self) -> Callable[[], None]:
+        """What `close` does, as a function that holds neither the pool nor its job.
+
+        For finalizers, which are roots of the garbage collector: a job leads to the user's dataset, and that
+        often to the loader.
+        """
+        return _nothing
+
+
+def _nothing() -> None:
+    """There is nothing to close."""
+
 
 def check_num_workers(num_workers: Any) -> int:
     """``num_workers`` of a pool that has workers, or an error that says what is wrong."""

@@ -88,8 +88,7 @@ class Link(ABC):
     """The trainer's end of the pipe to one worker."""
 
     live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
-    """Every open link of this process: a forked worker closes them first, or end-of-file on one of them
-    would never come."""
+    """Every open link of this process."""
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
@@ -122,6 +121,20 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close this end: the worker sees end-of-file."""
+
+
+def _leave_to_the_trainer() -> None:
+    """In a forked child, worker or the user's own: the trainer's ends are the trainer's alone.
+
+    A worker learns that the trainer has gone by end-of-file, which never comes while a relative holds the
+    other end.
+    """
+    for link in list(Link.live):
+        link.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_trainer)
 
 
 class SocketLink(Link):

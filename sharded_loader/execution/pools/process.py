@@ -32,6 +32,7 @@ from typing import Any
 
 import cloudpickle
 import multiprocess
+from multiprocess import connection
 
 from sharded_loader.errors import Place, WorkerDiedError, describe_exit, read_again
 from sharded_loader.execution import worker
@@ -52,7 +53,13 @@ from sharded_loader.execution.messages import (
 )
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
-from sharded_loader.execution.pools.starting import choose_start_method, start_forkserver, starting_worker
+from sharded_loader.execution.pools.starting import (
+    choose_start_method,
+    forget_process,
+    start_forkserver,
+    starting_worker,
+    uninterrupted,
+)
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import Encoded, decode, decode_error
 
@@ -113,14 +120,16 @@ class ProcessPool(Pool):
         self._context = multiprocess.get_context(self.start_method)
         self._new_job: NewJob | None = None
         self._published: Encoded | None = None
-        self._workers: list[_WorkerHandle] = []
+        self._crew = _Crew()
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
-        self._wake_reader: Any = None
-        self._wake_writer: Any = None
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
+
+    @property
+    def _workers(self) -> list[_WorkerHandle]:
+        return self._crew.handles
 
     @property
     def started(self) -> bool:
@@ -150,18 +159,19 @@ class ProcessPool(Pool):
             return
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
         begun = [task for handle in self._workers for task in handle.tasks.values()]
-        self._stop_workers()
-        self._requeued.extend(begun)
-        if self._wake_reader is None:
-            self._wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
-        if self.start_method == "forkserver":
-            start_forkserver()
-        try:
-            for number in range(self.num_workers):
-                self._workers.append(self._launch(number))
-        except BaseException:
-            self.close()
-            raise
+        with uninterrupted():
+            self._crew.stop_workers()
+            self._ended.clear()
+            self._requeued.extend(begun)
+            self._crew.open()
+            if self.start_method == "forkserver":
+                start_forkserver()
+            try:
+                for number in range(self.num_workers):
+                    self._workers.append(self._launch(number))
+            except BaseException:
+                self.close()
+                raise
 
     def capacity(self) -> int:
         return sum(HELD - len(handle.tasks) for handle in self._workers) - len(self._requeued)
@@ -181,14 +191,14 @@ class ProcessPool(Pool):
             yield from self._take(handle)
             if handle.link.torn:
                 self._replace(handle)
-            elif handle.link.ended or handle.sentinel in self._ended:
+            elif handle.link.ended or (handle.sentinel in self._ended and handle.has_ended()):
                 yield from self._bury(handle)
         while self._requeued and self.capacity() + len(self._requeued) > 0:
             self.submit(self._requeued[0])
             self._requeued.popleft()
 
     def wait(self) -> None:
-        handles, waker = list(self._workers), self._wake_reader
+        handles, waker = list(self._workers), self._crew.wake_reader
         if not handles:
             return
         try:
@@ -203,8 +213,7 @@ class ProcessPool(Pool):
                 raise
 
     def wake(self) -> None:
-        if self._wake_writer is not None:
-            self._wake_writer.send_bytes(b"")
+        self._crew.wake()
 
     def cancel(self, run: int) -> None:
         self._requeued = deque(task for task in self._requeued if task.run != run)
@@ -214,24 +223,13 @@ class ProcessPool(Pool):
                 handle.link.send(pack_head(CANCEL, run))
 
     def close(self) -> None:
-        self._stop_workers()
+        self._crew.close()
         self._requeued.clear()
-        self._published = None
-        for end in (self._wake_reader, self._wake_writer):
-            if end is not None:
-                end.close()
-        self._wake_reader = self._wake_writer = None
-
-    def _stop_workers(self) -> None:
-        handles, self._workers = self._workers, []
         self._ended.clear()
-        for handle in handles:
-            handle.link.close()
-        deadline = time.monotonic() + CLOSING_GRACE
-        for handle in handles:
-            handle.process.join(max(0.0, deadline - time.monotonic()))
-        for handle in handles:
-            handle.release()
+        self._published = self._new_job = None
+
+    def closer(self) -> Callable[[], None]:
+        return self._crew.close
 
     # -- workers --------------------------------------------------------------------------------------------
 
@@ -245,8 +243,9 @@ class ProcessPool(Pool):
                 name=f"sharded_loader-worker-{number}",
                 daemon=True,
             )
-            with starting_worker():
+            with starting_worker(self.start_method):
                 process.start()
+            forget_process(process)
         except BaseException:
             link.close()
             raise
@@ -278,12 +277,13 @@ class ProcessPool(Pool):
 
     def _replace(self, handle: _WorkerHandle) -> None:
         """A new worker in place of this one; what it had to do is done again."""
-        self._ended.discard(handle.sentinel)
-        new = self._launch(handle.number)
-        self._workers[self._workers.index(handle)] = new
-        self._requeued.extend(handle.tasks.values())
-        handle.link.close()
-        handle.release()
+        with uninterrupted():
+            self._ended.discard(handle.sentinel)
+            new = self._launch(handle.number)
+            self._requeued.extend(handle.tasks.values())
+            self._workers[self._workers.index(handle)] = new
+            handle.link.close()
+            handle.release()
 
     def _bury(self, handle: _WorkerHandle) -> Iterator[Result]:
         """A worker has ended by itself: say so, and put another in its place."""
@@ -328,6 +328,46 @@ class ProcessPool(Pool):
         self._replace(handle)
 
 
+class _Crew:
+    """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
+
+    def __init__(self) -> None:
+        self.handles: list[_WorkerHandle] = []
+        self.wake_reader: Any = None
+        self._wake_writer: Any = None
+        self._pid = os.getpid()
+
+    def open(self) -> None:
+        if self.wake_reader is None:
+            self._pid = os.getpid()
+            self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+
+    def wake(self) -> None:
+        if self._wake_writer is not None:
+            self._wake_writer.send_bytes(b"")
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the workers
+        with uninterrupted():
+            self.stop_workers()
+            ends = self.wake_reader, self._wake_writer
+            self.wake_reader = self._wake_writer = None
+            for end in ends:
+                if end is not None:
+                    end.close()
+
+    def stop_workers(self) -> None:
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle.link.close()
+        deadline = time.monotonic() + CLOSING_GRACE
+        for handle in handles:
+            handle.process.join(max(0.0, deadline - time.monotonic()))
+        for handle in handles:
+            handle.release()
+
+
 class _WorkerHandle:
     """A worker as the trainer sees it. Owns the process object, the link and a descriptor of the process."""
 
@@ -345,15 +385,26 @@ class _WorkerHandle:
                 self._pidfd = os.pidfd_open(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
+    def has_ended(self) -> bool:
+        """Whether the process is over, whoever may have reaped it."""
+        return bool(connection.wait([self.sentinel], 0))
+
     def release(self) -> None:
         """End the process, if it has not ended, and give back what belongs to it."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.process.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        try:
+            if not self.has_ended():
+                self.process.kill()
+                connection.wait([self.sentinel])
+            self.process.join()
+            self.process.close()
+        except ValueError:
+            # Somebody else has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
+            # it runs for ever. Its descriptors are closed with the process object.
+            pass
+        finally:
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
 
 def _load(handle: _WorkerHandle) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import multiprocess
+import multiprocess.process
 from multiprocess import spawn
 
 
@@ -40,7 +41,7 @@ def start_forkserver() -> None:
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
         forkserver.set_forkserver_preload(["sharded_loader.execution.worker"])
-    with starting_worker():
+    with starting_worker("forkserver"):
         forkserver.ensure_running()
 
 
@@ -61,13 +62,38 @@ spawn.get_preparation_data = _preparation_data
 
 
 @contextlib.contextmanager
-def starting_worker() -> Iterator[None]:
-    """Inside, this thread's processes start without the user's script and with SIGINT blocked.
+def uninterrupted() -> Iterator[None]:
+    """Inside, a Ctrl-C is noted; it is raised at the end of the block.
+
+    For the few places where half a job leaks a process or a descriptor. Blocking the signal would not do:
+    another thread of the process (OpenBLAS starts some) takes it, and Python raises in the main thread.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    noted: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            before(*noted[-1])
+
+
+@contextlib.contextmanager
+def starting_worker(start_method: str) -> Iterator[None]:
+    """Inside, this thread's processes start without the user's script, and with SIGINT blocked.
 
     Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
     it would end in a traceback.
     """
     block = hasattr(signal, "pthread_sigmask")
+    if block and start_method != "fork":
+        from multiprocess import resource_tracker
+
+        resource_tracker.ensure_running()  # its start would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
     _this_thread.starts_worker = True
     try:
@@ -76,3 +102,12 @@ def starting_worker() -> Iterator[None]:
         _this_thread.starts_worker = False
         if block:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def forget_process(process: Any) -> None:
+    """Take a worker out of the list of children that ``multiprocess`` looks after.
+
+    It would send them SIGTERM and join them when the program ends, or when a child that the user forked
+    ends; ours end by end-of-file.
+    """
+    multiprocess.process._children.discard(process)

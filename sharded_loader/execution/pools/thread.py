@@ -1,9 +1,13 @@
 """Threads that read: one dataset object for all, nothing is pickled, nothing is copied.
 
-    submit -> tasks --(semaphore)--> thread i: Reader -> results --(event)--> receive
+    submit -> tasks --> thread i: Reader -> results, bell --> receive
 
 For datasets that wait (network, disk) or whose work releases the GIL (decoding, NumPy), and wherever starting
 processes is a burden: notebooks, Windows. The dataset must be safe to read from several threads.
+
+Queues are `queue.SimpleQueue`, whose ``put`` may interrupt itself: a signal handler may close the loader in
+the middle of `submit`. A task brings its reader along, and a thread that waits holds neither: threads are
+roots of the garbage collector, and a reader leads to the user's dataset, often to the loader itself.
 
 A thread that is in the user's code when the pool is closed cannot be stopped: it ends after its sample, its
 result is dropped, and as a daemon it does not keep the program alive.
@@ -11,7 +15,10 @@ result is dropped, and as a daemon it does not keep the program alive.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import queue
 import threading
 import time
 from collections import deque
@@ -33,12 +40,25 @@ class _Shared:
     """What the threads of one start of the pool see. They do not see the pool, so it can be collected."""
 
     def __init__(self) -> None:
-        self.tasks: deque[Task] = deque()
-        self.available = threading.Semaphore(0)
+        self.tasks: queue.SimpleQueue[tuple[Reader, Task] | None] = queue.SimpleQueue()
+        self.cancelled: set[int] = set()
         self.results: deque[Result | Exception] = deque()
-        self.arrived = threading.Event()
-        self.readers: list[Reader] = []
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
+        self.threads: list[threading.Thread] = []
+
+    def close(self) -> None:
+        """End the threads, as far as they can be ended."""
+        if self.closing:
+            return
+        self.closing = True
+        for _ in self.threads:
+            self.tasks.put(None)
+        self.bell.put(None)
+        deadline = time.monotonic() + CLOSING_GRACE
+        for thread in self.threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class ThreadPool(Pool):
@@ -56,6 +76,8 @@ class ThreadPool(Pool):
         >>> from sharded_loader import ShardedDataLoader, ThreadPool
         >>> [batch.tolist() for batch in ShardedDataLoader(range(4), 2, pool=ThreadPool(2))]
         [[0, 1], [2, 3]]
+
+    Source of the idea: ``thread_pool=True`` of Gluon's loaders.
     """
 
     def __init__(
@@ -70,33 +92,34 @@ class ThreadPool(Pool):
         check_reserved("ThreadPool", timeout=timeout)
         self.worker_init_fn = worker_init_fn
         self._shared: _Shared | None = None
-        self._threads: list[threading.Thread] = []
+        self._reader: Reader | None = None
+        self._closers: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"ThreadPool({self.num_workers})"
 
     @property
     def started(self) -> bool:
-        return self._shared is not None
+        return self._shared is not None and not self._shared.closing
 
     def start(self, job: Job) -> None:
-        readers = [Reader(job, f"thread {number}") for number in range(self.num_workers)]
+        self._reader = Reader(job)
         if self._shared is not None:
-            self._shared.readers = readers
             return
-        shared = self._shared = _Shared()
-        shared.readers = readers
+        shared = _Shared()
         pool = next(_pool_numbers)
-        self._threads = [
+        shared.threads = [
             threading.Thread(
                 target=_work,
-                args=(shared, number, self.worker_init_fn),
+                args=(shared, number, [self.worker_init_fn]),
                 name=f"sharded_loader-{pool}-thread-{number}",
                 daemon=True,
             )
             for number in range(self.num_workers)
         ]
-        for thread in self._threads:
+        self._shared = shared
+        self._closers.append(shared.close)
+        for thread in shared.threads:
             thread.start()
 
     def capacity(self) -> int:
@@ -104,15 +127,17 @@ class ThreadPool(Pool):
         return 1 << 30 if self._shared is not None else 0
 
     def submit(self, task: Task) -> None:
-        if self._shared is not None:
-            self._shared.tasks.append(task)
-            self._shared.available.release()
+        if self._shared is not None and self._reader is not None:
+            self._shared.tasks.put((self._reader, task))
 
     def receive(self) -> Iterator[Result]:
         shared = self._shared
         if shared is None:
             return
-        shared.arrived.clear()  # before looking: what arrives from here on sets it again
+        # Before looking: what arrives from here on rings again. Not waiting: another thread may take it.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                shared.bell.get_nowait()
         while shared.results:
             result = shared.results[0]
             if isinstance(result, Exception):
@@ -123,40 +148,36 @@ class ThreadPool(Pool):
 
     def wait(self) -> None:
         if self._shared is not None:
-            self._shared.arrived.wait()
+            self._shared.bell.get()
 
     def wake(self) -> None:
         if self._shared is not None:
-            self._shared.arrived.set()
+            self._shared.bell.put(None)
 
     def cancel(self, run: int) -> None:
-        if self._shared is None:
-            return
-        for task in list(self._shared.tasks):
-            if task.run == run:
-                try:
-                    self._shared.tasks.remove(task)
-                except ValueError:
-                    continue  # a thread took it just now
+        if self._shared is not None:
+            self._shared.cancelled.add(run)
 
     def close(self) -> None:
         shared, self._shared = self._shared, None
-        threads, self._threads = self._threads, []
-        if shared is None:
-            return
-        shared.closing = True
-        shared.tasks.clear()
-        for _ in threads:
-            shared.available.release()
-        shared.arrived.set()
-        deadline = time.monotonic() + CLOSING_GRACE
-        for thread in threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._reader = None
+        if shared is not None:
+            shared.close()
+            self._closers.clear()
+
+    def closer(self) -> Callable[[], None]:
+        closers, pid = self._closers, os.getpid()
+        return lambda: _close_all(closers) if os.getpid() == pid else None
 
 
-def _work(shared: _Shared, number: int, worker_init_fn: Callable[[int], Any] | None) -> None:
-    """A thread, from its first line to its last."""
+def _close_all(closers: list[Callable[[], None]]) -> None:
+    while closers:
+        closers.pop()()
+
+
+def _work(shared: _Shared, number: int, init: list[Callable[[int], Any] | None]) -> None:
+    """A thread, from its first line to its last. ``init`` is emptied: a thread's arguments live as long as it."""
+    worker_init_fn = init.pop()
     if worker_init_fn is not None:
         try:
             worker_init_fn(number)
@@ -164,19 +185,16 @@ def _work(shared: _Shared, number: int, worker_init_fn: Callable[[int], Any] | N
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while thread {number} started (worker_init_fn)")
             shared.results.append(failure)
-            shared.arrived.set()
+            shared.bell.put(None)
             return
-    while True:
-        shared.available.acquire()
-        if shared.closing:
-            return
-        try:
-            task = shared.tasks.popleft()
-        except IndexError:
-            continue  # it was cancelled
-        result = shared.readers[number].read(task)
-        if shared.closing:
-            return
-        shared.results.append(result)
-        shared.arrived.set()
-        del task, result  # a thread that waits holds nobody's batch
+    del worker_init_fn
+    while (taken := shared.tasks.get()) is not None and not shared.closing:
+        reader, task = taken
+        if task.run not in shared.cancelled:
+            result = reader.read(task, f"thread {number}")
+            if shared.closing:
+                return
+            shared.results.append(result)
+            shared.bell.put(None)
+            del result
+        del taken, reader, task  # a thread that waits holds nobody's batch
