@@ -76,7 +76,10 @@ class Reader:
                 error = raised
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
         seconds = time.perf_counter() - began
-        return Result(task.run, task.seq, batch, count, error, tuple(skipped), lost, seconds)
+        try:
+            return Result(task.run, task.seq, batch, count, error, tuple(skipped), lost, seconds)
+        finally:
+            del error  # else error -> traceback -> this frame -> error, and whoever it passes waits for the collector
 
     def _tell_epoch(self, task: Task, worker: str | None) -> None:
         if self._set_epoch is None or task.epoch == self._epoch:

@@ -1,0 +1,263 @@
+"""The program around the loader: its signal handlers, its own forks, its reapers, its reference cycles."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_pool
+from samples import Bad, boom
+
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools.base import Pool
+
+unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+
+
+def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
+    """Run a program of the user's; it must end well, in time, and print nothing to stderr."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+
+
+@unix
+@METHODS
+def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
+    run_script(
+        tmp_path,
+        """
+        import signal, sys, tempfile
+        folder = tempfile.TemporaryDirectory()  # a weakref.finalize before multiprocess comes
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        loader = ShardedDataLoader(range(100), 4, pool=ProcessPool(2, start_method=sys.argv[1]))
+        iterator = iter(loader)
+        next(iterator)
+        """,
+        method,
+    )
+
+
+@unix
+@METHODS
+def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
+    out = run_script(
+        tmp_path,
+        """
+        import os, sys
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        loader = ShardedDataLoader(range(100), 4, pool=ProcessPool(2, start_method=sys.argv[1]))
+        iterator = iter(loader)
+        next(iterator)
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        print(len(list(iterator)))
+        """,
+        method,
+    )
+    assert out == "24\n"
+
+
+@unix
+@METHODS
+def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_path: Path, method: str) -> None:
+    out = run_script(
+        tmp_path,
+        """
+        import os, signal, subprocess, sys, time
+        import psutil
+        if len(sys.argv) == 3:
+            from sharded_loader import ProcessPool, ShardedDataLoader
+            pool = ProcessPool(2, start_method=sys.argv[1])
+            iterator = iter(ShardedDataLoader(range(100), 4, pool=pool))
+            next(iterator)
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            print(child, *pool.pids, flush=True)
+            time.sleep(30)
+        trainer = subprocess.Popen([sys.executable, *sys.argv, "trainer"], stdout=subprocess.PIPE, text=True)
+        child, *workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        trainer.kill()
+        trainer.wait()
+        gone, alive = psutil.wait_procs(workers, timeout=3)
+        child.kill()
+        trainer.stdout.close()
+        print(len(gone), len(alive))
+        """,
+        method,
+    )
+    assert out == "2 0\n"
+
+
+@unix
+@METHODS
+@pytest.mark.parametrize("reaper", ["ignore", "waitpid"])
+def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
+    run_script(
+        tmp_path,
+        """
+        import os, signal, sys, threading
+        if sys.argv[2] == "ignore":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        def reap():
+            while True:
+                try: os.waitpid(-1, 0)
+                except ChildProcessError: threading.Event().wait(0.01)
+        if sys.argv[2] == "waitpid":
+            threading.Thread(target=reap, daemon=True).start()
+        for _ in range(3):
+            with ShardedDataLoader(range(20), 4, pool=ProcessPool(2, start_method=sys.argv[1])) as loader:
+                assert len(list(loader)) == 5
+            fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+        assert fds < 30, fds
+        """,
+        method,
+        reaper,
+    )
+
+
+def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        import random, threading
+        from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_seed
+        inside, leave = threading.Event(), threading.Event()
+        class Holds:
+            def __len__(self): return 1
+            def __getitem__(self, i):
+                with sample_seed():
+                    inside.set()
+                    leave.wait()
+                return i
+        class Draws:
+            def __len__(self): return 2
+            def __getitem__(self, i):
+                with sample_seed(): return random.random()
+        threads = iter(ShardedDataLoader(Holds(), 1, pool=ThreadPool(1)))
+        inside.wait()
+        with ShardedDataLoader(Draws(), 2, pool=ProcessPool(1, start_method="fork")) as loader:
+            next(iter(loader))
+        leave.set()
+        next(threads)
+        """,
+    )
+
+
+# -- garbage --------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Holds the loader, whose batchify function is a method of it, and an iterator: a cycle, as people write it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.loader = ShardedDataLoader(range(8), 4, pool=pool, batchify_fn=self.batchify)
+        self.iterator = iter(self.loader)
+
+    @staticmethod
+    def _length(samples: list[int]) -> int:
+        return len(samples)
+
+    def batchify(self, samples: list[int]) -> int:
+        return self._length(samples)
+
+
+@pytest.mark.parametrize("name", ["inline", "thread", "fork"])
+def test_a_loader_in_a_cycle_with_its_own_job_is_collected(name: str) -> None:
+    trainer = Trainer(make_pool(name))
+    assert next(trainer.iterator) == 4
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_error_does_not_keep_its_loader(new_pool: Callable[..., Pool]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pool = new_pool()
+        with contextlib.suppress(Exception):
+            for _ in ShardedDataLoader(Bad(boom), 4, pool=pool):
+                pass
+        assert not (pool.num_workers and _runs(pool))
+    finally:
+        gc.enable()
+
+
+def _runs(pool: Any) -> bool:
+    return bool(pool.pids) if isinstance(pool, ProcessPool) else bool(pool.started)
+
+
+# -- exceptions of odd classes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class NoNotes(Exception):
+    __notes__ = ()  # type: ignore[assignment]
+
+
+class OwnNew(Exception):
+    def __new__(cls, a: int, b: int) -> OwnNew:
+        return super().__new__(cls)
+
+    def __init__(self, a: int, b: int) -> None:
+        self.both = a, b
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def odd_errors() -> list[Exception]:
+    return [
+        Frozen(3),
+        NoNotes("x"),
+        OwnNew(1, 2),
+        Unprintable(),
+        KeyError((1, object())),
+        ValueError(np.zeros(100_000)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool, number: int) -> None:
+    expected = odd_errors()[number]
+
+    def fail() -> None:
+        raise odd_errors()[number]
+
+    with ShardedDataLoader(Bad(fail), 10, pool=pool) as loader:
+        with pytest.raises(type(expected)) as caught:
+            next(iter(loader))
+        assert type(caught.value) is type(expected)
+        assert getattr(caught.value, "both", None) == getattr(expected, "both", None)
+        assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
