@@ -17,14 +17,15 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
 from sharded_loader.arguments import check_dataset, check_on_error, claim, length, make_pool, make_split, refuse_unknown
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement, find_devices
+from sharded_loader.execution.epochs import begin_epoch, in_epoch
 from sharded_loader.execution.messages import NOTHING, Job, OnError
 from sharded_loader.execution.pipeline import Pipeline, Run
 from sharded_loader.execution.plan import EpochPlan
@@ -266,7 +267,8 @@ class ShardedDataLoader:
         self._warn_if_ranks_repeat()
         epoch = self._order.next_epoch
         run = self._new_run(epoch)
-        self._tell_dataset(epoch)
+        if self._pipeline.pool.shares_dataset:
+            begin_epoch(self.dataset, epoch, self._runs())
         self._pipeline.open(run, self._job(), renew=self._stale)
         self._stale = False
         self._order.set_epoch(epoch + 1)
@@ -294,20 +296,9 @@ class ShardedDataLoader:
     def _job(self) -> Job:
         return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
 
-    def _tell_dataset(self, epoch: int) -> None:
-        """A dataset that is told its epoch and exists once can be in one epoch only."""
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if set_epoch is None or not self._pipeline.pool.shares_dataset:
-            return
-        for iterator in list(self._live):
-            run = iterator.run
-            if not run.ended:
-                run.dead = (
-                    f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
-                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
-                    f"use worker processes, or finish one epoch before the next"
-                )
-        set_epoch(epoch)
+    def _runs(self) -> list[Run]:
+        """The runs of the iterators that are alive."""
+        return [iterator.run for iterator in self._live]
 
     def _warn_if_ranks_repeat(self) -> None:
         if not self._warned_ranks:
@@ -339,7 +330,7 @@ class ShardedDataLoader:
             if isinstance(planned, BaseException):
                 raise planned
             task = plan.split(planned)
-            with self._dataset_at(epoch):
+            with self._in_epoch(epoch):
                 result = Reader(self._job()).read(task)
             if result.error is not None:
                 raise result.error
@@ -367,28 +358,12 @@ class ShardedDataLoader:
         """
         self._pipeline.check_open()
         epoch = self.epoch if epoch is None else epoch
-        with self._dataset_at(epoch):
+        with self._in_epoch(epoch):
             return Reader(self._job()).read_sample(index, epoch)
 
-    @contextmanager
-    def _dataset_at(self, epoch: int) -> Iterator[None]:
-        """Inside, a dataset that is told its epoch is in this one; afterwards in the one it was in before."""
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if set_epoch is None:
-            yield
-            return
-        reading = [one.run.epoch for one in self._live if not one.run.ended and one.run.dead is None]
-        if self.num_workers and self._pipeline.pool.shares_dataset and any(other != epoch for other in reading):
-            raise RuntimeError(
-                f"cannot read in epoch {epoch} while threads read epoch {reading[0]}: the dataset, which has "
-                f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-            )
-        before = self.epoch
-        set_epoch(epoch)
-        try:
-            yield
-        finally:
-            set_epoch(before)
+    def _in_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        threads = self.num_workers and self._pipeline.pool.shares_dataset
+        return in_epoch(self.dataset, epoch, self.epoch, self._runs() if threads else [])
 
     # -- life -----------------------------------------------------------------------------------------------
 
