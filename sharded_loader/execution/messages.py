@@ -8,12 +8,13 @@ Between processes each message is a head and buffers (`memory.codec`). The head 
 (run, seq) in plain bytes, so that either side knows what a message is about even when the pickle behind it
 cannot be read: a batch that cannot be unpickled is one batch's error.
 
-    TASK    run seq  pickled Task           trainer -> worker
+    TASK    run seq  slot, pickled Task     trainer -> worker
     CANCEL  run                             do not begin the tasks of this run
-    JOB              buffers: a published `NewJob`
+    SEGMENT          number, size, name     shared memory; without a name a descriptor follows
+    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow
     READY                                   worker -> trainer: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
-    RESULT  run seq  pickled Reply
+    RESULT  run seq  pickled Reply; its buffers lie in the task's slot, or follow
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sharded_loader.memory.arena import Slot
 from sharded_loader.memory.codec import EncodedError
 
-TASK, CANCEL, JOB, READY, FAILED, RESULT = b"T", b"C", b"J", b"Y", b"F", b"R"
+TASK, CANCEL, SEGMENT, JOB, READY, FAILED, RESULT = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 
 _HEAD = struct.Struct("!cqq")
+_SLOT = struct.Struct("!qqq")
+_WANTED = struct.Struct("!q")
 
 
 def pack_head(kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> bytes:
@@ -39,6 +43,27 @@ def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
     """Kind, run, seq and the pickle of a head."""
     kind, run, seq = _HEAD.unpack_from(head)
     return kind, run, seq, memoryview(head)[_HEAD.size :]
+
+
+def pack_slot(slot: Slot | None) -> bytes:
+    """The slot of a task, before its pickle."""
+    return _SLOT.pack(*((-1, 0, 0) if slot is None else (slot.segment, slot.offset, slot.nbytes)))
+
+
+def pack_wanted(nbytes: int) -> bytes:
+    """How many bytes a batch needed, before the pickle of its reply."""
+    return _WANTED.pack(nbytes)
+
+
+def unpack_wanted(content: memoryview) -> tuple[int, memoryview]:
+    """How many bytes, and the pickle behind it."""
+    return _WANTED.unpack_from(content)[0], content[_WANTED.size :]
+
+
+def unpack_slot(content: memoryview) -> tuple[Slot | None, memoryview]:
+    """The slot, and the pickle behind it."""
+    segment, offset, nbytes = _SLOT.unpack_from(content)
+    return None if segment < 0 else Slot(segment, offset, nbytes), content[_SLOT.size :]
 
 
 OnError = str | Callable[[Any], Any]

@@ -1,7 +1,7 @@
 """A worker process, from its first line to its last.
 
-    receiver thread:  pipe -> inbox                     always drains, so the trainer's sends never wait
-    main thread:      inbox -> Reader -> encode -> pipe
+    receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
+    main thread:      inbox -> Reader -> slot, encode -> pipe
 
 The job (the dataset and how to read it) comes by inheritance under fork, else as the first message. The
 process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code
@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import threadpoolctl
 
 from sharded_loader.errors import Place, add_note, as_exception
@@ -38,18 +39,22 @@ from sharded_loader.execution.messages import (
     JOB,
     READY,
     RESULT,
+    SEGMENT,
     Job,
     NewJob,
     Reply,
     Result,
     Task,
     pack_head,
+    pack_wanted,
     unpack_head,
+    unpack_slot,
 )
-from sharded_loader.execution.pools.link import Message, receive_message, send_message
+from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
-from sharded_loader.memory.codec import encode, encode_error
+from sharded_loader.memory.codec import SlotWriter, encode, encode_error
+from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
 
 GRACE = 0.3
@@ -67,6 +72,7 @@ class _Worker:
         self._finished = threading.Event()
         self._job: Job | None = None
         self._reader: Reader | None = None
+        self._segments: dict[int, np.ndarray[Any, Any]] = {}
 
     # -- receiver thread ------------------------------------------------------------------------------------
 
@@ -74,9 +80,15 @@ class _Worker:
         try:
             while True:
                 message = receive_message(self._conn)
-                kind, run, _, _ = unpack_head(message.head)
+                kind, run, seq, content = unpack_head(message.head)
                 if kind == CANCEL:
                     self._cancelled.add(run)
+                elif kind == SEGMENT:
+                    name = bytes(content).decode() or None
+                    fd = None if name else receive_descriptor(self._conn)
+                    # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
+                    segment = attach(run, seq, fd, name, private=run < 0)
+                    self._segments[run] = np.frombuffer(segment.mapping, np.uint8)
                 else:  # the user's objects are unpickled by the main thread
                     self._inbox.put(message)
         except (EOFError, OSError):
@@ -97,7 +109,7 @@ class _Worker:
             if kind == JOB:
                 taken = self._take_job(message)
             elif run in self._cancelled:
-                self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq)))
+                self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq)), SlotWriter(None))
             else:
                 self._do(run, seq, content)
             del message, content
@@ -106,7 +118,7 @@ class _Worker:
     def _take_job(self, source: NewJob | Message) -> bool:
         first = self._job is None
         try:
-            new = publish.load(source.buffers[0], source.buffers[1:]) if isinstance(source, Message) else source
+            new = self._load(source) if isinstance(source, Message) else source
             self._job = new.job
             _prepare_torch(self._number, self._num_workers, new.job)
             if first and new.worker_init_fn is not None:
@@ -121,24 +133,37 @@ class _Worker:
         self._send(pack_head(READY), None)
         return True
 
+    def _load(self, message: Message) -> NewJob:
+        _, number, _, content = unpack_head(message.head)
+        memory = self._segments.pop(number, None)
+        buffers = [
+            memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
+            for place in message.buffers
+        ]
+        new: NewJob = publish.load(content, buffers)
+        return new
+
     def _do(self, run: int, seq: int, content: memoryview) -> None:
         assert self._job is not None and self._reader is not None  # the job is the first message
+        place, content = unpack_slot(content)
+        memory = None if place is None else self._segments[place.segment][place.offset : place.offset + place.nbytes]
         try:
             task: Task = pickle.loads(content)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
-            self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq), encode_error(error)))
+            self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq), encode_error(error)), SlotWriter(None))
             return
         # The same for a batch that is made again, by whichever worker.
         seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
-        self._reply(self._reader.read(task, self._name), task)
+        slot = SlotWriter(memory)
+        self._reply(self._reader.read(task, self._name, slot.empty), task, slot)
 
-    def _reply(self, result: Result, task: Task) -> None:
+    def _reply(self, result: Result, task: Task, slot: SlotWriter) -> None:
         head = pack_head(RESULT, task.run, task.seq)
         skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
         error = None if result.error is None else encode_error(result.error)
         try:
-            self._send(head, Reply(replace(result, error=None, skipped=()), error, skipped))
+            self._send(head, Reply(replace(result, error=None, skipped=()), error, skipped), slot)
         except Exception as unpicklable:
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -146,12 +171,14 @@ class _Worker:
             )
             Place(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
-            self._send(head, Reply(Result(task.run, task.seq), encode_error(failure), ()))
+            self._send(head, Reply(Result(task.run, task.seq), encode_error(failure), ()), SlotWriter(None))
 
-    def _send(self, head: bytes, content: Any) -> None:
-        encoded = encode(content)
+    def _send(self, head: bytes, content: Any, slot: SlotWriter | None = None) -> None:
+        encoded = encode(content, slot)
+        if slot is not None:
+            head += pack_wanted(slot.wanted)
         try:
-            send_message(self._conn, head + encoded.head, encoded.buffers)
+            send_message(self._conn, head + encoded.head, encoded.places, encoded.buffers)
         except OSError:
             os._exit(1)  # the trainer is gone
 

@@ -37,43 +37,58 @@ from multiprocess import connection
 PORTABLE = sys.platform == "win32" or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
 
 _COUNT = struct.Struct("!I")
+_PLACE = struct.Struct("!qq")
 _SIZE = struct.Struct("!i")
 _LONG_SIZE = struct.Struct("!Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Message:
-    """A pickle and the buffers that it refers to."""
+    """A pickle and the buffers that it refers to.
+
+    Attributes:
+        head: kind, run, seq and the pickle.
+        buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the message.
+        result: what the receiver has made of it, so that it is decoded once.
+    """
 
     head: Any
     buffers: list[Any]
+    result: Any = None
 
 
-def head_frame(head: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """The first frame of a message: the sizes of the buffers that follow, then the pickle."""
-    sizes = [buffer.nbytes for buffer in buffers]
-    return _COUNT.pack(len(sizes)) + struct.pack(f"!{len(sizes)}Q", *sizes) + head
+def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
+    """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
+    return _COUNT.pack(len(places)) + b"".join(_PLACE.pack(*place) for place in places) + head
 
 
-def read_head(frame: Any) -> tuple[list[int], memoryview]:
-    """Sizes of the buffers that follow, and the pickle."""
+def read_head(frame: Any) -> tuple[list[Any], memoryview]:
+    """Offset and size of each buffer, and the head."""
     (count,) = _COUNT.unpack_from(frame)
-    sizes = list(struct.unpack_from(f"!{count}Q", frame, _COUNT.size))
-    return sizes, memoryview(frame)[_COUNT.size + 8 * count :]
+    end = _COUNT.size + _PLACE.size * count
+    return list(_PLACE.iter_unpack(memoryview(frame)[_COUNT.size : end])), memoryview(frame)[end:]
 
 
-def send_message(conn: Any, head: bytes, buffers: Sequence[memoryview]) -> None:
+def piped(buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
+    """The places of buffers that are all sent through the pipe."""
+    return [(-1, buffer.nbytes) for buffer in buffers]
+
+
+def send_message(conn: Any, head: bytes, places: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
     """Send a message through a blocking connection (the worker's end)."""
-    conn.send_bytes(head_frame(head, buffers))
+    conn.send_bytes(head_frame(head, places))
     for buffer in buffers:
         conn.send_bytes(buffer)
 
 
 def receive_message(conn: Any) -> Message:
     """Receive a message from a blocking connection; EOFError or OSError when the other end is gone."""
-    sizes, head = read_head(conn.recv_bytes())
-    buffers = []
-    for size in sizes:
+    places, head = read_head(conn.recv_bytes())
+    buffers: list[Any] = []
+    for offset, size in places:
+        if offset >= 0:
+            buffers.append((offset, size))
+            continue
         buffer = np.empty(size, np.uint8)
         # A buffer of size 0 cannot be given to recv_bytes_into, but its frame has to be read.
         if size:
@@ -82,6 +97,13 @@ def receive_message(conn: Any) -> Message:
             conn.recv_bytes()
         buffers.append(buffer)
     return Message(head, buffers)
+
+
+def receive_descriptor(conn: Any) -> int:
+    """The descriptor that the other end sent after its last message."""
+    with socket.fromfd(conn.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+    return descriptors[0]
 
 
 class Link(ABC):
@@ -107,8 +129,22 @@ class Link(ABC):
         """Whether something waits to be sent."""
 
     @abstractmethod
-    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Send a message, or as much of it as goes now. A worker that is gone is noticed by `receive`."""
+    def send(
+        self,
+        head: bytes,
+        buffers: Sequence[memoryview] = (),
+        *,
+        places: Sequence[tuple[int, int]] | None = None,
+        descriptor: int | None = None,
+    ) -> None:
+        """Send a message, or as much of it as goes now. A worker that is gone is noticed by `receive`.
+
+        Args:
+            head: kind, run, seq and content.
+            buffers: sent through the pipe.
+            places: of the buffers, where not all of them are sent (see `Encoded`).
+            descriptor: sent along; stays open here.
+        """
 
     @abstractmethod
     def flush(self) -> None:
@@ -145,11 +181,11 @@ class SocketLink(Link):
         self._socket = socket.socket(fileno=os.dup(conn.fileno()))
         conn.close()
         self._socket.setblocking(False)
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[memoryview | int] = deque()
         self._expect(_SIZE.size)
         self._reading_size = True
         self._head: memoryview | None = None
-        self._sizes: list[int] = []
+        self._places: deque[tuple[int, int]] = deque()
         self._buffers: list[Any] = []
 
     def _expect(self, size: int) -> None:
@@ -165,32 +201,46 @@ class SocketLink(Link):
     def has_unsent(self) -> bool:
         return bool(self._outbox)
 
-    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
+    def send(
+        self,
+        head: bytes,
+        buffers: Sequence[memoryview] = (),
+        *,
+        places: Sequence[tuple[int, int]] | None = None,
+        descriptor: int | None = None,
+    ) -> None:
         frames: list[memoryview] = []
-        for frame in (memoryview(head_frame(head, buffers)), *buffers):
+        first = head_frame(head, piped(buffers) if places is None else places)
+        for frame in (memoryview(first), *buffers):
             size = frame.nbytes
             prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
             # One write for a small frame: two would be two system calls and wake the worker twice.
             frames.extend([memoryview(prefix + bytes(frame))] if size < 16384 else [memoryview(prefix), frame])
         self.torn = True
         self._outbox.extend(frame.cast("B") for frame in frames if frame.nbytes)
+        if descriptor is not None:
+            self._outbox.append(descriptor)
         self.torn = False
         self.flush()
 
     def flush(self) -> None:
         self.torn = True
         while self._outbox:
+            item = self._outbox[0]
             try:
-                sent = self._socket.send(self._outbox[0])
+                if isinstance(item, int):
+                    sent = socket.send_fds(self._socket, [b"\0"], [item])
+                else:
+                    sent = self._socket.send(item)
             except BlockingIOError:
                 break
             except OSError:
                 self._outbox.clear()
                 break
-            if sent == self._outbox[0].nbytes:
+            if isinstance(item, int) or sent == item.nbytes:
                 self._outbox.popleft()
             else:
-                self._outbox[0] = self._outbox[0][sent:]
+                self._outbox[0] = item[sent:]
         self.torn = False
 
     def receive(self) -> None:
@@ -228,11 +278,15 @@ class SocketLink(Link):
             self._expect(size)
             return
         if self._head is None:
-            self._sizes, self._head = read_head(self._frame)
+            places, self._head = read_head(self._frame)
+            self._places = deque(places)
             self._buffers = []
         else:
             self._buffers.append(self._frame)
-        if len(self._buffers) == len(self._sizes):
+            self._places.popleft()
+        while self._places and self._places[0][0] >= 0:
+            self._buffers.append(self._places.popleft())
+        if not self._places:
             self.inbox.append(Message(self._head, self._buffers))
             self._head = None
         self._reading_size = True
@@ -259,10 +313,20 @@ class PortableLink(Link):
     def has_unsent(self) -> bool:
         return False
 
-    def send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
+    def send(
+        self,
+        head: bytes,
+        buffers: Sequence[memoryview] = (),
+        *,
+        places: Sequence[tuple[int, int]] | None = None,
+        descriptor: int | None = None,
+    ) -> None:
         self.torn = True
         try:
-            send_message(self._conn, head, buffers)
+            send_message(self._conn, head, piped(buffers) if places is None else places, buffers)
+            if descriptor is not None:
+                with socket.fromfd(self._conn.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                    socket.send_fds(end, [b"\0"], [descriptor])
         except OSError:
             pass  # the worker is gone: `receive` finds end-of-file
         self.torn = False

@@ -42,6 +42,7 @@ from sharded_loader.execution.messages import (
     FAILED,
     JOB,
     READY,
+    SEGMENT,
     TASK,
     Job,
     NewJob,
@@ -49,7 +50,9 @@ from sharded_loader.execution.messages import (
     Result,
     Task,
     pack_head,
+    pack_slot,
     unpack_head,
+    unpack_wanted,
 )
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
@@ -61,7 +64,12 @@ from sharded_loader.execution.pools.starting import (
     uninterrupted,
 )
 from sharded_loader.memory import publish
-from sharded_loader.memory.codec import Encoded, decode, decode_error
+from sharded_loader.memory.arena import Arena, Slot
+from sharded_loader.memory.codec import decode, decode_error
+from sharded_loader.memory.segments import Segment
+
+SLOT_BYTES = 32768
+"""Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
 
 HELD = 2
 """Tasks a worker holds: the one it does and one more, so that it never waits for the next."""
@@ -82,7 +90,8 @@ class ProcessPool(Pool):
         timeout: reserved (seconds without progress on one sample); this version takes only None.
         restarts: reserved (how often a batch whose worker died is made again). In this version a worker
             that dies raises at once.
-        max_bytes: reserved (bound on shared memory); this version takes only None.
+        max_bytes: bound on the shared memory that batches lie in. None: a quarter of what is free at the first
+            epoch, divided by LOCAL_WORLD_SIZE. Past it batches are copied out, and the loader goes on.
 
     Raises:
         TypeError, ValueError: a bad number of workers or start method.
@@ -111,7 +120,9 @@ class ProcessPool(Pool):
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
-        check_reserved("ProcessPool", timeout=timeout, max_bytes=max_bytes)
+        check_reserved("ProcessPool", timeout=timeout)
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+            raise ValueError(f"max_bytes is {max_bytes!r}; it must be an int of at least 0, or None")
         if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
             raise ValueError(f"restarts is {restarts!r}; it must be an int of at least 0")
         self.start_method = choose_start_method(start_method)
@@ -119,8 +130,9 @@ class ProcessPool(Pool):
         self.restarts = restarts
         self._context = multiprocess.get_context(self.start_method)
         self._new_job: NewJob | None = None
-        self._published: Encoded | None = None
-        self._crew = _Crew()
+        self._published: publish.Published | None = None
+        self._crew = _Crew(max_bytes)
+        self._wanted = 0
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
 
@@ -144,15 +156,18 @@ class ProcessPool(Pool):
 
     def start(self, job: Job) -> None:
         self._new_job = NewJob(job, self.worker_init_fn)
-        self._published = None
+        if self._published is not None:
+            self._published.close()
+            self._published = None
         if self.start_method != "fork":
-            self._published = publish.publish(
+            encoded = publish.publish(
                 self._new_job,
                 dataset=job.dataset,
                 batchify_fn=job.batchify_fn,
                 on_error=job.on_error,
                 worker_init_fn=self.worker_init_fn,
             )
+            self._published = publish.share(encoded, -1)
         if self._workers and self._published is not None:
             for handle in self._workers:
                 self._send_job(handle.link)
@@ -179,15 +194,27 @@ class ProcessPool(Pool):
     def submit(self, task: Task) -> None:
         handle = min(self._workers, key=_load)
         pickled = _pickle_task(task)
+        key = task.run, task.seq
+        slot = handle.slots.get(key)
+        if slot is None and self._wanted >= SLOT_BYTES:
+            # Noted before it is used, and with its worker: it is free again when that has replied or is reaped.
+            slot = self._crew.arena.take(self._wanted)
+            if slot is not None:
+                handle.slots[key] = slot
+                self._send_segments(handle, slot.segment)
         # Sent before it is noted: an interruption in between makes a batch twice, the other order never.
-        handle.link.send(pack_head(TASK, task.run, task.seq, pickled))
-        handle.tasks[task.run, task.seq] = task
+        handle.link.send(pack_head(TASK, *key, pack_slot(slot) + pickled))
+        handle.tasks[key] = task
 
     def receive(self) -> Iterator[Result]:
         for handle in list(self._workers):
             if not handle.link.torn:
                 handle.link.flush()
                 handle.link.receive()
+            if handle.link.torn:
+                # What it has sent is done again too: a message may have been interrupted in being decoded.
+                self._replace(handle)
+                continue
             yield from self._take(handle)
             if handle.link.torn:
                 self._replace(handle)
@@ -226,6 +253,8 @@ class ProcessPool(Pool):
         self._crew.close()
         self._requeued.clear()
         self._ended.clear()
+        if self._published is not None:
+            self._published.close()
         self._published = self._new_job = None
 
     def closer(self) -> Callable[[], None]:
@@ -256,9 +285,11 @@ class ProcessPool(Pool):
         return handle
 
     def _send_job(self, link: Link) -> None:
-        if self._published is not None:
-            buffers = (memoryview(self._published.head), *self._published.buffers)
-            link.send(pack_head(JOB), buffers)
+        published = self._published
+        if published is not None:
+            if published.segment is not None:
+                _send_segment(link, published.segment)
+            link.send(pack_head(JOB, -1, 0, published.head), published.buffers, places=published.places)
 
     def _take(self, handle: _WorkerHandle) -> Iterator[Result]:
         """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""
@@ -271,9 +302,35 @@ class ProcessPool(Pool):
             if kind == READY:
                 handle.ready = True
             else:
-                yield _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
+                if message.result is None:
+                    # Decoding lends the slot out, which must not happen twice: torn, if interrupted.
+                    handle.link.torn = True
+                    message.result = self._decode(handle, run, seq, content, message)
+                    handle.link.torn = False
+                yield message.result
                 handle.tasks.pop((run, seq), None)
             handle.link.inbox.popleft()
+
+    def _decode(self, handle: _WorkerHandle, run: int, seq: int, content: memoryview, message: Message) -> Result:
+        """The result in a message. Its slot is lent out with it, or free again if nothing lies in it."""
+        wanted, content = unpack_wanted(content)
+        # The largest so far: batches differ in size, and a slot that is too small costs a copy.
+        self._wanted = max(self._wanted, wanted + wanted // 16)
+        slot = handle.slots.pop((run, seq), None)
+        if slot is not None and any(isinstance(place, tuple) for place in message.buffers):
+            whole = self._crew.arena.lend(slot)
+            message.buffers = [
+                whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in message.buffers
+            ]
+        elif slot is not None:
+            self._crew.arena.give(slot)
+        return _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
+
+    def _send_segments(self, handle: _WorkerHandle, number: int) -> None:
+        """Let the worker know the segments up to this one."""
+        for segment in self._crew.arena.segments[handle.segments : number + 1]:
+            _send_segment(handle.link, segment)
+            handle.segments = segment.number + 1
 
     def _replace(self, handle: _WorkerHandle) -> None:
         """A new worker in place of this one; what it had to do is done again."""
@@ -284,6 +341,7 @@ class ProcessPool(Pool):
             self._workers[self._workers.index(handle)] = new
             handle.link.close()
             handle.release()
+            self._crew.free_slots(handle)
 
     def _bury(self, handle: _WorkerHandle) -> Iterator[Result]:
         """A worker has ended by itself: say so, and put another in its place."""
@@ -331,8 +389,10 @@ class ProcessPool(Pool):
 class _Crew:
     """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None) -> None:
         self.handles: list[_WorkerHandle] = []
+        self._max_bytes = max_bytes
+        self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
         self._pid = os.getpid()
@@ -356,6 +416,14 @@ class _Crew:
             for end in ends:
                 if end is not None:
                     end.close()
+            arena, self.arena = self.arena, Arena(self._max_bytes)
+            arena.close()
+
+    def free_slots(self, handle: _WorkerHandle) -> None:
+        """The worker is reaped: what it was writing into is free."""
+        slots, handle.slots = handle.slots, {}
+        for slot in slots.values():
+            self.arena.give(slot)
 
     def stop_workers(self) -> None:
         handles, self.handles = self.handles, []
@@ -366,6 +434,7 @@ class _Crew:
             handle.process.join(max(0.0, deadline - time.monotonic()))
         for handle in handles:
             handle.release()
+            self.free_slots(handle)
 
 
 class _WorkerHandle:
@@ -376,6 +445,8 @@ class _WorkerHandle:
         self.process = process
         self.link = link
         self.tasks: dict[tuple[int, int], Task] = {}
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.segments = 0
         self.ready = False
         self._pidfd: int | None = None
         # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
@@ -405,6 +476,11 @@ class _WorkerHandle:
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
+
+
+def _send_segment(link: Link, segment: Segment) -> None:
+    name = (segment.name or "").encode()
+    link.send(pack_head(SEGMENT, segment.number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
 
 
 def _load(handle: _WorkerHandle) -> int:

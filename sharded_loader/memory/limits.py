@@ -1,0 +1,83 @@
+"""How much memory may still be taken, and what is in the way.
+
+    free_bytes() -> Limit(nbytes, what)      the tightest of: machine, every enclosing cgroup (v1, v2)
+
+Asked before shared memory grows. The kernel does not refuse inside a memory cgroup: it kills.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Limit:
+    """So many bytes are free, and what sets that limit, in words."""
+
+    nbytes: int
+    what: str
+
+
+def free_bytes(root: Path = Path("/")) -> Limit:
+    """What is free for this process.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+    """
+    return min([_machine(root), *_cgroups(root)], key=lambda limit: limit.nbytes)
+
+
+def _machine(root: Path) -> Limit:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return Limit(int(line.split()[1]) * 1024, "the machine's memory")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return Limit(pages * size // 2, "half of the machine's memory")
+    except (AttributeError, ValueError, OSError):
+        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+
+
+def _cgroups(root: Path) -> list[Limit]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # In a container the path may name folders that only the host can see: the root of what is mounted
+        # is then the container's own group.
+        group = base / path.lstrip("/")
+        for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
+            limit = _cgroup(folder, *names)
+            if limit is not None:
+                found.append(limit)
+    return found
+
+
+def _cgroup(folder: Path, maximum: str, current: str) -> Limit | None:
+    try:
+        text = (folder / maximum).read_text().strip()
+        if text == "max":
+            return None
+        used = int((folder / current).read_text())
+        # The page cache is counted as used, and given up when memory is wanted.
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                used -= int(line.split()[1])
+                break
+        return Limit(max(0, int(text) - used), f"the memory limit of cgroup {folder}")
+    except (OSError, ValueError):
+        return None
