@@ -84,6 +84,7 @@ class Pipeline:
         # Reentrant: a signal handler or a finalizer may close the loader in the middle of `next`.
         self._changed = threading.Condition(threading.RLock())
         self._leader: int | None = None
+        self._followers = 0
         self._at_work = _AtWork(self)
 
     # -- runs -----------------------------------------------------------------------------------------------
@@ -155,7 +156,9 @@ class Pipeline:
                 return  # `_AtWork` goes on from here
             # The leader looks at what the pool owns; it leaves as soon as it wakes (an inline or
             # thread-pool leader that is in the user's code: after its sample, and it needs nothing of ours).
+            self._followers += 1
             self._changed.wait_for(lambda: self._leader in (None, me), timeout=1.0)
+            self._followers -= 1
             self.shut()
 
     def shut(self) -> None:
@@ -193,7 +196,11 @@ class Pipeline:
                     if entry is not None:
                         return entry
                     if self._leader not in (None, me):
-                        self._changed.wait()
+                        self._followers += 1
+                        try:
+                            self._changed.wait()
+                        finally:
+                            self._followers -= 1
                         continue
                     self._leader = me
                 self.pool.wait()
@@ -201,7 +208,8 @@ class Pipeline:
             if self._leader == me:
                 with self._changed:
                     self._leader = None
-                    self._changed.notify_all()
+                    if self._followers:
+                        self._changed.notify_all()
 
     def done(self, run: Run, entry: Entry) -> None:
         """The batch is being handed out: put another in flight, and take this one out of the window."""
@@ -229,8 +237,8 @@ class Pipeline:
             if run.dead is None:
                 self._fill(run, max(1, self.prefetch))
                 self._dispatch()
-                self._receive(run)
-                self._dispatch()
+                if self._receive(run):
+                    self._dispatch()
             if run.urgent:
                 raise run.urgent.popleft()
             if not run.window:
@@ -250,22 +258,32 @@ class Pipeline:
             if isinstance(planned, Task):
                 window.append(Entry(seq, planned))
             else:
-                window.append(Entry(seq, None, Result(run.number, seq, error=planned), dispatched=True))
+                window.append(Entry(seq, None, Result(run.number, seq, error=planned)))
             plan.advance()
 
     def _dispatch(self) -> None:
         """Give waiting tasks to the pool, those that are needed soonest first."""
+        # Entries of a run are dispatched in order, so its last one tells whether any waits.
+        for run in self._runs.values():
+            if run.window and not run.window[-1].dispatched:
+                break
+        else:
+            return
         waiting = [
             (distance, run, entry)
             for run in self._runs.values()
             for distance, entry in enumerate(run.window)
             if not entry.dispatched
         ]
-        if not waiting:
-            return
         waiting.sort(key=_distance)
-        for _, run, entry in waiting[: max(0, self.pool.capacity())]:
-            assert entry.task is not None  # an entry without a task counts as dispatched
+        room = self.pool.capacity()
+        for _, run, entry in waiting:
+            if entry.task is None:
+                entry.dispatched = True  # an error in its place
+                continue
+            if room <= 0:
+                return
+            room -= 1
             try:
                 task = entry.task = run.plan.split(entry.task)
                 self.pool.submit(task)
@@ -275,10 +293,13 @@ class Pipeline:
             entry.dispatched = True
         self._wake_others()
 
-    def _receive(self, current: Run) -> None:
+    def _receive(self, current: Run) -> bool:
+        """File what has come; whether anything has."""
+        came = False
         try:
             for result in self.pool.receive():
                 self._file(result, current)
+                came = True
         except Exception as error:
             # The pool cannot work; a new epoch starts it again.
             self.pool.close()
@@ -289,6 +310,7 @@ class Pipeline:
             self._runs.clear()
             self._wake_others()
             raise
+        return came
 
     def _file(self, result: Result, current: Run) -> None:
         run = current if result.run == ANY_RUN else self._runs.get(result.run)
@@ -312,7 +334,8 @@ class Pipeline:
         The leader too: it waits for the pool, and this thread may just have taken what it would wake for, or
         left the pool something to send.
         """
-        self._changed.notify_all()
+        if self._followers:
+            self._changed.notify_all()
         if self._leader not in (None, threading.get_ident()) and self.pool.started:
             self.pool.wake()
 

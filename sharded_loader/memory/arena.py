@@ -126,6 +126,11 @@ class Arena:
         self._reclaim()
         self._retired |= self._out
 
+    def close_descriptors(self) -> None:
+        """In a forked child: the descriptors are the trainer's."""
+        for segment in self.segments:
+            segment.close_descriptor()
+
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
         segments, self.segments, self._free = self.segments, [], []

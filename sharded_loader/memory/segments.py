@@ -59,11 +59,15 @@ class Segment:
     fd: int | None = None
     name: str | None = None
 
-    def close(self) -> None:
-        """Close the descriptor. The mapping goes when the last array over it does."""
+    def close_descriptor(self) -> None:
+        """Close the descriptor; the mapping stays."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping goes when the last array over it does."""
+        self.close_descriptor()
         with contextlib.suppress(BufferError):
             self.mapping.close()
 

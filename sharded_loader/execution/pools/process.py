@@ -25,6 +25,7 @@ import contextlib
 import os
 import pickle
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -59,6 +60,7 @@ from sharded_loader.execution.pools.link import Link, Message, make_link, wait_f
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
     forget_process,
+    is_starting_worker,
     start_forkserver,
     starting_worker,
     uninterrupted,
@@ -396,6 +398,7 @@ class _Crew:
         self.wake_reader: Any = None
         self._wake_writer: Any = None
         self._pid = os.getpid()
+        _crews.add(self)
 
     def open(self) -> None:
         if self.wake_reader is None:
@@ -435,6 +438,25 @@ class _Crew:
         for handle in handles:
             handle.release()
             self.free_slots(handle)
+
+
+_crews: weakref.WeakSet[_Crew] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
+    if not is_starting_worker():
+        for crew in list(_crews):
+            crew.arena.retire_lent()
+
+
+def _after_fork_in_child() -> None:
+    for crew in list(_crews):
+        crew.arena.close_descriptors()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 class _WorkerHandle:

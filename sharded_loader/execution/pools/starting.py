@@ -51,7 +51,7 @@ _this_thread = threading.local()
 def _preparation_data(name: str) -> dict[str, Any]:
     """``spawn.get_preparation_data``, without the user's script for our own workers."""
     data: dict[str, Any] = _original_preparation_data(name)
-    if getattr(_this_thread, "starts_worker", False):
+    if is_starting_worker():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
@@ -59,6 +59,11 @@ def _preparation_data(name: str) -> dict[str, Any]:
 
 _original_preparation_data = spawn.get_preparation_data
 spawn.get_preparation_data = _preparation_data
+
+
+def is_starting_worker() -> bool:
+    """Whether this thread is starting a worker: a fork that happens now is ours, not the user's."""
+    return bool(getattr(_this_thread, "starts_worker", False))
 
 
 @contextlib.contextmanager
