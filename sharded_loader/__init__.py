@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
+    from sharded_loader.data.packed import PackedList as PackedList
     from sharded_loader.data.recordio import RecordFileDataset as RecordFileDataset
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
     from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
+    from sharded_loader.memory.allocation import empty as empty
     from sharded_loader.parallel import Replicas as Replicas
     from sharded_loader.parallel import split_and_load as split_and_load
     from sharded_loader.parallel import split_data as split_data
@@ -61,12 +63,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "sharded_loader.data.batchify": ["default_batchify_fn"],
     "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset"],
+    "sharded_loader.data.packed": ["PackedList"],
     "sharded_loader.data.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": ["LoaderClosedError", "SampleError", "SampleReadError", "WorkerDiedError"],
     "sharded_loader.execution.pools.inline": ["InlinePool"],
     "sharded_loader.execution.pools.process": ["ProcessPool"],
     "sharded_loader.execution.pools.thread": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
+    "sharded_loader.memory.allocation": ["empty"],
     "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
     "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [

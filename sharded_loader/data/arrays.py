@@ -1,7 +1,8 @@
 """`ArrayDataset`: columns in memory, read in bulk with one gather per column.
 
-NumPy columns are gathered by `numpy.take`, tensors by `torch.index_select`, both straight into memory from the
-caller's allocator; lists and other columns go through the default batchify rules.
+NumPy columns and tensors are gathered by `numpy.take`, or copied as a slice where the indices follow one upon the
+other, straight into memory from the caller's allocator: each row is written once. Lists and other columns go
+through the default batchify rules.
 
 What can go wrong: columns of different lengths (ValueError at construction), an index out of range (IndexError).
 """
@@ -17,9 +18,9 @@ import numpy as np
 from sharded_loader.data.base import Dataset, Indices, is_dataset
 from sharded_loader.data.batchify import default_batchify_fn
 from sharded_loader.data.bulk import checked_index, checked_indices, gather, read_many, translated
-from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.errors import Array, Empty, new_array
 from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import check_no_grad, empty_tensor, is_plain
+from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 
 
 class ArrayDataset(Dataset):
@@ -110,7 +111,7 @@ class ArrayDataset(Dataset):
 
     def _gather(self, indices: Indices, empty: Empty) -> Any:
         where = checked_indices(indices, self._length)
-        fields = [_gather_column(column, where, empty) for column in self._columns]
+        fields = gather_rows(self._columns, where, empty)
         if self._names is not None:
             return dict(zip(self._names, fields, strict=True))
         return fields[0] if len(fields) == 1 else fields
@@ -136,25 +137,65 @@ def _describe(column: Any) -> str:
     return type(column).__name__
 
 
-def _gather_column(column: Any, where: np.ndarray[Any, np.dtype[np.int64]], empty: Empty) -> Any:
-    """The rows of one column at checked indices, in memory from ``empty``."""
-    if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
-        if not column.dtype.isnative:
-            out = empty((len(where), *column.shape[1:]), column.dtype.newbyteorder("="))
-            np.copyto(out, column[where])
-            return out
-        out = empty((len(where), *column.shape[1:]), column.dtype)
-        # The indices are checked, so clipping changes nothing; the default mode "raise" buffers the output
-        # (256 rows of 3x32x32 uint8: 36 us against 14).
-        return np.take(column, where, axis=0, out=out, mode="clip")
+def gather_rows(columns: Sequence[Any], where: np.ndarray[Any, np.dtype[np.int64]], empty: Empty) -> list[Any]:
+    """The rows of each column at checked indices, in memory from ``empty``, each written once.
+
+    Example:
+        >>> gather_rows([np.arange(5), ["a", "b", "c", "d", "e"]], np.array([3, 1]), np.empty)
+        [array([3, 1]), ['d', 'b']]
+    """
+    run = _as_run(where)
+    return [_gather_column(column, where, run, empty) for column in columns]
+
+
+def is_gathered(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array's rows are numbers, which `gather_rows` gathers at once.
+
+    Example:
+        >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"]))
+        (True, False)
+    """
+    return array.dtype.kind in "biufc"
+
+
+def _as_run(where: np.ndarray[Any, np.dtype[np.int64]]) -> slice | None:
+    """The indices as a slice if they follow one upon the other."""
+    count = len(where)
+    if not count:
+        return None
+    first = int(where[0])
+    # Most shuffled batches are told apart by the first comparison: 0.2 us.
+    if int(where[-1]) - first != count - 1 or not (where[1:] - where[:-1] == 1).all():
+        return None
+    return slice(first, first + count)
+
+
+def _gather_column(column: Any, where: np.ndarray[Any, np.dtype[np.int64]], run: slice | None, empty: Empty) -> Any:
+    if isinstance(column, np.ndarray) and is_gathered(column):
+        dtype = column.dtype if column.dtype.isnative else column.dtype.newbyteorder("=")
+        return _copy_rows(column, where, run, empty((len(where), *column.shape[1:]), dtype))
     if is_tensor(column):
         check_no_grad([column])
+        if is_column(column):
+            # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
+            # one thread took 78 (256 rows of 3x32x32 uint8).
+            array, tensor = empty_tensor((len(where), *column.shape[1:]), column.dtype, empty)
+            _copy_rows(as_numpy(column), where, run, as_numpy(tensor) if array is None else array)
+            return tensor
         torch: Any = sys.modules["torch"]
-        rows = torch.from_numpy(where)
-        if not is_plain([column]):
-            return column[rows.to(column.device)]
-        _, tensor = empty_tensor((len(where), *column.shape[1:]), column.dtype, empty)
-        return torch.index_select(column, 0, rows, out=tensor)
+        return column[torch.from_numpy(where).to(column.device)]
     if hasattr(column, "get_batch"):
         return gather(column, where, empty)
     return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
+
+
+def _copy_rows(column: Array, where: np.ndarray[Any, np.dtype[np.int64]], run: slice | None, out: Array) -> Array:
+    if run is not None:
+        out[...] = column[run]  # one copy: 20 us where taking the same 256 rows one by one costs 24
+    elif out.dtype == column.dtype:
+        # The indices are checked, so clipping changes nothing; the default mode "raise" buffers the output
+        # (256 rows of 3x32x32 uint8 out of 50,000: 77 us against 53).
+        column.take(where, 0, out, "clip")
+    else:
+        out[...] = column[where]  # the other byte order
+    return out

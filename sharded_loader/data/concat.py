@@ -14,6 +14,7 @@ from sharded_loader.data.base import Dataset, Indices, check_dataset
 from sharded_loader.data.batchify import default_batchify_fn
 from sharded_loader.data.bulk import checked_index, checked_indices, chosen, gather, offered_if, read_many, translated
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.merging import NOT_MERGED, Chunk, merge
 
 
 def _all_have(name: str) -> Callable[[Any], bool]:
@@ -28,7 +29,8 @@ class ConcatDataset(Dataset):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
     Bulk reading exists where every part has it. ``get_batch`` of indices that lie in one part is that part's;
-    of indices in several parts it is the default batchify of their samples.
+    of indices in several parts it is the default batchify of their samples (put together by columns, where all
+    parts are `ArrayDataset`, or subsets of one, with columns of the same names, dtypes and shapes).
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
@@ -90,9 +92,17 @@ class ConcatDataset(Dataset):
     @offered_if(_all_have("get_batch"))
     def _gather(self, indices: Indices, empty: Empty) -> Any:
         where = checked_indices(indices, len(self))
-        owners = np.unique(np.searchsorted(self._ends, where, side="right")).tolist()
-        if len(owners) == 1:
-            return gather(self._parts[owners[0]], where - self._begin(owners[0]), empty)
+        owners = np.searchsorted(self._ends, where, side="right")
+        present = np.unique(owners).tolist()
+        if len(present) == 1:
+            return gather(self._parts[present[0]], where - self._begin(present[0]), empty)
+        chunks = []
+        for number in present:
+            positions = np.flatnonzero(owners == number)
+            chunks.append(Chunk(self._parts[number], where[positions] - self._begin(number), positions))
+        batch = merge(chunks, empty)
+        if batch is not NOT_MERGED:
+            return batch
         return default_batchify_fn.assemble(self._read(where.tolist(), where), empty)
 
     @offered_if(_any_has("set_epoch"))

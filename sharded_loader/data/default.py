@@ -28,13 +28,14 @@ from sharded_loader.data.structure import (
     rebuild_sequence,
     to_torch,
 )
+from sharded_loader.memory.allocation import current_empty
 
 # The parameter is Any, because a user's function may say list where ours say Sequence.
 BatchifyFn = Callable[[Any], Any]
 
 
 def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
-    """Make a batch with ``fn``, in memory from ``empty`` where ``fn`` knows how.
+    """Make a batch with ``fn``, in memory from ``empty`` where ``fn`` knows how, or calls `sharded_loader.empty`.
 
     Args:
         fn: one of this module's objects, or any function of a list of samples.
@@ -51,7 +52,10 @@ def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
         2
     """
     own = getattr(fn, "assemble", None)
-    return fn(samples) if own is None else own(samples, empty)
+    if own is not None:
+        return own(samples, empty)
+    with current_empty(empty):
+        return fn(samples)
 
 
 def in_field(label: str, fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:

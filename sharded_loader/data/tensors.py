@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sharded_loader.data.errors import Array, BatchifyError, Empty, raise_ragged
+from sharded_loader.data.structure import is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,19 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     )
 
 
+def is_column(tensor: Any) -> bool:
+    """Whether this is a tensor whose rows can be copied as they lie in memory.
+
+    Example:
+        >>> import torch
+        >>> is_column(torch.zeros(2, 3)), is_column(torch.zeros(2, requires_grad=True)), is_column(torch.tensor(1))
+        (True, False, False)
+    """
+    if not is_tensor(tensor) or not is_plain([tensor]):
+        return False
+    return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+
+
 def numpy_can(tensors: Sequence[Any]) -> bool:
     """Whether these tensors can be read as NumPy arrays without a copy.
 
@@ -106,6 +120,21 @@ def dtype_name(dtype: Any) -> str:
         'int8'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    """The memory of a plain host tensor as an array; as integers of the same size where NumPy lacks the dtype.
+
+    Example:
+        >>> import torch
+        >>> as_numpy(torch.ones(2, dtype=torch.bfloat16))
+        array([16256, 16256], dtype=int16)
+    """
+    if dtype_name(tensor.dtype) in _NUMPY_NAMES:
+        return tensor.numpy()
+    torch: Any = sys.modules["torch"]
+    array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
+    return array
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:

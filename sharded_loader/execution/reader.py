@@ -2,9 +2,10 @@
 
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with its place noted)
 
-In bulk where the dataset can: ``get_batch(indices)`` (only with the default batchify: it returns a finished
-batch), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is done
-again one by one, to name the sample.
+In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.foreign`; only with the
+default batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is
+done again one by one, to name the sample. The batch is put together in memory from the caller's ``empty``; while
+``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code the same.
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 """
@@ -17,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.bulk import gather
 from sharded_loader.data.default import assemble, default_batchify_fn
 from sharded_loader.data.errors import Empty
+from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, without_frames
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
 from sharded_loader.rng import SampleScope, philox, sample_scope
@@ -40,8 +41,8 @@ class Reader:
         self._job = job
         self._dataset = job.dataset
         self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
-        self._has_get_batch = job.batchify_fn is None and hasattr(job.dataset, "get_batch")
-        self._get_items: Any = getattr(job.dataset, "__getitems__", None)
+        self._gather = as_bulk(job.dataset) if job.batchify_fn is None else None
+        self._get_items = as_items(job.dataset)
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
         self._epoch: int | None = None
 
@@ -107,17 +108,21 @@ class Reader:
         return batches, count
 
     def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, empty: Empty, place: Place) -> Any:
-        if self._has_get_batch or self._get_items is not None:
+        samples: list[Any] | None = None
+        if self._gather is not None or self._get_items is not None:
             scope.at(SampleScope.NO_SAMPLE)
             try:
-                if self._has_get_batch:
-                    return gather(self._dataset, indices, empty)
-                samples = _checked(self._get_items(indices), indices)
+                if self._gather is not None:
+                    batch = self._gather(indices, empty)
+                    if batch is not NOT_IN_BULK:
+                        return batch
+                if self._get_items is not None:
+                    samples = _checked(self._get_items(indices), indices)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
                 self._name_culprit(indices, scope, place, error)
-        else:
+        if samples is None:
             samples = self._read_one_by_one(indices, scope, place)
         return self._make_batch(samples, task, scope, empty, place, indices)
 
@@ -181,7 +186,7 @@ class Reader:
 
         Every sample is read before any bad one is replaced or left out: a replacement may come from any shard.
         """
-        if self._has_get_batch or self._get_items:
+        if self._gather is not None or self._get_items is not None:
             try:
                 return (*self._read_strict(task, scope, worker, empty), ())
             except Exception:

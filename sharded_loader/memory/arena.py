@@ -42,6 +42,10 @@ PAGE = 4096
 FIRST_SEGMENT = 4 << 20
 """Enough for the batches in flight of most small datasets; allocating it takes 1 ms."""
 
+HELD_LONG = 32
+"""A batch that is lent while so many others are begun is held, not in flight: a window is that deep with 16
+workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -69,10 +73,10 @@ class Arena:
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
-        self._lent = 0
-        self._returned: deque[Slot] = deque()
+        self._taken = 0
+        self._returned: deque[Slot | None] = deque()
         self._retired: set[Slot] = set()
-        self._out: set[Slot] = set()
+        self._out: dict[Slot, int] = {}
         self._warned = False
         self._pid = os.getpid()
 
@@ -85,7 +89,7 @@ class Arena:
     def lent(self) -> int:
         """Slots whose batches somebody holds."""
         self._reclaim()
-        return self._lent
+        return len(self._out)
 
     def take(self, nbytes: int) -> Slot | None:
         """A free slot of at least ``nbytes``; None at the bound.
@@ -94,6 +98,7 @@ class Arena:
             MemoryError: the arena may grow, but the system has not got the memory or the descriptor.
         """
         self._reclaim()
+        self._taken += 1
         wanted = round_up(max(1, nbytes), ALIGNMENT)
         slot = self._carve(wanted)
         if slot is None and self._grow(wanted):
@@ -117,14 +122,16 @@ class Arena:
         whole = np.frombuffer(self.segments[slot.segment].mapping, np.uint8, slot.nbytes, slot.offset)
         finalizer = weakref.finalize(whole, _return, self._returned, slot, self._pid)
         finalizer.atexit = False
-        self._lent += 1
-        self._out.add(slot)
+        self._out[slot] = self._taken
         return whole
 
     def retire_lent(self) -> None:
-        """The process is being forked by its user: what is lent may be held by the child too, from now on."""
-        self._reclaim()
-        self._retired |= self._out
+        """The process is being forked by its user: what is lent may be held by the child too, from now on.
+
+        Any thread may fork, in the middle of another one's `take`: this leaves a mark, which `_reclaim` comes
+        to before it comes to anything that is returned after the fork.
+        """
+        self._returned.append(None)
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors are the trainer's."""
@@ -134,18 +141,21 @@ class Arena:
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
         segments, self.segments, self._free = self.segments, [], []
-        self._returned.clear()
+        # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
+        self._returned, self._out, self._retired = deque(), {}, set()
         for segment in segments:
             segment.close()
 
     def _reclaim(self) -> None:
         while self._returned:
             slot = self._returned.popleft()
-            self._lent -= 1
-            self._out.discard(slot)
+            if slot is None:
+                self._retired.update(self._out)
+                continue
+            self._out.pop(slot, None)
             if slot in self._retired:
                 self._retired.discard(slot)
-            elif slot.segment < len(self._free):
+            else:
                 self.give(slot)
 
     def _carve(self, nbytes: int) -> Slot | None:
@@ -166,35 +176,52 @@ class Arena:
         if self._max_bytes is None:
             share = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
             self._max_bytes = limits.free_bytes().nbytes // 4 // share
-        room = self._max_bytes - have
-        if room < nbytes:
+        room = (self._max_bytes - have) // PAGE * PAGE
+        least = round_up(nbytes, PAGE)
+        if room < least:
             self._warn_of_bound(have)
             return False
-        size = round_up(min(max(FIRST_SEGMENT, 4 * nbytes, have), room), PAGE)
-        if size > room:
-            size = max(room // PAGE * PAGE, round_up(nbytes, PAGE))
+        size = min(round_up(max(FIRST_SEGMENT, 4 * nbytes, have), PAGE), room)
         free = limits.free_bytes()
         if free.nbytes < size + size // 4:
-            size = round_up(nbytes, PAGE)
+            # Half of what may be taken, not only one slot: near a limit, too, there are to be few descriptors.
+            size = max(least, min(size, free.nbytes * 2 // 5 // PAGE * PAGE))
         if free.nbytes < size + size // 4:
             raise MemoryError(
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        try:
-            segment = create(len(self.segments), size)
-        except OSError as error:
-            raise MemoryError(_refused(error, size, have)) from error
+        segment = self._create(size, least, have)
+        if segment is None:
+            self._max_bytes = have
+            self._warn_of_bound(have)
+            return False
         self.segments.append(segment)
-        self._free.append([(0, size)])
+        self._free.append([(0, segment.nbytes)])
         return True
 
+    def _create(self, size: int, least: int, have: int) -> Segment | None:
+        """A segment of ``size``, or of as much as a small mount takes; None if that is full of our segments."""
+        while True:
+            try:
+                return create(len(self.segments), size)
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+                if full and size > least:
+                    size = max(least, size // 2 // PAGE * PAGE)
+                elif full and have:
+                    return None
+                else:
+                    raise MemoryError(_refused(error, size, have)) from error
+
     def _warn_of_bound(self, have: int) -> None:
-        if not self._warned and self._lent > 8:
+        # Not the batches in flight, however many: those that stay while others come and go.
+        held = sum(self._taken - since >= HELD_LONG for since in self._out.values())
+        if not self._warned and held and 2 * held >= len(self._out):
             self._warned = True
             warnings.warn(
-                f"{self._lent} batches are held, and with them all of the {have:,} bytes of shared memory that this "
-                f"pool may use: batches are copied out from here on, which is slower. If they are not meant to be "
+                f"{len(self._out)} batches are held, and with them all of the {have:,} bytes of shared memory that "
+                f"this pool may use: batches are copied out from here on, which is slower. If they are not meant to be "
                 f"held, look for a list or a graph that keeps them; else raise ProcessPool(max_bytes=)",
                 stacklevel=2,
             )
@@ -212,6 +239,6 @@ def _refused(error: OSError, size: int, have: int) -> str:
     return f"{wanted}: the system refused ({error})"
 
 
-def _return(returned: deque[Slot], slot: Slot, pid: int) -> None:
+def _return(returned: deque[Slot | None], slot: Slot, pid: int) -> None:
     if os.getpid() == pid:
         returned.append(slot)

@@ -74,33 +74,40 @@ class SlotWriter:
         self._size = 0 if memory is None else memory.nbytes
         self._address = 0 if memory is None else _address(memory)
         self._used = 0
+        self._outside: dict[int, int] = {}
         self.wanted = 0
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
         """Like `numpy.empty`, in the slot as far as it reaches."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        start = None if dtype.hasobject else self._reserve(nbytes)
+        start = None if dtype.hasobject or not nbytes else self._reserve(nbytes)
         if start is None or self._memory is None:
-            return np.empty(shape, dtype)
+            outside = np.empty(shape, dtype)
+            if not dtype.hasobject:
+                self._outside[_address(outside)] = nbytes
+            return outside
         array: np.ndarray[Any, Any] = self._memory[start : start + nbytes].view(dtype).reshape(shape)
         return array
 
     def place(self, raw: memoryview) -> int:
         """Where in the slot these bytes are, copied there if they were elsewhere; -1 if there is no room."""
         source = np.frombuffer(raw, np.uint8)
-        inside = _address(source) - self._address
+        address = _address(source)
+        inside = address - self._address
         if inside >= 0 and inside + source.nbytes <= self._size:
             return inside
-        start = self._reserve(source.nbytes)
+        # What `empty` had no room for is wanted once, not a second time here: slots would be twice as large.
+        start = self._reserve(source.nbytes, counted=self._outside.get(address, 0) >= source.nbytes)
         if start is None or self._memory is None:
             return -1
         self._memory[start : start + source.nbytes] = source
         return start
 
-    def _reserve(self, nbytes: int) -> int | None:
+    def _reserve(self, nbytes: int, *, counted: bool = False) -> int | None:
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
-        self.wanted = -(-self.wanted // ALIGNMENT) * ALIGNMENT + nbytes
+        if not counted:
+            self.wanted = -(-self.wanted // ALIGNMENT) * ALIGNMENT + nbytes
         if start + nbytes > self._size:
             return None
         self._used = start + nbytes
@@ -168,8 +175,10 @@ class _ReplyPickler(pickle.Pickler):
             if _is_findable(obj):
                 return NotImplemented
             return cloudpickle.loads, (cloudpickle.dumps(obj),)
-        reduced = reduce_tensor(obj)
-        if reduced is NotImplemented and getattr(obj, "requires_grad", False) is True:
+        reduced = reduce_array(obj)
+        if reduced is NotImplemented:
+            reduced = reduce_tensor(obj)
+        if reduced is NotImplemented and _requires_grad(obj):
             raise ValueError(
                 "a batch holds a tensor that requires grad, which cannot leave its process: "
                 "call .detach() on it in the dataset or in batchify_fn"
@@ -177,19 +186,51 @@ class _ReplyPickler(pickle.Pickler):
         return reduced
 
 
-def reduce_tensor(obj: Any) -> Any:
-    """A reduction of plain CPU tensors that leaves their memory out of band; NotImplemented for all else."""
+def reduce_array(obj: Any) -> Any:
+    """A reduction of the arrays that NumPy itself pickles in band, dates and gaps; NotImplemented for the others.
+
+    The order of the axes in memory stays, the gaps go.
+    """
+    if type(obj) is not np.ndarray or obj.nbytes < IN_SLOT_BYTES or obj.dtype.hasobject:
+        return NotImplemented
+    kind = obj.dtype.kind
+    # V: a structure, perhaps with dates among its fields. T: strings of any length, which lie elsewhere.
+    if kind == "T" or (obj.flags.forc and kind not in "mMV"):
+        return NotImplemented
+    order = sorted(range(obj.ndim), key=lambda axis: -abs(obj.strides[axis]))
+    packed = np.asarray(obj.transpose(order), order="C")
+    back = tuple(order.index(axis) for axis in range(obj.ndim))
+    return _rebuild_array, (packed.reshape(-1).view(np.uint8), obj.dtype, packed.shape, back)
+
+
+def _rebuild_array(raw: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], back: tuple[int, ...]) -> Any:
+    return raw.view(dtype).reshape(shape).transpose(back)
+
+
+def is_plain_tensor(obj: Any) -> bool:
+    """Whether ``obj`` is a tensor whose memory is all there is to it: on the CPU, dense, without grad."""
     torch = sys.modules.get("torch")
     # getattr: torch may be in the middle of being imported by another thread.
     tensor_class = getattr(torch, "Tensor", None)
-    if tensor_class is None or type(obj) is not tensor_class:
+    if tensor_class is None or type(obj) is not tensor_class or obj.requires_grad:
+        return False
+    strided: bool = obj.layout is torch.strided  # type: ignore[union-attr]
+    return strided and obj.device.type == "cpu" and not obj.is_quantized and not obj.is_nested
+
+
+def _requires_grad(obj: Any) -> bool:
+    # Only tensors are asked: a dict that gives its keys as attributes raises KeyError.
+    tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor_class is not None and issubclass(type(obj), tensor_class) and obj.requires_grad
+
+
+def reduce_tensor(obj: Any) -> Any:
+    """A reduction of plain CPU tensors that leaves their memory out of band; NotImplemented for all else."""
+    if not is_plain_tensor(obj):
         return NotImplemented
-    if obj.requires_grad:
-        return NotImplemented
-    if obj.layout is not torch.strided or obj.device.type != "cpu" or obj.is_quantized:  # type: ignore[union-attr]
-        return NotImplemented
+    torch: Any = sys.modules["torch"]
     flat = obj.resolve_conj().resolve_neg().contiguous().view(-1)
-    raw = flat.view(torch.uint8).numpy()  # type: ignore[union-attr]
+    raw = flat.view(torch.uint8).numpy()
     return _rebuild_tensor, (raw, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
 
 

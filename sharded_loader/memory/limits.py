@@ -73,11 +73,11 @@ def _cgroup(folder: Path, maximum: str, current: str) -> Limit | None:
         if text == "max":
             return None
         used = int((folder / current).read_text())
-        # The page cache is counted as used, and given up when memory is wanted.
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                used -= int(line.split()[1])
-                break
-        return Limit(max(0, int(text) - used), f"the memory limit of cgroup {folder}")
+        # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
+        # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
+        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+        for key in ("inactive_file", "active_file"):
+            used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
+        return Limit(max(0, int(text) - max(0, used)), f"the memory limit of cgroup {folder}")
     except (OSError, ValueError):
         return None

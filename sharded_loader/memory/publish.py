@@ -24,7 +24,7 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.memory.arena import PAGE, round_up
-from sharded_loader.memory.codec import ALIGNMENT, Encoded, dump, reduce_tensor
+from sharded_loader.memory.codec import ALIGNMENT, Encoded, dump, is_plain_tensor, reduce_array, reduce_tensor
 from sharded_loader.memory.limits import free_bytes
 from sharded_loader.memory.segments import Segment, create
 
@@ -33,9 +33,37 @@ SHARED_BYTES = 65536
 
 
 class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
+    """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor."""
+
+    _storages: dict[tuple[int, int], np.ndarray[Any, Any]]
+
     def reducer_override(self, obj: Any) -> Any:
-        reduced = reduce_tensor(obj)
+        reduced = reduce_array(obj)
+        if reduced is NotImplemented and is_plain_tensor(obj):
+            reduced = reduce_tensor(obj) if obj.is_conj() or obj.is_neg() else self._reduce_view(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def _reduce_view(self, tensor: Any) -> Any:
+        import torch
+
+        if not hasattr(self, "_storages"):
+            self._storages = {}
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
+        if key not in self._storages:  # the array keeps the storage alive, and so the address its own
+            self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        raw = self._storages[key]
+        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _rebuild_view, (raw, str(tensor.dtype).removeprefix("torch."), *place)
+
+
+def _rebuild_view(
+    raw: np.ndarray[Any, Any], dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
+    import torch
+
+    storage = torch.from_numpy(raw).untyped_storage()
+    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 
 def publish(job: Any, **parts: Any) -> Encoded:
@@ -68,12 +96,14 @@ class Published:
         head: the pickle.
         places: offset and size of each buffer in the segment; offset -1 where it has to be sent.
         buffers: those that have to be sent.
+        number: identifies the publication to the workers.
         segment: the memory; None if there is nothing large, or no room.
     """
 
     head: bytes
     places: tuple[tuple[int, int], ...]
     buffers: tuple[memoryview, ...]
+    number: int
     segment: Segment | None = None
 
     def close(self) -> None:
@@ -104,8 +134,8 @@ def share(encoded: Encoded, number: int) -> Published:
                 memory[offset : offset + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
                 places.append((offset, buffer.nbytes))
                 offset += round_up(buffer.nbytes, ALIGNMENT)
-            return Published(encoded.head, tuple(places), (), segment)
-    return Published(encoded.head, encoded.places, encoded.buffers)
+            return Published(encoded.head, tuple(places), (), number, segment)
+    return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
 def load(head: bytes | memoryview, buffers: list[Any]) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from benchmarks import __main__ as command
 from benchmarks import ceilings, child, loaders, measure, report, workloads
 from benchmarks.measure import Record

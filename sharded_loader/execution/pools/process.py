@@ -22,6 +22,7 @@ What can go wrong, and what then:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import time
@@ -134,6 +135,8 @@ class ProcessPool(Pool):
         self._new_job: NewJob | None = None
         self._published: publish.Published | None = None
         self._crew = _Crew(max_bytes)
+        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
+        self._publications = itertools.count(1)
         self._wanted = 0
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
@@ -158,9 +161,6 @@ class ProcessPool(Pool):
 
     def start(self, job: Job) -> None:
         self._new_job = NewJob(job, self.worker_init_fn)
-        if self._published is not None:
-            self._published.close()
-            self._published = None
         if self.start_method != "fork":
             encoded = publish.publish(
                 self._new_job,
@@ -169,7 +169,9 @@ class ProcessPool(Pool):
                 on_error=job.on_error,
                 worker_init_fn=self.worker_init_fn,
             )
-            self._published = publish.share(encoded, -1)
+            before, self._published = self._published, publish.share(encoded, -next(self._publications))
+            if before is not None:
+                before.close()
         if self._workers and self._published is not None:
             for handle in self._workers:
                 self._send_job(handle.link)
@@ -197,8 +199,9 @@ class ProcessPool(Pool):
         handle = min(self._workers, key=_load)
         pickled = _pickle_task(task)
         key = task.run, task.seq
-        slot = handle.slots.get(key)
-        if slot is None and self._wanted >= SLOT_BYTES:
+        slot = None
+        # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
+        if key not in handle.slots and self._wanted >= SLOT_BYTES:
             # Noted before it is used, and with its worker: it is free again when that has replied or is reaped.
             slot = self._crew.arena.take(self._wanted)
             if slot is not None:
@@ -291,7 +294,7 @@ class ProcessPool(Pool):
         if published is not None:
             if published.segment is not None:
                 _send_segment(link, published.segment)
-            link.send(pack_head(JOB, -1, 0, published.head), published.buffers, places=published.places)
+            link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
     def _take(self, handle: _WorkerHandle) -> Iterator[Result]:
         """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""

@@ -1,0 +1,112 @@
+"""Datasets and batches for the tests of memory. Torch-free, so that a spawned worker starts fast."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHAPE = 16 << 10
+
+
+class Filled:
+    """Sample i is 16 KB of the number i."""
+
+    def __init__(self, length: int = 240, dtype: str = "f4") -> None:
+        self.length = length
+        self.dtype = np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(SHAPE // self.dtype.itemsize, index, self.dtype)
+
+
+class SlowAgain(Filled):
+    """Samples that take longer when they are read a second time."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.read: set[int] = set()
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.read:
+            time.sleep(0.05)
+        self.read.add(index)
+        return super().__getitem__(index)
+
+
+class DiesInTheMiddle:
+    """Batchify that kills its worker, once in the program, when half of the batch that holds ``bad`` is written."""
+
+    def __init__(self, bad: int, flag: Path) -> None:
+        self.bad = bad
+        self.flag = flag
+
+    def __call__(self, samples: Any) -> Any:
+        return self.assemble(samples, np.empty)
+
+    def assemble(self, samples: Any, empty: Any) -> Any:
+        out = empty((len(samples), samples[0].size), samples[0].dtype)
+        half = len(samples) // 2
+        out[:half] = -1
+        if any(int(sample[0]) == self.bad for sample in samples) and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        out[:] = samples
+        return out
+
+
+class Diary:
+    """Writes to itself: how often this process has read each sample."""
+
+    def __init__(self, length: int, width: int = 4096) -> None:
+        self.rows = np.zeros((length, width), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.rows[index] += 1
+        return index, self.rows[index, -1], os.getpid()
+
+
+class Large:
+    """Every sample touches all of a large array; says which process, and how much of its memory is its own."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = np.ones(nbytes // 8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.data.sum() == self.data.size
+        time.sleep(0.05)
+        return os.getpid(), _kilobytes("Private_Dirty") + _kilobytes("Private_Clean"), _kilobytes("Pss")
+
+
+def _kilobytes(key: str) -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    raise LookupError(key)
+
+
+class Slow:
+    """The number that it was made with, slowly."""
+
+    def __init__(self, number: int) -> None:
+        self.data = np.full(100_000, number)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return int(self.data[index])

@@ -1,0 +1,401 @@
+"""Slots: where they lie, when they are used again, how the arena grows and what it says when it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from sharded_loader.memory import arena as arena_module
+from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, Arena, Slot
+from sharded_loader.memory.limits import Limit
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena()
+    yield made
+    made.close()
+
+
+def take(arena: Arena, nbytes: int) -> Slot:
+    slot = arena.take(nbytes)
+    assert slot is not None
+    return slot
+
+
+def test_a_slot_is_as_large_as_asked_and_aligned(arena: Arena) -> None:
+    for nbytes in (0, 1, 63, 64, 65, 100_000):
+        slot = take(arena, nbytes)
+        assert slot.nbytes >= max(1, nbytes) and slot.offset % 64 == 0
+        assert arena.lend(slot).ctypes.data % 64 == 0
+
+
+def test_the_first_that_fits_is_taken_and_neighbours_join(arena: Arena) -> None:
+    a, b, c, d = (take(arena, 1 << 16) for _ in range(4))
+    arena.give(b)
+    assert take(arena, 1 << 16) == b
+    for slot in (a, c, b):  # b comes between two that are free already
+        arena.give(slot)
+    joined = take(arena, 3 << 16)
+    assert (joined.offset, joined.nbytes) == (a.offset, 3 << 16)
+    arena.give(joined)
+    arena.give(d)
+    assert take(arena, FIRST_SEGMENT).offset == 0
+    assert len(arena.segments) == 1
+
+
+def test_slots_of_one_size_after_another_leave_no_gaps(arena: Arena) -> None:
+    for nbytes in (100_000, 300_000, 150_000, 1_000_000):
+        for slot in [take(arena, nbytes) for _ in range(4)]:
+            arena.give(slot)
+    assert arena.nbytes == FIRST_SEGMENT
+
+
+def test_any_number_of_batches_takes_a_few_descriptors() -> None:
+    arena = Arena(1 << 30)
+    slots = [take(arena, 256 << 10) for _ in range(1000)]
+    assert len(set(slots)) == 1000
+    assert len(arena.segments) <= 10
+    arena.close()
+
+
+def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 100 << 20
+    arena = Arena()
+    monkeypatch.setattr(
+        arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
+    )
+    arena._max_bytes = 1 << 40
+    count = 0
+    with pytest.raises(MemoryError):
+        while True:
+            take(arena, 256 << 10)
+            count += 1
+    assert count > 300
+    assert len(arena.segments) < 30
+    arena.close()
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
+def test_the_bound_is_kept(max_bytes: int) -> None:
+    arena = Arena(max_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while arena.take(3000) is not None:
+            pass
+        while arena.take(64) is not None:
+            pass
+    assert arena.nbytes <= max_bytes
+    assert arena.nbytes > max_bytes - PAGE  # and used up
+    assert arena.take(max_bytes + 1) is None
+    arena.close()
+
+
+def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    arena = Arena()
+    while arena.take(1 << 20) is not None:
+        pass
+    assert arena.nbytes == 8 << 20
+    arena.close()
+
+
+# -- exhaustion -----------------------------------------------------------------------------------------------
+
+
+def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = Limit(1_000_000, "the memory limit of cgroup /sys/fs/cgroup/job")
+    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: limit)
+    arena = Arena(1 << 30)
+    with pytest.raises(MemoryError, match=r"2,002,944 bytes wanted, 0 in use.* cgroup /sys/fs/cgroup/job .*1,000,000"):
+        arena.take(2_000_000)
+    assert arena.nbytes == 0
+    assert take(arena, 300_000).nbytes >= 300_000  # what there is can be had
+    arena.close()
+
+
+@posix
+def test_the_limit_of_open_files_is_named() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    arena = Arena()
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(MemoryError, match=r"4,194,304 bytes .*limit of open files .*ulimit -n"):
+            arena._max_bytes = 1 << 30  # what is free is read from files
+            arena.take(1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    take(arena, 1000)
+    arena.close()
+
+
+@pytest.fixture
+def small_mount(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A mount of 64 MB under the shm back end; yields the bytes in it."""
+    used = [0]
+
+    def create(number: int, nbytes: int) -> Any:
+        if used[0] + nbytes > 64 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        used[0] += nbytes
+        return real(number, nbytes)
+
+    real = arena_module.create
+    monkeypatch.setattr(arena_module, "create", create)
+    return used
+
+
+def test_a_batch_larger_than_the_mount_is_an_error_that_names_it(small_mount: list[int]) -> None:
+    arena = Arena(1 << 30)
+    with pytest.raises(MemoryError, match=r"bytes .*No space left.* /dev/shm mount .*--shm-size"):
+        arena.take(70 << 20)
+    arena.close()
+
+
+def test_a_full_mount_is_a_bound(small_mount: list[int]) -> None:
+    arena = Arena(1 << 30)
+    first = take(arena, 38 << 20)
+    assert arena.take(38 << 20) is None
+    arena.give(first)
+    assert take(arena, 38 << 20) == first
+    arena.close()
+
+
+def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -> None:
+    arena = Arena(1 << 30)
+    slots = 0
+    while arena.take(200 << 10) is not None:
+        slots += 1
+    assert slots > 300 and len(arena.segments) < 12
+    arena.close()
+
+
+# -- leases ---------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> None:
+    slot = take(arena, 100_000)
+    whole = arena.lend(slot)
+    part = whole[1000:2000].view(np.int32).reshape(10, 25)[::2, 3]
+    wide = np.lib.stride_tricks.as_strided(part, (2, 2), (0, 0))
+    raw = memoryview(wide)
+    del whole
+    gc.collect()
+    assert take(arena, 100_000) != slot and arena.lent == 1
+    del part, wide
+    assert arena.lent == 1
+    raw.release()
+    assert arena.lent == 0
+    assert take(arena, 100_000) == slot
+
+
+def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None:
+    for _ in range(20):
+        held = [arena.lend(take(arena, 1 << 16)) for _ in range(10)]
+        threads = [threading.Thread(target=held.pop) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        cycle: list[Any] = [held.pop()]
+        cycle.append(cycle)
+        del cycle
+        held.clear()
+        gc.collect()
+        assert arena.lent == 0
+    assert arena.nbytes == FIRST_SEGMENT
+
+
+def test_what_is_lent_outlives_the_arena() -> None:
+    arena = Arena()
+    whole = arena.lend(take(arena, 100_000))
+    whole[:] = 7
+    arena.close()
+    del arena
+    gc.collect()
+    assert (whole == 7).all()
+
+
+def test_what_comes_back_after_close_is_no_slot_of_a_later_segment() -> None:
+    arena = Arena()
+    whole = arena.lend(take(arena, 1 << 16))
+    arena.close()
+    again = arena.lend(take(arena, 1 << 16))
+    del whole
+    assert arena.take(1 << 16) != Slot(0, 0, 1 << 16)
+    assert arena.lent == 1
+    del again
+    arena.close()
+
+
+@pytest.mark.parametrize("batches", [3, 40])
+def test_held_batches_at_the_bound_are_warned_of_once(batches: int) -> None:
+    arena = Arena(batches * 4096)
+    held = [arena.lend(take(arena, 4096)) for _ in range(batches)]
+    with pytest.warns(UserWarning, match=rf"{batches} batches are held.* {batches * 4096:,} bytes.*max_bytes") as seen:
+        for _ in range(HELD_LONG + 100):
+            assert arena.take(4096) is None
+    assert len(seen) == 1
+    held.clear()
+    arena.close()
+
+
+def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak() -> None:
+    arena = Arena(16 * 4096)
+    window: list[Any] = []
+    refused = 0
+    for _ in range(500):
+        slot = arena.take(4096)
+        refused += slot is None
+        window.append(None if slot is None else arena.lend(slot))
+        if len(window) > 20:
+            window.pop(0)
+    assert refused > 50
+    window.clear()
+    arena.close()
+
+
+# -- forks ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_lent_at_a_fork_is_not_used_again(arena: Arena) -> None:
+    before, free = take(arena, 1 << 16), take(arena, 1 << 16)
+    gone = take(arena, 1 << 16)
+    lent, returned = arena.lend(before), arena.lend(gone)
+    del returned
+    arena.retire_lent()
+    after = arena.lend(take(arena, 1 << 16))
+    del lent, after
+    arena.give(free)
+    slots = {take(arena, 1 << 16) for _ in range(20)}
+    assert before not in slots and free in slots and gone in slots
+
+
+def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> None:
+    stop = threading.Event()
+
+    def fork() -> None:
+        while not stop.is_set():
+            arena.retire_lent()
+            time.sleep(1e-5)
+
+    thread = threading.Thread(target=fork)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        live: list[tuple[Slot, Any]] = []
+        for step in range(1500):
+            slot = take(arena, 64 * (1 + step % 50))
+            for other, _ in live:
+                assert not _overlap(slot, other)
+            live.append((slot, arena.lend(slot)))
+            if len(live) > 10:
+                live.pop(step % 7)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+@posix
+def test_the_finalizers_of_a_forked_child_do_nothing(arena: Arena) -> None:
+    whole = arena.lend(take(arena, 1000))
+    pid = os.fork()
+    if pid == 0:
+        del whole
+        os._exit(arena.lent != 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    del whole
+
+
+def _overlap(a: Slot, b: Slot) -> bool:
+    return a.segment == b.segment and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+
+
+class Slots(RuleBasedStateMachine):
+    """Whatever is taken, given, lent, returned and forked: no two live slots share a byte."""
+
+    filling = Bundle("filling")
+    lent = Bundle("lent")
+
+    @initialize(max_bytes=st.integers(0, 300_000))
+    def begin(self, max_bytes: int) -> None:
+        self.arena = Arena(max_bytes)
+        self.max_bytes = max_bytes
+        self.live: list[Slot] = []
+        self.forked: list[Slot] = []
+        self.out: list[Slot] = []
+
+    @rule(target=filling, nbytes=st.one_of(st.integers(0, 300), st.integers(0, 100_000)))
+    def take(self, nbytes: int) -> Any:
+        with contextlib.suppress(MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            slot = self.arena.take(nbytes)
+            if slot is not None:
+                assert slot.nbytes >= nbytes and slot.offset % 64 == 0
+                assert slot.offset + slot.nbytes <= self.arena.segments[slot.segment].nbytes
+                for other in self.live + self.forked:
+                    assert not _overlap(slot, other)
+                self.live.append(slot)
+            return slot
+
+    @rule(slot=consumes(filling))
+    def give(self, slot: Slot | None) -> None:
+        if slot is not None:
+            self.live.remove(slot)
+            self.arena.give(slot)
+
+    @rule(target=lent, slot=consumes(filling))
+    def lend(self, slot: Slot | None) -> Any:
+        if slot is None:
+            return None
+        self.out.append(slot)
+        return [slot, self.arena.lend(slot)[: slot.nbytes // 2]]
+
+    @rule(batch=consumes(lent))
+    def drop(self, batch: Any) -> None:
+        if batch is not None:
+            batch.pop()
+            self.live.remove(batch[0])
+            self.out.remove(batch[0])
+
+    @rule()
+    def fork(self) -> None:
+        self.arena.retire_lent()
+        self.forked += self.out
+
+    @invariant()
+    def counted(self) -> None:
+        if hasattr(self, "arena"):
+            assert self.arena.lent == len(self.out)
+            assert self.arena.nbytes <= self.max_bytes
+
+    def teardown(self) -> None:
+        if hasattr(self, "arena"):
+            self.arena.close()
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,414 @@
+"""Whatever a batch is made of arrives as it left: through a slot, through half a slot, through the pipe."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, decode, encode
+from sharded_loader.memory.publish import load, publish
+
+pytestmark = pytest.mark.filterwarnings("ignore:(Sparse|ComplexHalf|TypedStorage|torch.quantize):UserWarning")
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Record:
+    x: Any
+    y: Any = None
+
+
+class Attributes(dict):  # type: ignore[type-arg]
+    """The dict whose keys are attributes, as many write it."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def slot_of(nbytes: int) -> np.ndarray[Any, Any]:
+    """Memory that begins at a cache line, full of what an earlier batch left."""
+    raw = np.full(nbytes + 64, 0xAB, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+def receive(encoded: Encoded, memory: np.ndarray[Any, Any] | None) -> Any:
+    """What the trainer makes of it."""
+    piped = iter(encoded.buffers)
+    buffers = [
+        np.frombuffer(bytearray(next(piped)), np.uint8) if offset < 0 else memory[offset : offset + nbytes]  # type: ignore[index]
+        for offset, nbytes in encoded.places
+    ]
+    assert next(piped, None) is None
+    return decode(encoded.head, buffers)
+
+
+def through(obj: Any, nbytes: int | None) -> Any:
+    memory = None if nbytes is None else slot_of(nbytes)
+    return receive(encode(obj, SlotWriter(memory)), memory)
+
+
+SLOTS = [None, 0, 100, 5_000, 1 << 22]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.layout == b.layout
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
+        if a.is_quantized:
+            a, b = a.int_repr(), b.int_repr()
+        a, b = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+        assert bytes(a.view(torch.uint8).numpy()) == bytes(b.view(torch.uint8).numpy())
+    elif isinstance(a, np.ndarray):
+        # In band NumPy itself makes the byte order native.
+        assert a.dtype.newbyteorder("=") == b.dtype.newbyteorder("=") and a.shape == b.shape
+        if a.dtype.hasobject:
+            assert a.tolist() == b.tolist()
+        else:
+            assert _values(a) == _values(b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, (Record, Plain)):
+        assert_same(vars(a), vars(b))
+    else:
+        assert a == b or (a != a and b != b)
+
+
+def _values(array: np.ndarray[Any, Any]) -> bytes:
+    """The bits of the values, without what lies between the fields of a structure."""
+    if array.dtype.names:
+        return b"".join(_values(array[name]) for name in array.dtype.names)
+    return array.astype(array.dtype.newbyteorder("=")).tobytes()
+
+
+STRUCTURE = np.dtype([("id", "<i8"), ("at", "M8[ns]"), ("name", "U7"), ("xy", ">f4", (2, 3))])
+DTYPES = [
+    *"?bBhHiIqQefdgFDG",
+    ">f4",
+    ">i8",
+    "M8[s]",
+    "m8[ns]",
+    "M8[D]",
+    "S5",
+    "U7",
+    "V3",
+    STRUCTURE,
+    np.dtype([("a", "i1"), ("b", "f8")], align=True),
+]
+SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (40, 3), (33, 17, 5)]
+
+
+def an_array(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(dtype)
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype.kind == "?" else 100, (*shape, dtype.itemsize), np.uint8)
+    if dtype.kind == "U" or dtype.fields:
+        raw[...] = 0  # other bytes are no text
+        raw[..., 0] = 65
+    return raw.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_of_every_dtype_and_shape(dtype: Any) -> None:
+    arrays = [an_array(dtype, shape) for shape in SHAPES]
+    for nbytes in SLOTS:
+        assert_same(arrays, through(arrays, nbytes))
+
+
+TORCH_NAMES = """
+    float16 float32 float64 bfloat16 complex32 complex64 complex128 bool uint8 int8 int16 int32 int64
+    uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e8m0fnu
+"""
+TORCH_DTYPES = [getattr(torch, name) for name in TORCH_NAMES.split() if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype) -> None:
+    tensors = []
+    for shape in SHAPES:
+        raw = an_array("?" if dtype is torch.bool else "u1", (int(np.prod(shape)) * dtype.itemsize,))
+        tensors.append(
+            torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+            if raw.size
+            else torch.zeros(shape, dtype=dtype)
+        )
+    for nbytes in SLOTS:
+        got = through(tensors, nbytes)
+        assert_same(tensors, got)
+        for tensor in got:
+            tensor.zero_()  # the user may write to a batch
+
+
+LAYOUTS: dict[str, Any] = {
+    "gaps": lambda a: a[::2, 1:],
+    "backwards": lambda a: a[::-1, ::-1],
+    "transposed": lambda a: a.transpose(2, 0, 1),
+    "transposed gaps": lambda a: a[::2].transpose(1, 2, 0)[:, ::-1],
+    "fortran": np.asfortranarray,
+    "broadcast": lambda a: np.broadcast_to(a[0], (5, *a.shape[1:])),
+    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+    "unaligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
+    "a scalar": lambda a: a[1, 2, 3],
+    "0-d": lambda a: a[1, 2, 3, ...],
+    "one column": lambda a: a[:, 0, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["f8", "M8[s]", ">i2", STRUCTURE, "U7"], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_of_every_layout(layout: str, dtype: Any) -> None:
+    array = LAYOUTS[layout](an_array(dtype, (30, 20, 10)))
+    for nbytes in SLOTS:
+        assert_same(array, through(array, nbytes))
+
+
+@pytest.mark.parametrize("layout", ["gaps", "backwards", "transposed", "transposed gaps", "fortran", "one column"])
+@pytest.mark.parametrize("dtype", ["f4", "m8[us]"])
+def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout: str, dtype: str) -> None:
+    array = LAYOUTS[layout](an_array(dtype, (300, 20, 10)))
+    memory = slot_of(1 << 20)
+    encoded = encode(array, SlotWriter(memory))
+    assert [offset for offset, _ in encoded.places] == [0] and len(encoded.head) < 500
+    got = receive(encoded, memory)
+    assert np.shares_memory(got, memory)
+    if layout in ("transposed", "fortran"):
+        assert got.strides == array.strides
+
+
+@pytest.mark.parametrize("nbytes", SLOTS)
+def test_tensors_of_every_layout(nbytes: int | None) -> None:
+    base = torch.arange(6000.0).reshape(30, 20, 10)
+    wave = torch.arange(4000).to(torch.complex64)
+    tensors = [
+        *(base[::2, 1:], base.permute(2, 0, 1), base[:, 0, 0], base[1, 2, 3], base[0:0], base.expand(2, 30, 20, 10)),
+        *(wave.conj(), wave.conj().imag, wave.real, torch._neg_view(base)),
+        base.to_sparse(),
+        base[0].to_sparse_csr(),
+        torch.quantize_per_tensor(base, 0.5, 3, torch.qint8),
+    ]
+    assert_same(tensors, through(tensors, nbytes))
+
+
+def test_nested_tensors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ragged = torch.nested.nested_tensor([torch.zeros(3000), torch.ones(4000)])
+        got = through(ragged, 1 << 20)
+        assert [part.tolist() for part in got.unbind()] == [part.tolist() for part in ragged.unbind()]
+
+
+# -- structures -----------------------------------------------------------------------------------------------
+
+sizes = st.sampled_from([0, 1, 3, 31, 33, 300, 1025, 3000])
+arrays = st.builds(
+    lambda dtype, n, seed: an_array(dtype, (n,), seed), st.sampled_from(DTYPES), sizes, st.integers(0, 9)
+)
+tensors = st.builds(lambda dtype, n: torch.zeros(n).to(dtype) + 1, st.sampled_from(TORCH_DTYPES[:13]), sizes)
+objects = st.builds(lambda values: np.array(values, dtype=object), st.lists(st.text(max_size=3), max_size=5))
+leaves = st.one_of(
+    arrays,
+    arrays.map(lambda a: a[::2]),
+    arrays.map(lambda a: np.stack([a, a]).T),
+    tensors,
+    objects,
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.sampled_from([b"x" * 20_000, "y" * 20_000, bytearray(9000), np.float32(2), np.datetime64("2020"), Ellipsis]),
+    st.sets(st.integers(), max_size=4),
+)
+
+
+def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(), st.none()), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Attributes),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Record, inner, inner),
+        st.builds(Plain, inner),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(obj=st.recursive(leaves, nest, max_leaves=12), nbytes=st.sampled_from([*SLOTS, 20_000]))
+def test_random_nested_structures(obj: Any, nbytes: int | None) -> None:
+    assert_same(obj, through(obj, nbytes))
+
+
+@settings(max_examples=80, deadline=None)
+@given(obj=st.recursive(leaves, nest, max_leaves=8))
+def test_random_datasets_are_published_as_they_are(obj: Any) -> None:
+    encoded = publish(obj)
+    assert_same(obj, load(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers]))
+
+
+@pytest.mark.parametrize("nbytes", SLOTS)
+@pytest.mark.parametrize("count", [10, 50, 5000])
+def test_the_same_array_twice_stays_one(count: int, nbytes: int | None) -> None:
+    array, tensor = np.zeros(count), torch.zeros(count)
+    gaps = np.zeros((count, 2))[:, 0]
+    a, b, t, u, g, h = through([array, array, tensor, tensor, gaps, gaps], nbytes)
+    assert a is b and t is u and g is h
+    a[0] = t[0] = 5
+    assert (b[0], u[0]) == (5, 5)
+
+
+@pytest.mark.parametrize("nbytes", SLOTS)
+def test_overlapping_views_keep_their_values(nbytes: int | None) -> None:
+    base = np.arange(4000)
+    tensor = torch.arange(4000)
+    views = [base[:3000], base[1000:], base[::2], tensor[:3000], tensor[1000:]]
+    assert_same(views, through(views, nbytes))
+
+
+# -- where the bytes go ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_made_in_its_slot_is_not_copied() -> None:
+    memory = slot_of(100_000)
+    writer = SlotWriter(memory)
+    x, y = writer.empty((10, 300), "f4"), writer.empty((10,), np.int64)
+    x[...], y[...] = 3, 4
+    elsewhere = np.full(500, 5.0)
+    encoded = encode({"x": x, "part": x[2:4], "y": y, "elsewhere": elsewhere}, writer)
+    assert encoded.buffers == ()
+    # x; its part, where it lies; elsewhere, behind y at the next cache line. y is too small for a place.
+    assert encoded.places == ((0, 12_000), (2400, 2400), (12_160, 4000))
+    got = receive(encoded, memory)
+    assert np.shares_memory(got["x"], memory) and np.shares_memory(got["part"], got["x"])
+    assert_same(got, {"x": x, "part": x[2:4], "y": y, "elsewhere": elsewhere})
+    assert writer.wanted == 12_160 + 4000
+
+
+def test_every_array_in_a_slot_begins_at_a_cache_line() -> None:
+    memory = slot_of(1 << 20)
+    writer = SlotWriter(memory)
+    made = [writer.empty((n,), dtype) for n, dtype in ((1, "u1"), (77, "f8"), (300, "u1"), (3, "c16"))]
+    encoded = encode([*made, *(np.zeros(n, np.uint8) for n in (257, 1000, 9001))], writer)
+    assert all(array.ctypes.data % 64 == 0 for array in made)
+    assert all(offset % 64 == 0 for offset, _ in encoded.places)
+    ends = [offset + nbytes for offset, nbytes in encoded.places]
+    assert all(end <= start for end, (start, _) in zip(ends, encoded.places[1:], strict=False))
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 30_000])
+def test_a_slot_that_is_too_small_says_how_large_the_next_must_be(nbytes: int) -> None:
+    memory = slot_of(nbytes)
+    writer = SlotWriter(memory)
+    x = writer.empty((50, 100), "f4")
+    x[...] = 1
+    batch = [x, np.ones((50, 100), "f4"), torch.ones(50, 100)]
+    encoded = encode(batch, writer)
+    assert_same(batch, receive(encoded, memory))
+    assert len(encoded.buffers) == (2 if nbytes == 30_000 else 3)
+    assert 60_000 <= writer.wanted < 60_000 + 3 * 64  # and no larger
+    large = slot_of(writer.wanted)
+    again = SlotWriter(large)
+    x = again.empty((50, 100), "f4")
+    x[...] = 1
+    assert encode([x, *batch[1:]], again).buffers == ()
+
+
+def test_small_ones_go_in_band_and_large_ones_out_of_it() -> None:
+    small, medium, large = (np.zeros(n, np.uint8) for n in (IN_SLOT_BYTES - 1, IN_SLOT_BYTES, IN_BAND_BYTES))
+    assert encode([small, medium]).places == ()
+    assert encode([small, medium, large]).places == ((-1, IN_BAND_BYTES),)
+    writer = SlotWriter(slot_of(1 << 20))
+    assert [n for _, n in encode([small, medium, large], writer).places] == [IN_SLOT_BYTES, IN_BAND_BYTES]
+
+
+def test_nothing_is_written_beyond_the_slot() -> None:
+    memory = np.full(3 * 4096, 7, np.uint8)
+    writer = SlotWriter(memory[4096:8192])
+    for shape in ((1000,), (3000,), (2000,), (96,), (1,)):
+        writer.empty(shape, np.uint8)[...] = 1
+    encode([np.ones(n, np.uint8) for n in (256, 300, 5000)], writer)
+    assert (memory[:4096] == 7).all() and (memory[8192:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["f8", "M8[s]", "U3", "U0", STRUCTURE, "O"], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0), (4, 3)])
+def test_empty_is_numpy_s(dtype: Any, shape: tuple[int, ...]) -> None:
+    for memory in (None, slot_of(10), slot_of(10_000)):
+        array = SlotWriter(memory).empty(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, np.empty(shape, dtype).dtype)
+        assert array.flags.writeable and array.flags.c_contiguous
+        array[...] = np.zeros(shape, dtype)
+
+
+def test_read_only_memory_is_not_handed_out_as_a_tensor() -> None:
+    memory = slot_of(1 << 16)
+    encoded = encode(torch.ones(5000), SlotWriter(memory))
+    memory.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        receive(encoded, memory)[0] = 2
+
+
+# -- what cannot be sent --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, requires_grad=True) * 2,
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3).to_sparse().requires_grad_(),
+    ],
+    ids=["leaf", "result", "parameter", "sparse"],
+)
+def test_a_tensor_that_requires_grad_is_refused_with_advice(tensor: Any) -> None:
+    with pytest.raises(ValueError, match=r"requires grad.*\.detach\(\)"):
+        encode({"x": [tensor]})
+
+
+@pytest.mark.parametrize("obj", [lambda: None, Plain(open)], ids=["lambda", "builtin"])
+def test_functions_travel(obj: Any) -> None:
+    assert type(through(obj, None)) is type(obj)
+
+
+def test_what_does_not_pickle_raises_what_pickle_raises() -> None:
+    import threading
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        encode([np.zeros(5000), threading.Lock()], SlotWriter(slot_of(100_000)))
+
+
+def test_objects_with_buffers_of_their_own_go_out_of_band() -> None:
+    payload = pickle.PickleBuffer(bytearray(b"z" * 20_000))
+    memory = slot_of(1 << 16)
+    encoded = encode([payload], SlotWriter(memory))
+    assert [n for _, n in encoded.places] == [20_000]
+    assert bytes(receive(encoded, memory)[0]) == b"z" * 20_000

@@ -1,0 +1,132 @@
+"""What is free, read from files like those of real machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sharded_loader.memory.limits import free_bytes
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def machine(free: int = 100 * GIB) -> dict[str, str]:
+    return {"proc/meminfo": f"MemTotal:  263 kB\nMemFree:  1 kB\nMemAvailable: {free // 1024} kB\nBuffers: 3 kB\n"}
+
+
+def v2(folder: str, maximum: int | str, current: int, **stat: int) -> dict[str, str]:
+    at = f"sys/fs/cgroup/{folder}".rstrip("/")
+    lines = {"anon": 5, "file": 6, "inactive_file": 0, "active_file": 0, "slab": 7} | stat
+    return {
+        f"{at}/memory.max": f"{maximum}\n",
+        f"{at}/memory.current": f"{current}\n",
+        f"{at}/memory.stat": "".join(f"{key} {value}\n" for key, value in lines.items()),
+    }
+
+
+def v1(folder: str, limit: int, usage: int, **stat: int) -> dict[str, str]:
+    at = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
+    lines = {"cache": 5, "inactive_file": 0, "active_file": 0, "hierarchical_memory_limit": limit} | stat
+    return {
+        f"{at}/memory.limit_in_bytes": f"{limit}\n",
+        f"{at}/memory.usage_in_bytes": f"{usage}\n",
+        f"{at}/memory.stat": "".join(f"{key} {value}\n" for key, value in lines.items()),
+    }
+
+
+UNLIMITED_V1 = 9223372036854771712
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    limit = free_bytes(write(tmp_path, machine()))
+    assert limit.nbytes == 100 * GIB and "machine" in limit.what
+
+
+def test_a_system_without_proc_still_has_an_answer(tmp_path: Path) -> None:
+    limit = free_bytes(tmp_path)
+    assert limit.nbytes > 0 and limit.what
+
+
+def test_this_machine_has_an_answer() -> None:
+    limit = free_bytes()
+    assert 0 < limit.nbytes < 1 << 60 and limit.what
+
+
+@pytest.mark.parametrize("tight", ["", "user.slice", "user.slice/job", "user.slice/job/step"])
+def test_the_tightest_of_all_enclosing_groups_of_v2_counts(tmp_path: Path, tight: str) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/user.slice/job/step\n"}
+    for folder in ("user.slice", "user.slice/job", "user.slice/job/step"):
+        files |= v2(folder, "max", 5 * GIB)
+    files |= v2(tight, 8 * GIB, 5 * GIB)
+    limit = free_bytes(write(tmp_path, files))
+    assert limit.nbytes == 3 * GIB
+    assert limit.what.endswith(f"cgroup {tmp_path}/sys/fs/cgroup/{tight}".rstrip("/"))
+
+
+def test_groups_of_others_do_not_count(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/mine\n"} | v2("mine", 8 * GIB, 0) | v2("other", GIB, 0)
+    assert free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
+
+
+def test_in_a_container_the_root_of_the_mount_counts(tmp_path: Path) -> None:
+    # The path is the host's; the container sees its own group as the root.
+    files = machine() | {"proc/self/cgroup": "0::/kubepods/pod1/container2\n"} | v2("", 4 * GIB, GIB)
+    assert free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
+    files["proc/self/cgroup"] = "0::/../../elsewhere\n"
+    assert free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
+
+
+@pytest.mark.parametrize("tight", ["", "slurm", "slurm/job"])
+def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
+    files = machine() | {"proc/self/cgroup": "9:name=systemd:/x\n4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n"}
+    for folder in ("", "slurm", "slurm/job"):
+        files |= v1(folder, UNLIMITED_V1, 5 * GIB)
+    files |= v1(tight, 6 * GIB, 5 * GIB)
+    limit = free_bytes(write(tmp_path, files))
+    assert limit.nbytes == GIB and "sys/fs/cgroup/memory" in limit.what
+
+
+def test_v1_without_a_limit(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "4:memory:/job\n"} | v1("job", UNLIMITED_V1, GIB)
+    assert free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
+
+
+def test_the_page_cache_is_free(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"}
+    files |= v2("job", 10 * GIB, 9 * GIB, inactive_file=2 * GIB, active_file=5 * GIB)
+    assert free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
+
+
+def test_in_v1_the_page_cache_of_the_groups_below_is_free_too(tmp_path: Path) -> None:
+    # A job with its limit, and a step below it that has read the dataset's files.
+    files = machine() | {"proc/self/cgroup": "4:memory:/job/step\n"}
+    files |= v1("job", 10 * GIB, 9 * GIB, total_inactive_file=7 * GIB, total_active_file=GIB)
+    files |= v1("job/step", UNLIMITED_V1, 9 * GIB, inactive_file=7 * GIB, total_inactive_file=7 * GIB)
+    assert free_bytes(write(tmp_path, files)).nbytes == 9 * GIB
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 2 * GIB)
+    assert free_bytes(write(tmp_path, files)).nbytes == 0
+
+
+def test_cache_that_was_counted_later_than_the_usage_frees_no_more_than_the_limit(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 1000, inactive_file=5000)
+    assert free_bytes(write(tmp_path, files)).nbytes == GIB
+
+
+@pytest.mark.parametrize("broken", ["", "nonsense\n", "12 34 56\n"])
+def test_files_that_cannot_be_read_do_not_count(tmp_path: Path, broken: str) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 0)
+    for name in ("memory.max", "memory.current"):
+        files[f"sys/fs/cgroup/job/{name}"] = broken
+    assert free_bytes(write(tmp_path, files)).nbytes == 100 * GIB

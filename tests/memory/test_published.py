@@ -1,0 +1,210 @@
+"""The dataset on its way to spawned workers: once, in one copy, private where it is written to, new when it changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from memory_samples import Diary, Large, Slow
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.memory.limits import Limit
+from sharded_loader.memory.publish import SHARED_BYTES, load, publish, share
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+SPAWNED = pytest.mark.parametrize("method", ["forkserver", "spawn"] if sys.platform != "win32" else ["spawn"])
+ALL = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"] if sys.platform != "win32" else ["spawn"])
+MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
+
+
+def reopened(obj: Any) -> Any:
+    encoded = publish(obj)
+    return load(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
+
+
+# -- in the pickle --------------------------------------------------------------------------------------------
+
+
+def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:
+    data = torch.arange(100_000.0)
+    dataset = SimpleDataset([data[:10], data, data[50_000:], data.view(100, 1000).T, data.detach().view(torch.int32)])
+    encoded = publish(dataset)
+    assert sum(raw.nbytes for raw in encoded.buffers) == 400_000
+    head, whole, tail, turned, ints = reopened(dataset)
+    whole[0], whole[50_000] = -1, -2
+    assert (head[0], tail[0], turned[0, 0], ints[0]) == (-1, -2, -1, torch.tensor(-1.0).view(torch.int32))
+    assert turned.stride() == (1, 1000)
+
+
+def test_many_windows_over_one_tensor_are_sent_once() -> None:
+    windows = torch.arange(20_000.0).unfold(0, 1000, 10)
+    encoded = publish([*windows, windows.expand(3, *windows.shape)])
+    assert sum(raw.nbytes for raw in encoded.buffers) == 80_000
+    got = reopened([*windows])
+    assert all(torch.equal(a, b) for a, b in zip(got, windows, strict=True))
+
+
+def test_tensors_without_elements_and_tensors_over_arrays() -> None:
+    array = np.arange(50_000)
+    parts = [
+        torch.zeros(0),
+        torch.zeros(0, 3, dtype=torch.int8),
+        torch.from_numpy(array),
+        torch.from_numpy(array[:9000]),
+    ]
+    for a, b in zip(parts, reopened(parts), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_parameters_and_tensors_with_grad_may_be_in_a_dataset() -> None:
+    layer = torch.nn.Linear(100, 200)
+    parameter, result = reopened([layer, (layer.weight * 2).detach().requires_grad_()])
+    assert torch.equal(parameter.weight, layer.weight) and result.requires_grad
+
+
+def test_the_same_array_stays_one() -> None:
+    array = np.zeros(10_000)
+    a, b, c = reopened([array, array, array[::2]])
+    assert a is b and c.size == 5000
+    a[0] = 1
+    assert b[0] == 1
+
+
+def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
+    parts = [np.full(n, n % 251, np.uint8) for n in (8192, 8193, 70_001, 100)]
+    published = share(publish(parts), -1)
+    assert published.segment is not None and not published.buffers
+    assert all(offset % 64 == 0 for offset, _ in published.places)
+    memory = np.frombuffer(published.segment.mapping, np.uint8)
+    got = load(published.head, [memory[offset : offset + size] for offset, size in published.places])
+    assert all((a == b).all() for a, b in zip(got, parts, strict=True))
+    del got, memory
+    published.close()
+    published.close()
+    small = share(publish([np.zeros(SHARED_BYTES // 2, np.uint8)]), -1)
+    assert small.segment is None and len(small.buffers) == 1
+
+
+@pytest.mark.parametrize("why", ["no room", "refused"])
+def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refuse(number: int, nbytes: int) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sharded_loader.memory.publish.create", refuse)
+    if why == "no room":
+        monkeypatch.setattr("sharded_loader.memory.publish.free_bytes", lambda: Limit(1000, "nothing"))
+    data = ArrayDataset(np.arange(200_000))
+    with ShardedDataLoader(data, 50_000, pool=ProcessPool(2, start_method="spawn")) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(200_000))
+
+
+# -- in the workers -------------------------------------------------------------------------------------------
+
+
+@linux
+@SPAWNED
+def test_all_workers_share_one_copy(method: str) -> None:
+    nbytes = 96 << 20
+    data = Large(nbytes)
+    with ShardedDataLoader(data, 1, pool=ProcessPool(4, start_method=method)) as loader:
+        private: dict[int, int] = {}
+        for pid, own, _ in loader:
+            private[int(pid)] = max(int(own), private.get(int(pid), 0))
+        assert len(private) >= 2
+        assert max(private.values()) * 1024 < nbytes  # none has a copy of its own
+        pss = sum(psutil.Process(pid).memory_full_info().pss for pid in loader._pipeline.pool.pids)
+        assert pss < nbytes + 4 * (60 << 20)  # of them together: one copy and their interpreters
+
+
+@ALL
+@MEMORY
+def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
+    method: str, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.platform.startswith("linux"):
+        monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
+    data = Diary(40)
+    with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method=method)) as loader:
+        seen: dict[tuple[int, int], int] = {}
+        for _ in range(2):
+            for indices, counts, pids in loader:
+                for key, count in zip(zip(indices.tolist(), pids.tolist(), strict=True), counts.tolist(), strict=True):
+                    seen[key] = seen.get(key, 0) + 1
+                    assert count == seen[key]  # what this worker wrote, and no other
+        assert not data.rows.any()  # nor the trainer
+
+
+@ALL
+def test_refresh_sends_the_new_dataset(method: str) -> None:
+    data = ArrayDataset(np.zeros(50_000), np.arange(50_000))
+    with ShardedDataLoader(data, 10_000, pool=ProcessPool(2, start_method=method)) as loader:
+        for number in range(3):
+            data._columns[0][:] = number
+            loader.refresh()
+            assert all((x == number).all() for x, _ in loader)
+        data._columns[0][:] = 99
+        if method != "fork":  # and only when it is told to
+            assert all((x == 2).all() for x, _ in loader)
+
+
+@linux
+@SPAWNED
+def test_refreshing_leaves_one_copy(method: str) -> None:
+    data = ArrayDataset(np.zeros(1_000_000))
+    with ShardedDataLoader(data, 100_000, pool=ProcessPool(2, start_method=method)) as loader:
+        for _ in range(3):
+            list(loader)
+        before = len(os.listdir("/proc/self/fd")), _segments(loader)
+        for _ in range(5):
+            loader.refresh()
+            list(loader)
+        assert len(os.listdir("/proc/self/fd")) == before[0]
+        assert _segments(loader) <= before[1] + 2  # the arena may grow
+
+
+def _segments(loader: Any) -> int:
+    """Mappings of shared memory in the workers."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader._pipeline.pool.pids]
+    return max(sum("memfd:sharded_loader" in line for line in text.splitlines()) for text in maps)
+
+
+@SPAWNED
+def test_refreshing_twice_while_workers_are_busy(method: str) -> None:
+    data = Slow(0)
+    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
+        iterators = [iter(loader)]
+        assert next(iterators[0]) == 0
+        for number in (1, 2):
+            data.data[:] = number
+            loader.refresh()
+            iterators.append(iter(loader))
+        assert [int(batch) for batch in iterators[-1]] == [2] * 8
+        assert set(map(int, iterators[1])) <= {1, 2}
+
+
+@SPAWNED
+def test_a_worker_that_takes_another_s_place_gets_the_dataset_too(method: str) -> None:
+    from sharded_loader.errors import WorkerDiedError
+
+    data = ArrayDataset(np.arange(100_000))
+    with ShardedDataLoader(data, 1000, pool=ProcessPool(2, start_method=method)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        psutil.Process(loader._pipeline.pool.pids[0]).kill()
+        died = 0
+        values: list[int] = []
+        while True:
+            try:
+                values += next(iterator).tolist()
+            except WorkerDiedError:
+                died += 1
+            except StopIteration:
+                break
+        assert died <= 1 and len(values) >= 98_000
+        assert sorted(values) == sorted(set(values)) and set(values) <= set(range(100_000))

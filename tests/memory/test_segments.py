@@ -1,0 +1,174 @@
+"""Shared memory by each back end: two processes see it, nobody else does, and nothing of it stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader.memory import segments
+from sharded_loader.memory.segments import PREFIX, Segment, attach, create
+
+BACKENDS = ["memfd", "shm", "named"]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all three back ends: Linux only")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", request.param)
+    return str(request.param)
+
+
+def attach_again(segment: Segment, **options: Any) -> Segment:
+    """As a worker does."""
+    fd = None if segment.name else os.dup(segment.fd)  # type: ignore[arg-type]
+    return attach(segment.number, segment.nbytes, fd, segment.name, **options)
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = work()
+        finally:
+            os._exit(not ok)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}
+
+
+def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
+    segment = create(3, 3 * 4096)
+    segment.mapping[:4] = b"abcd"
+
+    def work() -> bool:
+        twin = attach_again(segment)
+        seen = twin.mapping[:4] == b"abcd"
+        twin.mapping[4096:4100] = b"wxyz"
+        return seen and twin.nbytes == 3 * 4096 and twin.number == 3
+
+    assert in_child(work)
+    assert segment.mapping[4096:4100] == b"wxyz"
+    segment.close()
+
+
+def test_what_is_written_to_a_private_mapping_stays_private(backend: str) -> None:
+    segment = create(-1, 2 * 4096)
+    segment.mapping[:4] = b"abcd"
+
+    def work() -> bool:
+        twin, other = attach_again(segment, private=True), attach_again(segment, private=True)
+        twin.mapping[:4] = b"wxyz"
+        array = np.frombuffer(twin.mapping, np.uint8)
+        array[1] = 7
+        return array.flags.writeable and other.mapping[:4] == b"abcd" and twin.mapping[:2] == b"w\x07"
+
+    assert in_child(work)
+    assert segment.mapping[:4] == b"abcd"
+    segment.close()
+
+
+def test_a_segment_is_allocated_in_full(backend: str) -> None:
+    nbytes = 2 * segments.ALLOCATED_AT_ONCE + 4096
+    segment = create(0, nbytes)
+    assert segment.fd is not None
+    assert os.fstat(segment.fd).st_blocks * 512 >= nbytes
+    segment.close()
+
+
+def test_the_mapping_outlives_the_descriptor_and_goes_with_the_last_array(backend: str) -> None:
+    segment = create(0, 4096)
+    array = np.frombuffer(segment.mapping, np.uint8)
+    segment.close()
+    segment.close()
+    array[:] = 5
+    assert int(array.sum()) == 5 * 4096
+    del array  # the fixture of all tests looks for what is left
+
+
+def test_descriptors_are_not_inherited_by_programs(backend: str) -> None:
+    segment = create(0, 4096)
+    assert segment.fd is not None and not os.get_inheritable(segment.fd)
+    segment.close()
+
+
+def test_a_segment_has_no_name(backend: str) -> None:
+    before = names()
+    segment = create(0, 4096)
+    assert names() == before
+    assert (segment.name is not None) == (backend == "named")
+    segment.close()
+
+
+def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _posixshmem
+
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", "shm")
+    real = _posixshmem.shm_open
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        os.close(real(*args, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_posixshmem, "shm_open", interrupted)
+    before = names()
+    with pytest.raises(KeyboardInterrupt):
+        create(0, 4096)
+    assert names() == before
+
+
+def test_a_refusal_leaves_no_descriptor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        create(0, 4096)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_that_cannot_map_closes_its_descriptor(backend: str) -> None:
+    segment = create(0, 4096)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((OSError, ValueError)):
+        fd = None if segment.name else os.dup(segment.fd)  # type: ignore[arg-type]
+        attach(0, 1 << 20, fd, segment.name)  # longer than it is
+    assert len(os.listdir("/proc/self/fd")) == before
+    segment.close()
+
+
+def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", "mmap")
+    with pytest.raises(ValueError, match="'mmap'.*memfd.*shm.*named"):
+        create(0, 4096)
+
+
+def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path) -> None:
+    before = names()
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys
+            from sharded_loader.memory.segments import create
+            segment = create(0, 4096)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], check=False, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    assert names() == before
