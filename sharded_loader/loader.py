@@ -22,7 +22,16 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
-from sharded_loader.arguments import check_dataset, check_on_error, claim, length, make_pool, make_split, refuse_unknown
+from sharded_loader.arguments import (
+    check_batchify_fn,
+    check_dataset,
+    check_on_error,
+    claim,
+    length,
+    make_pool,
+    make_split,
+    refuse_unknown,
+)
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement, find_devices
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
@@ -62,7 +71,9 @@ class ShardedDataLoader:
         num_shards: split batches into that many shards, in host memory.
         shard_weights: shares of the shards, e.g. ``[2, 1]``. May be changed while iterating.
         num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
-            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank.
+            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank. Every rank reads equally
+            many samples: if they do not divide, the first of the epoch come again at its end (so an
+            evaluation counts a few twice), or, with ``last_batch="discard"``, the last are left out.
         seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
             their place; or a callable ``(SampleError) -> sample``.
@@ -115,13 +126,12 @@ class ShardedDataLoader:
         resident: bool | str = False,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, type(self).__init__)
         check_dataset(dataset)
         check_on_error(on_error)
         if resident is not False:
             raise ValueError(f"resident={resident!r} has no effect in this version; leave it out")
-        if batchify_fn is not None and not callable(batchify_fn):
-            raise TypeError(f"batchify_fn is {batchify_fn!r}; it must be a function of a list of samples")
+        check_batchify_fn(batchify_fn)
         self.dataset = dataset
         self.batch_size = batch_size
         self._order = EpochOrder(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.base import DrawnSeed, check_int
 from sharded_loader.sampling.batches import BatchSampler
 from sharded_loader.sampling.foreign import check_sampler, is_own, iter_epoch, len_epoch, nested
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
@@ -58,9 +58,14 @@ class EpochOrder:
         self._replicas: tuple[Any, Any] = num_replicas, rank
         if self._replicas != (1, 0):
             _refuse_distributed_sampler(sampler, batch_sampler)
+        decides = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
+        if decides:
+            for one in [*nested(sampler), *nested(batch_sampler)]:
+                if isinstance(getattr(one, "seed", None), DrawnSeed):
+                    one.seed = self.seed
         self._last_batch = last_batch or "keep"
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -139,7 +144,12 @@ class EpochOrder:
         found = list(nested(self.batch_sampler))
         if self.sampler is not None and all(self.sampler is not one for one in found):
             found.append(self.sampler)
+        before = self._holders
         self._holders = [_Holder(one) for one in found if callable(getattr(one, "set_epoch", None))]
+        if not before:
+            # set_epoch may have been called before the loader was made.
+            shown = [holder.shown for holder in self._holders if isinstance(holder.shown, int)]
+            self._next_epoch = max(shown, default=0)
         self._tell(self._next_epoch)
 
     def _tell(self, epoch: int) -> None:

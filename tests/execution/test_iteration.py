@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from sharded_loader import (
     ArrayDataset,
     BatchSampler,
+    FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
     RandomSampler,
@@ -147,6 +148,17 @@ def test_iterators_in_several_threads(pool: Pool) -> None:
         for thread in threads:
             thread.join(60)
         assert found == [list(range(200))] * 4
+
+
+def test_no_wake_up_is_lost_between_threads() -> None:
+    for _ in range(30):
+        with ShardedDataLoader(range(200), 4, pool=ThreadPool(2)) as loader:
+            threads = [threading.Thread(target=list, args=(iter(loader),)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert not any(thread.is_alive() for thread in threads)
 
 
 def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> None:
@@ -696,3 +708,27 @@ def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
                 pass
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"sampler": RandomSampler(100), "batch_size": 5},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(100), 5)},
+        lambda: {"batch_sampler": FixedBucketSampler(list(range(1, 101)), 5, shuffle=True)},
+    ],
+)
+def test_ranks_agree_on_the_order_of_samplers_that_were_given_no_seed(make: Callable[[], dict[str, Any]]) -> None:
+    parts = [lists(ShardedDataLoader(range(100), num_replicas=2, rank=rank, **make())) for rank in range(2)]
+    assert sorted(set(sum(parts[0] + parts[1], []))) == list(range(100))
+    again = [lists(ShardedDataLoader(range(100), seed=7, **make())) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
+    sampler.set_epoch(3)
+    loader = ShardedDataLoader(range(20), 5, sampler=sampler)
+    assert loader.epoch == 3
+    expected = list(sampler)
+    assert sum(lists(loader), []) == expected
