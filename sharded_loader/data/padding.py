@@ -2,7 +2,8 @@
 
 Along one axis every sample is filled up with ``pad_val`` to the longest of the batch (or to a multiple of
 ``round_to``); the other axes must agree. The result is written row by row, once, into memory that the caller's
-allocator gave; values that do not fit the dtype are refused rather than wrapped.
+allocator gave. A ``pad_val`` that does not fit the dtype is refused; samples are cast to a given ``dtype`` as NumPy
+casts them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ that is not a user's wish, and is put back (`_watched`).
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,7 @@ class EpochOrder:
         )
         self.sampler: Any = sampler
         self.batch_sampler: Any = batch_sampler
+        self._settled = False
         self._next_epoch = 0
         self._holders: list[_Holder] = []
         if self.given_batches:
@@ -121,8 +123,11 @@ class EpochOrder:
         return resolve_replicas(*self._replicas)
 
     def settle_replicas(self) -> None:
-        """The first epoch begins: what ``"auto"`` means is not asked again."""
+        """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
         self._replicas = self.replicas()
+        if not self._settled:
+            self._settled = True
+            self._warn_if_ranks_repeat()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -183,18 +188,19 @@ class EpochOrder:
             return batch * replicas + rank
         return batch * int(self._batch_size) * replicas + rank
 
-    def warn_if_ranks_repeat(self) -> str | None:
-        """What to warn of, inside a process group whose ranks would all read the same samples."""
+    def _warn_if_ranks_repeat(self) -> None:
+        """Inside a process group whose ranks would all read the same samples."""
         distributed = sys.modules.get("torch.distributed")
         if self.replicated or distributed is None:
-            return None
+            return
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return None
+            return
         if any(hasattr(one, "num_replicas") for one in [self.sampler, *nested(self.batch_sampler)]):
-            return None
-        return (
+            return
+        warnings.warn(
             f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
-            f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant'
+            f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
+            stacklevel=4,
         )
 
 

@@ -732,3 +732,44 @@ def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
     assert loader.epoch == 3
     expected = list(sampler)
     assert sum(lists(loader), []) == expected
+
+
+def test_what_cannot_be_changed_says_so() -> None:
+    loader = ShardedDataLoader(range(4), 2)
+    for name in ("batch_size", "drop_last", "sampler", "batch_sampler", "num_workers", "seed"):
+        with pytest.raises(AttributeError):
+            setattr(loader, name, 3)
+
+
+def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> None:
+    import subprocess
+    import sys
+    import textwrap
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, warnings
+        import torch.distributed as dist
+        from sharded_loader import ShardedDataLoader
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+        def count(**options):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loader = ShardedDataLoader(range(10), 5, **options)
+                batches = [batch.tolist() for _ in range(2) for batch in loader]
+            return sum("one of 2 ranks" in str(w.message) for w in caught), batches[0]
+        print(count()[0], count(num_replicas=1)[0], *count(num_replicas="auto"))
+        dist.barrier()
+        dist.destroy_process_group()
+        """)
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert answers == ["1 0 0 [0, 2, 4, 6, 8]\n", "1 0 0 [1, 3, 5, 7, 9]\n"]
