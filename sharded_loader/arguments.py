@@ -5,10 +5,13 @@ Each error says what was given, and what to write instead.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from sharded_loader.data.default import Batchify
 from sharded_loader.execution.plan import Split
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
@@ -22,7 +25,7 @@ TORCH_SPELLING = {
     "generator": "seed= (an int)",
     "persistent_workers": "no argument for it: workers live as long as the loader",
     "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
-    "timeout": "pool=ProcessPool(n, timeout=...)",
+    "timeout": "no argument for it in this version",
     "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
     "pin_memory_device": "device= or devices=",
     "in_order": "no argument for it: batches always come in order",
@@ -37,13 +40,16 @@ def length(dataset: Any) -> int | None:
         return None
 
 
-def refuse_unknown(unknown: Mapping[str, Any]) -> None:
+def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
     for name in unknown:
         if name in TORCH_SPELLING:
             raise TypeError(
                 f"ShardedDataLoader has no argument {name!r}, which is torch's; here: {TORCH_SPELLING[name]}"
             )
-        raise TypeError(f"ShardedDataLoader has no argument {name!r}; see help(ShardedDataLoader) for those it has")
+        known = inspect.signature(owner).parameters
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "see help(ShardedDataLoader) for those it has"
+        raise TypeError(f"ShardedDataLoader has no argument {name!r}; {hint}")
 
 
 def check_dataset(dataset: Any) -> None:
@@ -55,6 +61,14 @@ def check_dataset(dataset: Any) -> None:
         )
     if not hasattr(type(dataset), "__getitem__"):
         raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
+
+
+def check_batchify_fn(batchify_fn: Any) -> None:
+    """Refuse what cannot make a batch of samples."""
+    if batchify_fn is not None and not callable(batchify_fn):
+        raise TypeError(f"batchify_fn is {batchify_fn!r}; it must be a function of a list of samples")
+    if isinstance(batchify_fn, type) and issubclass(batchify_fn, Batchify):
+        raise TypeError(f"batchify_fn is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()")
 
 
 def check_on_error(on_error: Any) -> None:

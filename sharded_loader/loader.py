@@ -15,14 +15,22 @@ What can go wrong is refused here, in the constructor, as far as it can be known
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
-from sharded_loader.arguments import check_dataset, check_on_error, claim, length, make_pool, make_split, refuse_unknown
+from sharded_loader.arguments import (
+    check_batchify_fn,
+    check_dataset,
+    check_on_error,
+    claim,
+    length,
+    make_pool,
+    make_split,
+    refuse_unknown,
+)
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement, find_devices
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
@@ -33,7 +41,7 @@ from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.reader import Reader
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.shards import check_weights
+from sharded_loader.sampling.shards import check_shares
 from sharded_loader.stats import LoaderStats, Meter
 
 
@@ -62,7 +70,9 @@ class ShardedDataLoader:
         num_shards: split batches into that many shards, in host memory.
         shard_weights: shares of the shards, e.g. ``[2, 1]``. May be changed while iterating.
         num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
-            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank.
+            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank. Every rank reads equally
+            many samples: if they do not divide, the first of the epoch come again at its end (so an
+            evaluation counts a few twice), or, with ``last_batch="discard"``, the last are left out.
         seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
             their place; or a callable ``(SampleError) -> sample``.
@@ -115,15 +125,14 @@ class ShardedDataLoader:
         resident: bool | str = False,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, type(self).__init__)
         check_dataset(dataset)
         check_on_error(on_error)
         if resident is not False:
             raise ValueError(f"resident={resident!r} has no effect in this version; leave it out")
-        if batchify_fn is not None and not callable(batchify_fn):
-            raise TypeError(f"batchify_fn is {batchify_fn!r}; it must be a function of a list of samples")
+        check_batchify_fn(batchify_fn)
         self.dataset = dataset
-        self.batch_size = batch_size
+        self._batch_size = batch_size
         self._order = EpochOrder(
             length(dataset),
             batch_size=batch_size,
@@ -135,7 +144,6 @@ class ShardedDataLoader:
             rank=rank,
             seed=seed,
         )
-        self.drop_last = self._order.drops_last
         # The default given by name is the default: it reads in bulk too.
         self._batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         self._on_error = on_error
@@ -151,7 +159,6 @@ class ShardedDataLoader:
         self._shown: tuple[Run, int, weakref.ref[EpochIterator]] | None = None
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._stale = False
-        self._warned_ranks = False
         self._closer = weakref.finalize(self, workers.closer())
 
     # -- plain attributes -----------------------------------------------------------------------------------
@@ -165,6 +172,16 @@ class ShardedDataLoader:
     def batch_sampler(self) -> Any:
         """The sampler of batches: the one that was given, or this rank's."""
         return self._order.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step; None with a given ``batch_sampler``. Read-only: make a new loader for another."""
+        return self._batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is left out. Read-only."""
+        return self._order.drops_last
 
     @property
     def num_workers(self) -> int:
@@ -208,13 +225,7 @@ class ShardedDataLoader:
             return
         if self._split.num_shards is None:
             raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
-        checked = list(check_weights(weights, self._split.num_shards))
-        if 0 in checked[: max(number for number, weight in enumerate(checked) if weight > 0)]:
-            raise ValueError(
-                f"shard_weights is {checked}: a shard without samples is left out and those after it move up, so "
-                f"shares of 0 must come last: reorder the devices"
-            )
-        self._split.weights = checked
+        self._split.weights = check_shares(weights, self._split.num_shards)
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -264,7 +275,6 @@ class ShardedDataLoader:
         self._pipeline.check_open()
         began = time.perf_counter()
         self._order.settle_replicas()
-        self._warn_if_ranks_repeat()
         epoch = self._order.next_epoch
         run = self._new_run(epoch)
         if self._pipeline.pool.shares_dataset:
@@ -299,13 +309,6 @@ class ShardedDataLoader:
     def _runs(self) -> list[Run]:
         """The runs of the iterators that are alive."""
         return [iterator.run for iterator in self._live]
-
-    def _warn_if_ranks_repeat(self) -> None:
-        if not self._warned_ranks:
-            self._warned_ranks = True
-            warning = self._order.warn_if_ranks_repeat()
-            if warning is not None:
-                warnings.warn(warning, stacklevel=3)
 
     # -- single batches and samples -------------------------------------------------------------------------
 

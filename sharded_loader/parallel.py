@@ -238,6 +238,7 @@ class Replicas:
         if any(torch.nn.parameter.is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
             raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")
         copies = [copy.deepcopy(model) for _ in self.devices[1:]]
+        self._ran: int | None = None
         self.models = [m.to(device) for m, device in zip([model, *copies], self.devices, strict=True)]
         for replica in self.models[1:]:
             replica.zero_grad(set_to_none=True)
@@ -271,6 +272,7 @@ class Replicas:
                 "for instance from a loader with the same devices"
             )
         self._follow_modes()
+        self._ran = len(shards)
         outputs: list[Any] = [None] * len(shards)
         errors: dict[int, BaseException] = {}
         ambient = _Ambient(self.devices[: len(shards)])
@@ -322,7 +324,7 @@ class Replicas:
                 tokens.
 
         Raises:
-            ValueError: no sizes, more than replicas, or one that is not a positive number.
+            ValueError: not as many sizes as shards, or one that is not a positive number.
 
         Example:
             >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -332,6 +334,11 @@ class Replicas:
             >>> model.weight.grad.item()
             2.0
         """
+        if self._ran is not None and len(sizes) != self._ran:
+            raise ValueError(
+                f"{len(sizes)} sizes were given, but the last run had {self._ran} shards: give one size per shard, "
+                f"[len(shard) for shard in shards]"
+            )
         shares = _shares(sizes, len(self.models))
         columns = zip(*(replica.parameters() for replica in self.models), strict=True)
         for parameter, *others in columns:

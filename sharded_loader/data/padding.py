@@ -2,7 +2,8 @@
 
 Along one axis every sample is filled up with ``pad_val`` to the longest of the batch (or to a multiple of
 ``round_to``); the other axes must agree. The result is written row by row, once, into memory that the caller's
-allocator gave; values that do not fit the dtype are refused rather than wrapped.
+allocator gave. A ``pad_val`` that does not fit the dtype is refused; samples are cast to a given ``dtype`` as NumPy
+casts them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from sharded_loader.data.default import Batchify
 from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, raise_ragged
-from sharded_loader.data.stacking import as_array, common_dtype, to_numpy_dtype
+from sharded_loader.data.stacking import as_array, common_dtype, is_numbers, to_numpy_dtype
 from sharded_loader.data.structure import is_tensor
 from sharded_loader.data.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
 
@@ -76,6 +77,11 @@ class Pad(Batchify):
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
+        if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
+            raise BatchifyError(
+                f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
+                "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
+            )
         if all(map(is_tensor, samples)) and not numpy_can(samples):
             padded, lengths = self._pad_tensors(samples, empty)
         else:

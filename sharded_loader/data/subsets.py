@@ -153,7 +153,9 @@ def sampler_indices(sampler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
             f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
             "indices use SubsetDataset(dataset, indices)"
         )
-    order = sampler.iter_epoch(0) if hasattr(sampler, "iter_epoch") else iter(sampler)
+    # A subclass that overrides __iter__ means that to be used, whatever it inherits.
+    is_own = getattr(sys.modules.get("sharded_loader.sampling.foreign"), "is_own", lambda _: False)
+    order = sampler.iter_epoch(0) if is_own(sampler) else iter(sampler)
     try:
         return np.fromiter((operator.index(index) for index in order), np.int64)
     except TypeError:

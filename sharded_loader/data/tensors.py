@@ -53,6 +53,11 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
         target = torch.from_numpy(np.empty(0, dtype)).dtype
         tensors = [tensor.to(target) for tensor in tensors]
     first = tensors[0]
+    if any(_has_no_stack(tensor) for tensor in tensors):
+        raise BatchifyError(
+            "nested tensors and tensors of a compressed sparse layout cannot be stacked",
+            "leave them apart with sharded_loader.batchify.List, or make the batch in a batchify_fn of your own",
+        )
     try:
         if not is_plain(tensors):
             return torch.stack(tuple(tensors))
@@ -66,6 +71,11 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
             raise_ragged([tuple(tensor.shape) for tensor in tensors])
         raise
     return tensor_out if out is None else out
+
+
+def _has_no_stack(tensor: Any) -> bool:
+    compressed = ("torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bs")
+    return bool(tensor.is_nested) or str(tensor.layout).startswith(compressed)
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:

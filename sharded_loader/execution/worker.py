@@ -122,7 +122,7 @@ class _Worker:
             self._job = new.job
             _prepare_torch(self._number, self._num_workers, new.job)
             if first and new.worker_init_fn is not None:
-                seed_globals(derive_key(new.job.seed, "worker_init_fn", self._number))
+                seed_globals(_worker_key(new.job, self._number))
                 new.worker_init_fn(self._number)
             self._reader = Reader(new.job, tells_epoch=True)
         except BaseException as error:
@@ -240,8 +240,17 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
 
     torch.set_num_threads(1)
     torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number, num_workers=num_workers, seed=job.seed + number, dataset=job.dataset
+        id=number,
+        num_workers=num_workers,
+        # What torch.initial_seed() says in worker_init_fn. Not seed + number: worker 1 of one run would have
+        # the numbers of worker 0 of the next.
+        seed=_worker_key(job, number) & 0x7FFFFFFFFFFFFFFF,
+        dataset=job.dataset,
     )
+
+
+def _worker_key(job: Job, number: int) -> int:
+    return derive_key(job.seed, "worker_init_fn", number)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -229,17 +229,23 @@ def reduce_tensor(obj: Any) -> Any:
     if not is_plain_tensor(obj):
         return NotImplemented
     torch: Any = sys.modules["torch"]
-    flat = obj.resolve_conj().resolve_neg().contiguous().view(-1)
-    raw = flat.view(torch.uint8).numpy()
-    return _rebuild_tensor, (raw, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
+    # In the order of its memory: a channels_last tensor stays one, and is not copied.
+    order = sorted(range(obj.dim()), key=lambda dim: -obj.stride(dim))
+    stored = obj.resolve_conj().resolve_neg().permute(order)
+    if not stored.is_contiguous():
+        order = list(range(obj.dim()))
+        stored = obj.resolve_conj().resolve_neg().contiguous()
+    raw = stored.reshape(-1).view(torch.uint8).numpy()
+    return _rebuild_tensor, (raw, str(obj.dtype).removeprefix("torch."), tuple(stored.shape), tuple(order))
 
 
-def _rebuild_tensor(raw: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> Any:
+def _rebuild_tensor(raw: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], order: tuple[int, ...]) -> Any:
     import torch
 
     if not raw.flags.writeable:
         raw = raw.copy()
-    return torch.from_numpy(raw).view(getattr(torch, dtype)).view(shape)
+    stored = torch.from_numpy(raw).view(getattr(torch, dtype)).view(shape)
+    return stored.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 # -- classes ------------------------------------------------------------------------------------------------

@@ -45,10 +45,14 @@ def check_start(start: Any) -> int:
     return check_int("start", start, 0, "it counts the items of the epoch to leave out")
 
 
+class DrawnSeed(int):
+    """A seed that nobody gave. A loader with a seed of its own puts that in its place: ranks must agree on it."""
+
+
 def resolve_seed(seed: Any) -> int:
     """The given seed as an int, or one from torch's default generator (imports torch only then)."""
     if seed is None:
-        return draw_seed()
+        return DrawnSeed(draw_seed())
     try:
         return operator.index(seed)
     except TypeError:

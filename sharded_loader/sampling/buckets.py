@@ -9,6 +9,7 @@ What can go wrong: a sample longer than every bucket, refused in the constructor
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -220,11 +221,18 @@ def _check_lengths(lengths: Any) -> Indices:
     return table
 
 
+def _bucket_key(part: Any) -> int:
+    try:
+        return operator.index(part)
+    except TypeError:
+        raise TypeError(f"bucket key {part!r} is no integer: bucket keys are lengths, give integers") from None
+
+
 def _check_keys(keys: Sequence[Any], parts: int) -> list[tuple[int, ...]]:
     """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
     made = set()
     for key in keys:
-        row = tuple(int(part) for part in np.atleast_1d(key))
+        row = tuple(_bucket_key(part) for part in np.atleast_1d(key))
         if len(row) != parts:
             raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")
         made.add(row)

@@ -14,11 +14,12 @@ that is not a user's wish, and is put back (`_watched`).
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.base import DrawnSeed, check_int
 from sharded_loader.sampling.batches import BatchSampler
 from sharded_loader.sampling.foreign import check_sampler, is_own, iter_epoch, len_epoch, nested
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
@@ -58,9 +59,14 @@ class EpochOrder:
         self._replicas: tuple[Any, Any] = num_replicas, rank
         if self._replicas != (1, 0):
             _refuse_distributed_sampler(sampler, batch_sampler)
+        decides = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
+        if decides:
+            for one in [*nested(sampler), *nested(batch_sampler)]:
+                if isinstance(getattr(one, "seed", None), DrawnSeed):
+                    one.seed = self.seed
         self._last_batch = last_batch or "keep"
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -71,6 +77,7 @@ class EpochOrder:
         )
         self.sampler: Any = sampler
         self.batch_sampler: Any = batch_sampler
+        self._settled = False
         self._next_epoch = 0
         self._holders: list[_Holder] = []
         if self.given_batches:
@@ -116,8 +123,11 @@ class EpochOrder:
         return resolve_replicas(*self._replicas)
 
     def settle_replicas(self) -> None:
-        """The first epoch begins: what ``"auto"`` means is not asked again."""
+        """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
         self._replicas = self.replicas()
+        if not self._settled:
+            self._settled = True
+            self._warn_if_ranks_repeat()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -139,7 +149,12 @@ class EpochOrder:
         found = list(nested(self.batch_sampler))
         if self.sampler is not None and all(self.sampler is not one for one in found):
             found.append(self.sampler)
+        before = self._holders
         self._holders = [_Holder(one) for one in found if callable(getattr(one, "set_epoch", None))]
+        if not before:
+            # set_epoch may have been called before the loader was made.
+            shown = [holder.shown for holder in self._holders if isinstance(holder.shown, int)]
+            self._next_epoch = max(shown, default=0)
         self._tell(self._next_epoch)
 
     def _tell(self, epoch: int) -> None:
@@ -173,18 +188,19 @@ class EpochOrder:
             return batch * replicas + rank
         return batch * int(self._batch_size) * replicas + rank
 
-    def warn_if_ranks_repeat(self) -> str | None:
-        """What to warn of, inside a process group whose ranks would all read the same samples."""
+    def _warn_if_ranks_repeat(self) -> None:
+        """Inside a process group whose ranks would all read the same samples."""
         distributed = sys.modules.get("torch.distributed")
         if self.replicated or distributed is None:
-            return None
+            return
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return None
+            return
         if any(hasattr(one, "num_replicas") for one in [self.sampler, *nested(self.batch_sampler)]):
-            return None
-        return (
+            return
+        warnings.warn(
             f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
-            f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant'
+            f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
+            stacklevel=4,
         )
 
 

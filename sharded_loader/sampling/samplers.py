@@ -223,7 +223,9 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
         return np.zeros(0, dtype=np.int64)
     if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
         array = np.asarray(keys)
-        if array.ndim == 1 and array.dtype.kind in "iufb":
+        # As float64, integers beyond 2**53 that differ may look equal: those are ranked as Python compares them.
+        exact = array.dtype.kind in "iub" or isinstance(keys, np.ndarray)
+        if array.ndim == 1 and array.dtype.kind in "iufb" and (exact or np.all(np.abs(array) <= 2.0**53)):
             return array
         if isinstance(keys, np.ndarray):
             keys = keys.tolist()

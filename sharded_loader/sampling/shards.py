@@ -55,6 +55,25 @@ def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
     return numbers
 
 
+def check_shares(weights: Any, num_shards: int) -> list[float]:
+    """Weights of shards that lie on devices: shares of 0 come last, or later shards would lie on other devices.
+
+    Raises:
+        ValueError: as `check_weights`, or a share of 0 stands before another one.
+
+    Example:
+        >>> check_shares([2, 1, 0], 3)
+        [2, 1, 0]
+    """
+    checked = list(check_weights(weights, num_shards))
+    if 0 in checked[: max(number for number, weight in enumerate(checked) if weight > 0)]:
+        raise ValueError(
+            f"shard_weights is {checked}: a shard without samples is left out and those after it move up, so "
+            f"shares of 0 must come last: reorder the devices"
+        )
+    return checked
+
+
 def _number(value: Any) -> int | float:
     if isinstance(value, str | bytes):
         raise TypeError

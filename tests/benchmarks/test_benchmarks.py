@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from benchmarks import __main__ as command
 from benchmarks import ceilings, child, loaders, measure, report, workloads
 from benchmarks.measure import Record

@@ -359,3 +359,10 @@ ArrayDataset(np.zeros((8, 3))).get_batch([1, 2])
 assert "torch" not in sys.modules, "torch was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+def test_nested_and_compressed_sparse_tensors_are_refused_with_advice():
+    for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
+        with pytest.raises(ValueError, match="List"):
+            default_batchify_fn([sample, sample])

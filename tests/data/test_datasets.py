@@ -399,3 +399,13 @@ def test_threads_share_one_entry_per_sample():
     assert cached.cached == 10
     assert cached._store.used == sum(estimated_bytes(cached[i]) for i in range(10))
     assert all(a is b for row in seen[1:] for a, b in zip(seen[0], row, strict=True))
+
+
+def test_sample_uses_the_iter_that_a_sampler_class_overrides():
+    from sharded_loader.sampling import SequentialSampler
+
+    class Backwards(SequentialSampler):
+        def __iter__(self):
+            return iter([2, 1, 0])
+
+    assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]

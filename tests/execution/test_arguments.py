@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader.batchify import Pad, Stack
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -64,6 +65,8 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"dataset": 3}, TypeError, "__getitem__"),
         ({"resident": True}, ValueError, "resident"),
         ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
+        ({"shufle": True}, TypeError, "did you mean 'shuffle'"),
+        ({"batchify_fn": Stack}, TypeError, r"Stack\(\)"),
     ],
 )
 def test_wrong_arguments_are_refused_by_the_constructor(
@@ -82,7 +85,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(
         ("generator", "seed"),
         ("persistent_workers", "live as long"),
         ("worker_init_fn", "ProcessPool"),
-        ("timeout", "ProcessPool"),
+        ("timeout", "in this version"),
         ("multiprocessing_context", "start_method"),
         ("pin_memory_device", "device"),
         ("in_order", "order"),
@@ -219,3 +222,12 @@ def test_use_after_close_says_so(pool: Pool) -> None:
         with pytest.raises(LoaderClosedError, match="is closed"):
             use()
     assert repr(loader) == "ShardedDataLoader(closed)"
+
+
+def test_pad_for_samples_with_fields_says_what_to_write() -> None:
+    data = [(np.arange(i + 1), i) for i in range(4)]
+    with (
+        make(dataset=data, batchify_fn=Pad()) as loader,
+        pytest.raises(ValueError, match=r"Tuple\(Pad\(\), Stack\(\)\)"),
+    ):
+        next(iter(loader))

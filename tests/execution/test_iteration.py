@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from sharded_loader import (
     ArrayDataset,
     BatchSampler,
+    FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
     RandomSampler,
@@ -147,6 +148,17 @@ def test_iterators_in_several_threads(pool: Pool) -> None:
         for thread in threads:
             thread.join(60)
         assert found == [list(range(200))] * 4
+
+
+def test_no_wake_up_is_lost_between_threads() -> None:
+    for _ in range(30):
+        with ShardedDataLoader(range(200), 4, pool=ThreadPool(2)) as loader:
+            threads = [threading.Thread(target=list, args=(iter(loader),)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert not any(thread.is_alive() for thread in threads)
 
 
 def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> None:
@@ -696,3 +708,68 @@ def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
                 pass
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"sampler": RandomSampler(100), "batch_size": 5},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(100), 5)},
+        lambda: {"batch_sampler": FixedBucketSampler(list(range(1, 101)), 5, shuffle=True)},
+    ],
+)
+def test_ranks_agree_on_the_order_of_samplers_that_were_given_no_seed(make: Callable[[], dict[str, Any]]) -> None:
+    parts = [lists(ShardedDataLoader(range(100), num_replicas=2, rank=rank, **make())) for rank in range(2)]
+    assert sorted(set(sum(parts[0] + parts[1], []))) == list(range(100))
+    again = [lists(ShardedDataLoader(range(100), seed=7, **make())) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
+    sampler.set_epoch(3)
+    loader = ShardedDataLoader(range(20), 5, sampler=sampler)
+    assert loader.epoch == 3
+    expected = list(sampler)
+    assert sum(lists(loader), []) == expected
+
+
+def test_what_cannot_be_changed_says_so() -> None:
+    loader = ShardedDataLoader(range(4), 2)
+    for name in ("batch_size", "drop_last", "sampler", "batch_sampler", "num_workers", "seed"):
+        with pytest.raises(AttributeError):
+            setattr(loader, name, 3)
+
+
+def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> None:
+    import subprocess
+    import sys
+    import textwrap
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, warnings
+        import torch.distributed as dist
+        from sharded_loader import ShardedDataLoader
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+        def count(**options):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loader = ShardedDataLoader(range(10), 5, **options)
+                batches = [batch.tolist() for _ in range(2) for batch in loader]
+            return sum("one of 2 ranks" in str(w.message) for w in caught), batches[0]
+        print(count()[0], count(num_replicas=1)[0], *count(num_replicas="auto"))
+        dist.barrier()
+        dist.destroy_process_group()
+        """)
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert answers == ["1 0 0 [0, 2, 4, 6, 8]\n", "1 0 0 [1, 3, 5, 7, 9]\n"]

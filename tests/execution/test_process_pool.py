@@ -530,3 +530,37 @@ ANY: Callable[..., Any] = lambda *_: None  # noqa: E731 - importable lambdas exi
 def test_a_lambda_of_a_module_works(process_pool: ProcessPool) -> None:
     pool = ProcessPool(1, start_method=process_pool.start_method, worker_init_fn=ANY)
     assert [batch.tolist() for batch in ShardedDataLoader(range(2), 2, pool=pool)] == [[0, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_keep_their_memory_format_and_nested_ones_travel(process_pool: ProcessPool) -> None:
+    def batchify(indices: list[int]) -> Any:
+        images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        return images, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+    with ShardedDataLoader(range(1), 1, pool=process_pool, batchify_fn=batchify) as loader:
+        images, nested = next(iter(loader))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images, torch.arange(120.0).view(2, 3, 4, 5))
+    assert [len(tensor) for tensor in nested.unbind()] == [2, 3]
+
+
+def test_worker_seeds_differ_between_workers_and_runs(process_pool: ProcessPool) -> None:
+    def seeds(seed: int) -> set[int]:
+        def init(number: int) -> None:
+            info: Any = torch.utils.data.get_worker_info()
+            assert info.seed == torch.initial_seed()
+
+        class Data:
+            def __len__(self) -> int:
+                return 8
+
+            def __getitem__(self, index: int) -> int:
+                info: Any = torch.utils.data.get_worker_info()
+                return int(info.seed)
+
+        pool = ProcessPool(2, start_method=process_pool.start_method, worker_init_fn=init)
+        with ShardedDataLoader(Data(), 1, pool=pool, seed=seed) as loader:
+            return {int(batch[0]) for batch in loader}
+
+    assert not seeds(1) & seeds(2)

@@ -140,7 +140,7 @@ def test_an_exception_comes_through_and_leaves_no_thread(lanes):
 
 
 def test_replicas_may_lie_on_devices_of_several_kinds():
-    replicas = Replicas(torch.nn.Linear(1, 2), ["cpu", "meta"])
+    replicas = Replicas(torch.nn.Linear(1, 2), ["cpu", torch.device("meta")])
     outputs = replicas.run(lambda m, x: m(x), [torch.ones(3, 1), torch.ones(2, 1, device="meta")])
     assert [(out.device.type, len(out)) for out in outputs] == [("cpu", 3), ("meta", 2)]
 
@@ -172,3 +172,10 @@ def test_bad_input_is_refused(call, error, message):
     replicas = Replicas(torch.nn.Linear(1, 1), ["cpu", "cpu"])
     with pytest.raises(error, match=message):
         call(replicas)
+
+
+def test_a_size_for_every_shard_of_the_last_run():
+    replicas = Replicas(torch.nn.Linear(1, 1), ["cpu", "cpu"])
+    replicas.run(lambda m, x: m(x).mean().backward(), [torch.ones(3, 1), torch.ones(3, 1)])
+    with pytest.raises(ValueError, match="the last run had 2 shards"):
+        replicas.reduce_grads([3])

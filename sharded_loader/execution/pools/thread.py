@@ -15,7 +15,6 @@ result is dropped, and as a daemon it does not keep the program alive.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import queue
@@ -47,6 +46,15 @@ class _Shared:
         self.closing = False
         self.threads: list[threading.Thread] = []
 
+    def ring(self) -> None:
+        """Wake the thread that waits, or the next one that will.
+
+        One token is enough, and only who waits may take it: a token taken by a thread that merely looks for
+        results would be missing to the one that waits for them.
+        """
+        if self.bell.empty():
+            self.bell.put(None)
+
     def close(self) -> None:
         """End the threads, as far as they can be ended."""
         if self.closing:
@@ -54,7 +62,7 @@ class _Shared:
         self.closing = True
         for _ in self.threads:
             self.tasks.put(None)
-        self.bell.put(None)
+        self.ring()
         deadline = time.monotonic() + CLOSING_GRACE
         for thread in self.threads:
             if thread is not threading.current_thread() and thread.ident is not None:
@@ -134,10 +142,6 @@ class ThreadPool(Pool):
         shared = self._shared
         if shared is None:
             return
-        # Before looking: what arrives from here on rings again. Not waiting: another thread may take it.
-        with contextlib.suppress(queue.Empty):
-            while True:
-                shared.bell.get_nowait()
         while shared.results:
             result = shared.results[0]
             if isinstance(result, Exception):
@@ -152,7 +156,7 @@ class ThreadPool(Pool):
 
     def wake(self) -> None:
         if self._shared is not None:
-            self._shared.bell.put(None)
+            self._shared.ring()
 
     def cancel(self, run: int) -> None:
         if self._shared is not None:
@@ -185,7 +189,7 @@ def _work(shared: _Shared, number: int, init: list[Callable[[int], Any] | None])
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while thread {number} started (worker_init_fn)")
             shared.results.append(failure)
-            shared.bell.put(None)
+            shared.ring()
             return
     del worker_init_fn
     while (taken := shared.tasks.get()) is not None and not shared.closing:
@@ -195,6 +199,6 @@ def _work(shared: _Shared, number: int, init: list[Callable[[int], Any] | None])
             if shared.closing:
                 return
             shared.results.append(result)
-            shared.bell.put(None)
+            shared.ring()
             del result
         del taken, reader, task  # a thread that waits holds nobody's batch

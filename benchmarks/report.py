@@ -1,0 +1,346 @@
+"""From records to ratios, bars, tables and a picture. Pure but for `draw`, which writes a file.
+
+    records -> summarise, ratio, judge, compare_samples -> tables (Markdown, also what the terminal shows)
+
+A ratio is the median over rounds of the ratio within a round, of speeds: above 1 means faster, or smaller. A bar
+that speaks of time or size (`Bar.at_most`) has the inverse: below 1 means faster, or smaller.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ceilings import CEILINGS
+from benchmarks.loaders import LOADERS, OURS
+from benchmarks.measure import NOT_INSTALLED, Record
+from benchmarks.workloads import WORKLOADS, Workload
+
+BEGIN = "<!-- results: `python -m benchmarks --out` writes between these two lines -->"
+END = "<!-- end of results -->"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What ours has to reach on a workload.
+
+    Attributes:
+        workload: its name.
+        of: a ceiling or a loader; None: the limit is absolute, in seconds.
+        limit: the ratio, or the seconds.
+        at_most: of time or size, which must not exceed the limit; else of speed, which must reach it.
+    """
+
+    workload: str
+    of: str | None
+    limit: float
+    at_most: bool = False
+
+    def __str__(self) -> str:
+        if self.of is None:
+            return f"<= {self.limit * 1000:g} ms"
+        if not self.at_most:
+            return f">= {self.limit:g} {self.of}"
+        what = "memory" if self.workload == "memory" else "time"
+        return f"<= {self.limit:g} of the {what} of {CEILINGS.get(self.of, self.of)}"
+
+
+BARS = (
+    Bar("images", "C", 0.6),
+    Bar("columns", "T", 0.35),
+    Bar("columns-inline", "T", 0.7),
+    Bar("large", "C", 1.2),
+    Bar("tiny", "torch", 0.08, at_most=True),
+    Bar("tokens", "C", 0.3),
+    Bar("images-inline", "C", 0.6),
+    Bar("tiny-inline", "C", 0.4),
+    Bar("jpeg", "P", 0.95),
+    Bar("latency", "S", 0.97),
+    Bar("import", "N", 1.6, at_most=True),
+    Bar("first-spawn", "torch", 0.1, at_most=True),
+    Bar("close", None, 0.020, at_most=True),
+    Bar("memory", "torch", 0.5, at_most=True),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The values of one loader on one workload over all rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A bar, and where ours is. ``measured`` and ``met`` are None where there is nothing to compare."""
+
+    bar: Bar
+    measured: float | None
+    met: bool | None
+
+
+# -- numbers --------------------------------------------------------------------------------------------------
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """Median and spread; None without values."""
+    return Summary(statistics.median(values), min(values), max(values)) if values else None
+
+
+def values_of(records: Iterable[Record], workload: str, loader: str) -> dict[int, float]:
+    """Round -> value."""
+    return {
+        record.round: record.value
+        for record in records
+        if record.workload == workload and record.loader == loader and record.value is not None
+    }
+
+
+def ratio(records: Sequence[Record], workload: str, one: str, other: str) -> float | None:
+    """How many times as good ``one`` is as ``other``: median over the rounds that have both."""
+    ones, others = values_of(records, workload, one), values_of(records, workload, other)
+    both = sorted(ones.keys() & others.keys())
+    if not both:
+        return None
+    if WORKLOADS[workload].higher_is_better:
+        return statistics.median(ones[number] / others[number] for number in both)
+    return statistics.median(others[number] / ones[number] for number in both)
+
+
+def judge(bar: Bar, records: Sequence[Record]) -> Verdict:
+    """Whether ours reaches the bar."""
+    measured: float | None
+    if bar.of is None:
+        values = list(values_of(records, bar.workload, OURS).values())
+        measured = statistics.median(values) if values else None
+    else:
+        one, other = (bar.of, OURS) if bar.at_most else (OURS, bar.of)
+        measured = ratio(records, bar.workload, one, other)
+    if measured is None:
+        return Verdict(bar, None, None)
+    return Verdict(bar, measured, measured <= bar.limit if bar.at_most else measured >= bar.limit)
+
+
+def compare_samples(records: Sequence[Record], workload: str) -> dict[str, str]:
+    """Loader -> ``"ok"``, ``"other order"`` or ``"MISMATCH"``, measured against the ceiling, else the first."""
+    digests = {
+        record.loader: (record.same, record.in_order)
+        for record in reversed(records)
+        if record.workload == workload and record.same is not None
+    }
+    if not digests:
+        return {}
+    ceiling = WORKLOADS[workload].ceiling
+    same, in_order = digests.get(ceiling or "") or digests.get("torch") or next(iter(digests.values()))
+    found: dict[str, str] = {}
+    for record in records:
+        if record.workload != workload or record.same is None or found.get(record.loader) == "MISMATCH":
+            continue
+        if record.same != same:
+            found[record.loader] = "MISMATCH"
+        elif found.get(record.loader) != "other order":
+            found[record.loader] = "ok" if record.in_order == in_order else "other order"
+    return found
+
+
+def failures(records: Sequence[Record]) -> list[str]:
+    """What ``--check`` objects to: bars that are missed, samples that differ, ours not measured."""
+    found = [
+        f"{WORKLOADS[verdict.bar.workload].title}: {_measured(verdict)}, the bar is {verdict.bar}"
+        for verdict in (judge(bar, records) for bar in BARS)
+        if verdict.met is False
+    ]
+    for workload in dict.fromkeys(record.workload for record in records):
+        found += [
+            f"{WORKLOADS[workload].title}: {loader} delivered other samples"
+            for loader, verdict in compare_samples(records, workload).items()
+            if verdict == "MISMATCH"
+        ]
+    found += [
+        f"{WORKLOADS[record.workload].title}: {record.loader}: {record.error}"
+        for record in records
+        if record.error is not None and (record.loader == OURS or record.loader in CEILINGS)
+    ]
+    return found
+
+
+# -- text -----------------------------------------------------------------------------------------------------
+
+
+def format_value(kind: str, value: float) -> str:
+    """With its unit and three digits."""
+    if kind == "rate":
+        return _three_digits(value)
+    if kind == "memory":
+        return f"{value / 1e6:.0f} MB"
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:.2f} M"
+    if value >= 1e4:
+        return f"{value / 1e3:.0f} k" if value >= 1e5 else f"{value / 1e3:.1f} k"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_ratio(value: float | None) -> str:
+    """Two significant digits and a bit."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 5 else f"{value:.2f}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head. Padded, so that it reads in a terminal too."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+HEADS = {
+    "rate": "samples/s",
+    "first": "to first batch",
+    "close": "to close",
+    "import": "to import",
+    "memory": "memory",
+}
+
+
+def workload_table(records: Sequence[Record], workload: Workload) -> str:
+    """All that was measured on one workload."""
+    name = workload.name
+    samples = compare_samples(records, name)
+    loaders = list(dict.fromkeys(record.loader for record in records if record.workload == name))
+    rank = [*CEILINGS, *LOADERS]
+    head = ["", HEADS[workload.kind], "min .. max"]
+    head += ([f"of {workload.ceiling}"] if workload.ceiling else []) + ["ours / this", "samples"]
+    rows = [head]
+    for loader in sorted(loaders, key=rank.index):
+        label = f"{loader}: {CEILINGS[loader]}" if loader in CEILINGS else loader
+        summary = summarise(list(values_of(records, name, loader).values()))
+        if summary is None:
+            errors = [r.error or "" for r in records if r.workload == name and r.loader == loader]
+            error = NOT_INSTALLED if errors[0].startswith(NOT_INSTALLED) else f"failed: {errors[0]}"[:100]
+            rows.append([label, error.replace("|", "/")] + [""] * (len(head) - 2))
+            continue
+        shown = [format_value(workload.kind, value) for value in (summary.median, summary.low, summary.high)]
+        row = [label, shown[0], f"{shown[1]} .. {shown[2]}"]
+        if workload.ceiling:
+            row.append(format_ratio(ratio(records, name, loader, workload.ceiling)))
+        ours = "" if loader == OURS else format_ratio(ratio(records, name, OURS, loader))
+        rows.append([*row, ours, samples.get(loader, "")])
+    return markdown(rows)
+
+
+def bars_table(records: Sequence[Record]) -> str:
+    """The bars whose workload was measured."""
+    rows = [["work", "bar", "measured", "", "behind"]]
+    measured = {record.workload for record in records}
+    for bar in BARS:
+        if bar.workload in measured:
+            verdict = judge(bar, records)
+            met = {True: "met", False: "not met", None: "not measured"}[verdict.met]
+            rows.append([WORKLOADS[bar.workload].title, str(bar), _measured(verdict), met, _ahead(records, bar)])
+    return markdown(rows)
+
+
+def _measured(verdict: Verdict) -> str:
+    if verdict.measured is None:
+        return "-"
+    if verdict.bar.of is None:
+        return format_value("close", verdict.measured)
+    return f"{verdict.measured:.3f}" if verdict.measured < 0.1 else f"{verdict.measured:.2f}"
+
+
+def _ahead(records: Sequence[Record], bar: Bar) -> str:
+    """The loaders that ours is behind, by how much."""
+    behind = []
+    for name in LOADERS:
+        if name != OURS:
+            times = ratio(records, bar.workload, OURS, name)
+            if times is not None and times < 1:
+                behind.append(f"{name} ({format_ratio(times)})")
+    return ", ".join(behind)
+
+
+def about_lines(about: dict[str, Any]) -> str:
+    """Where the numbers come from."""
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    settings = ", ".join(f"{name} {value:g}" for name, value in about["settings"].items())
+    lines = [
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, {about['system']}  ",
+        f"{versions}  ",
+        f"`{about['command']}` ({settings})",
+    ]
+    return "\n".join(lines + (["", about["note"]] if about["note"] else []))
+
+
+def whole(records: Sequence[Record], about: dict[str, Any]) -> str:
+    """The report as Markdown, without a title."""
+    parts = [about_lines(about), bars_table(records)]
+    for name in dict.fromkeys(record.workload for record in records):
+        parts += [f"**{WORKLOADS[name].title}** (`{name}`)", workload_table(records, WORKLOADS[name])]
+    return "\n\n".join(parts)
+
+
+def fill(text: str, results: str) -> str | None:
+    """``text`` with the results between its two marker lines; None if it has no such lines."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{results}\n\n{end}{after}" if begin and end else None
+
+
+# -- picture --------------------------------------------------------------------------------------------------
+
+
+def draw(records: Sequence[Record], path: Path) -> bool:
+    """One panel per workload: medians, with lines from the worst to the best round. False without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    names = list(dict.fromkeys(record.workload for record in records))
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(5.2 * columns, 2.5 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(rows, columns, squeeze=False).flat, names, strict=False):
+        _draw_panel(axes, records, WORKLOADS[name])
+    for axes in figure.axes[len(names) :]:
+        axes.set_visible(False)
+    figure.savefig(path, dpi=90)
+    return True
+
+
+def _draw_panel(axes: Any, records: Sequence[Record], workload: Workload) -> None:
+    scale, unit = {"rate": (1e-3, "thousand samples/s"), "memory": (1e-6, "MB, less is better")}.get(
+        workload.kind, (1e3, "ms, less is better")
+    )
+    if workload.name in ("jpeg", "latency"):
+        scale, unit = 1.0, "samples/s"
+    bars = []
+    for loader in [*CEILINGS, *LOADERS]:
+        summary = summarise(list(values_of(records, workload.name, loader).values()))
+        if summary is not None:
+            bars.append((loader, summary))
+    bars.reverse()
+    colours = ["0.75" if name in CEILINGS else "tab:orange" if name == OURS else "tab:blue" for name, _ in bars]
+    medians = [summary.median * scale for _, summary in bars]
+    spread = [
+        [(summary.median - summary.low) * scale for _, summary in bars],
+        [(summary.high - summary.median) * scale for _, summary in bars],
+    ]
+    axes.barh([name for name, _ in bars], medians, color=colours, xerr=spread, ecolor="0.3", capsize=2)
+    axes.set_title(workload.title, fontsize=9)
+    axes.set_xlabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
