@@ -59,9 +59,34 @@ def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
     return lambda num_workers=2, **options: make_pool(request.param, num_workers, **options)
 
 
+def _children(pid: int) -> list[int] | None:
+    """Children of a process as the kernel lists them; None where it does not (psutil looks at all processes, 15 ms)."""
+    try:
+        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
+        return [int(child) for task in tasks for child in task.read_text().split()]
+    except FileNotFoundError:
+        return [] if os.path.isdir("/proc/self") and not os.path.isdir(f"/proc/{pid}") else None
+
+
+def _descendants() -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    todo = [os.getpid()]
+    while todo:
+        children = _children(todo.pop())
+        if children is None:
+            return psutil.Process().children(recursive=True)
+        todo += children
+        for child in children:
+            try:
+                found.append(psutil.Process(child))
+            except psutil.NoSuchProcess:
+                continue
+    return found
+
+
 def _processes() -> set[int]:
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for child in _descendants():
         try:
             if child.status() != psutil.STATUS_ZOMBIE and not any(h in " ".join(child.cmdline()) for h in HELPERS):
                 found.add(child.pid)

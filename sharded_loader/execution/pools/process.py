@@ -2,8 +2,14 @@
 
     trainer                                             worker i (execution/worker.py)
     submit -> least loaded worker's link  ==socket==>   receiver thread -> inbox -> Reader
-    receive <- inbox of each link         <==socket==   encoded result
+              (and a slot of the arena)                                               | writes
+    receive <- inbox of each link         <==socket==   encoded result      arena slot v
+            <- arrays over the slot, lent out
     wait    on all links, all sentinels and the waker: the only place that blocks
+
+How large a slot must be is learned from the batches that have come: the first ones, and what does not fit,
+travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then to the user
+until nothing refers to it.
 
 Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits
 for ever. Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
@@ -21,12 +27,8 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import pickle
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +36,6 @@ from typing import Any
 
 import cloudpickle
 import multiprocess
-from multiprocess import connection
 
 from sharded_loader.errors import Place, WorkerDiedError, describe_exit, read_again
 from sharded_loader.execution import worker
@@ -57,17 +58,16 @@ from sharded_loader.execution.messages import (
     unpack_wanted,
 )
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
+from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
     forget_process,
-    is_starting_worker,
     start_forkserver,
     starting_worker,
     uninterrupted,
 )
 from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Arena, Slot
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
 
@@ -76,10 +76,6 @@ SLOT_BYTES = 32768
 
 HELD = 2
 """Tasks a worker holds: the one it does and one more, so that it never waits for the next."""
-
-CLOSING_GRACE = 0.03
-"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; one in the user's code
-would not notice before the end of its sample."""
 
 
 class ProcessPool(Pool):
@@ -134,7 +130,7 @@ class ProcessPool(Pool):
         self._context = multiprocess.get_context(self.start_method)
         self._new_job: NewJob | None = None
         self._published: publish.Published | None = None
-        self._crew = _Crew(max_bytes)
+        self._crew = Crew(max_bytes)
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._publications = itertools.count(1)
         self._wanted = 0
@@ -145,7 +141,7 @@ class ProcessPool(Pool):
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
 
     @property
-    def _workers(self) -> list[_WorkerHandle]:
+    def _workers(self) -> list[WorkerHandle]:
         return self._crew.handles
 
     @property
@@ -267,7 +263,7 @@ class ProcessPool(Pool):
 
     # -- workers --------------------------------------------------------------------------------------------
 
-    def _launch(self, number: int) -> _WorkerHandle:
+    def _launch(self, number: int) -> WorkerHandle:
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = make_link(ours)
         try:
@@ -285,7 +281,7 @@ class ProcessPool(Pool):
             raise
         finally:
             theirs.close()
-        handle = _WorkerHandle(number, process, link)
+        handle = WorkerHandle(number, process, link)
         self._send_job(link)
         return handle
 
@@ -296,7 +292,7 @@ class ProcessPool(Pool):
                 _send_segment(link, published.segment)
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
-    def _take(self, handle: _WorkerHandle) -> Iterator[Result]:
+    def _take(self, handle: WorkerHandle) -> Iterator[Result]:
         """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""
         while handle.link.inbox:
             message = handle.link.inbox[0]
@@ -316,7 +312,7 @@ class ProcessPool(Pool):
                 handle.tasks.pop((run, seq), None)
             handle.link.inbox.popleft()
 
-    def _decode(self, handle: _WorkerHandle, run: int, seq: int, content: memoryview, message: Message) -> Result:
+    def _decode(self, handle: WorkerHandle, run: int, seq: int, content: memoryview, message: Message) -> Result:
         """The result in a message. Its slot is lent out with it, or free again if nothing lies in it."""
         wanted, content = unpack_wanted(content)
         # The largest so far: batches differ in size, and a slot that is too small costs a copy.
@@ -331,13 +327,13 @@ class ProcessPool(Pool):
             self._crew.arena.give(slot)
         return _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
 
-    def _send_segments(self, handle: _WorkerHandle, number: int) -> None:
+    def _send_segments(self, handle: WorkerHandle, number: int) -> None:
         """Let the worker know the segments up to this one."""
         for segment in self._crew.arena.segments[handle.segments : number + 1]:
             _send_segment(handle.link, segment)
             handle.segments = segment.number + 1
 
-    def _replace(self, handle: _WorkerHandle) -> None:
+    def _replace(self, handle: WorkerHandle) -> None:
         """A new worker in place of this one; what it had to do is done again."""
         with uninterrupted():
             self._ended.discard(handle.sentinel)
@@ -348,7 +344,7 @@ class ProcessPool(Pool):
             handle.release()
             self._crew.free_slots(handle)
 
-    def _bury(self, handle: _WorkerHandle) -> Iterator[Result]:
+    def _bury(self, handle: WorkerHandle) -> Iterator[Result]:
         """A worker has ended by itself: say so, and put another in its place."""
         handle.process.join(1.0)
         exitcode = handle.process.exitcode
@@ -391,124 +387,12 @@ class ProcessPool(Pool):
         self._replace(handle)
 
 
-class _Crew:
-    """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        self.handles: list[_WorkerHandle] = []
-        self._max_bytes = max_bytes
-        self.arena = Arena(max_bytes)
-        self.wake_reader: Any = None
-        self._wake_writer: Any = None
-        self._pid = os.getpid()
-        _crews.add(self)
-
-    def open(self) -> None:
-        if self.wake_reader is None:
-            self._pid = os.getpid()
-            self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
-
-    def wake(self) -> None:
-        if self._wake_writer is not None:
-            self._wake_writer.send_bytes(b"")
-
-    def close(self) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child has the object, but not the workers
-        with uninterrupted():
-            self.stop_workers()
-            ends = self.wake_reader, self._wake_writer
-            self.wake_reader = self._wake_writer = None
-            for end in ends:
-                if end is not None:
-                    end.close()
-            arena, self.arena = self.arena, Arena(self._max_bytes)
-            arena.close()
-
-    def free_slots(self, handle: _WorkerHandle) -> None:
-        """The worker is reaped: what it was writing into is free."""
-        slots, handle.slots = handle.slots, {}
-        for slot in slots.values():
-            self.arena.give(slot)
-
-    def stop_workers(self) -> None:
-        handles, self.handles = self.handles, []
-        for handle in handles:
-            handle.link.close()
-        deadline = time.monotonic() + CLOSING_GRACE
-        for handle in handles:
-            handle.process.join(max(0.0, deadline - time.monotonic()))
-        for handle in handles:
-            handle.release()
-            self.free_slots(handle)
-
-
-_crews: weakref.WeakSet[_Crew] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
-    if not is_starting_worker():
-        for crew in list(_crews):
-            crew.arena.retire_lent()
-
-
-def _after_fork_in_child() -> None:
-    for crew in list(_crews):
-        crew.arena.close_descriptors()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-
-
-class _WorkerHandle:
-    """A worker as the trainer sees it. Owns the process object, the link and a descriptor of the process."""
-
-    def __init__(self, number: int, process: Any, link: Link) -> None:
-        self.number = number
-        self.process = process
-        self.link = link
-        self.tasks: dict[tuple[int, int], Task] = {}
-        self.slots: dict[tuple[int, int], Slot] = {}
-        self.segments = 0
-        self.ready = False
-        self._pidfd: int | None = None
-        # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
-        # after the worker's death; a pidfd is the process itself.
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(process.pid)
-        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
-
-    def has_ended(self) -> bool:
-        """Whether the process is over, whoever may have reaped it."""
-        return bool(connection.wait([self.sentinel], 0))
-
-    def release(self) -> None:
-        """End the process, if it has not ended, and give back what belongs to it."""
-        try:
-            if not self.has_ended():
-                self.process.kill()
-                connection.wait([self.sentinel])
-            self.process.join()
-            self.process.close()
-        except ValueError:
-            # Somebody else has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
-            # it runs for ever. Its descriptors are closed with the process object.
-            pass
-        finally:
-            if self._pidfd is not None:
-                os.close(self._pidfd)
-                self._pidfd = None
-
-
 def _send_segment(link: Link, segment: Segment) -> None:
     name = (segment.name or "").encode()
     link.send(pack_head(SEGMENT, segment.number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
 
 
-def _load(handle: _WorkerHandle) -> int:
+def _load(handle: WorkerHandle) -> int:
     return len(handle.tasks)
 
 

@@ -1,0 +1,141 @@
+"""What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
+
+    Crew            all of it; knows no job, so finalizers may hold it
+    WorkerHandle    one worker: process, link, the tasks and slots that it has in hand
+
+`Crew.close` ends the workers (end-of-file, then, after `CLOSING_GRACE`, SIGKILL) and frees a slot only when its
+writer is reaped. It is called by the pool, or by a finalizer when the loader is garbage. In a process that the
+user forks it does nothing: the workers are the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from typing import Any
+
+import multiprocess
+from multiprocess import connection
+
+from sharded_loader.execution.messages import Task
+from sharded_loader.execution.pools.link import Link
+from sharded_loader.execution.pools.starting import is_starting_worker, uninterrupted
+from sharded_loader.memory.arena import Arena, Slot
+
+CLOSING_GRACE = 0.03
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; one in the user's code
+would not notice before the end of its sample."""
+
+
+class Crew:
+    """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.handles: list[WorkerHandle] = []
+        self._max_bytes = max_bytes
+        self.arena = Arena(max_bytes)
+        self.wake_reader: Any = None
+        self._wake_writer: Any = None
+        self._pid = os.getpid()
+        _crews.add(self)
+
+    def open(self) -> None:
+        if self.wake_reader is None:
+            self._pid = os.getpid()
+            self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+
+    def wake(self) -> None:
+        if self._wake_writer is not None:
+            self._wake_writer.send_bytes(b"")
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the workers
+        with uninterrupted():
+            self.stop_workers()
+            ends = self.wake_reader, self._wake_writer
+            self.wake_reader = self._wake_writer = None
+            for end in ends:
+                if end is not None:
+                    end.close()
+            arena, self.arena = self.arena, Arena(self._max_bytes)
+            arena.close()
+
+    def free_slots(self, handle: WorkerHandle) -> None:
+        """The worker is reaped: what it was writing into is free."""
+        slots, handle.slots = handle.slots, {}
+        for slot in slots.values():
+            self.arena.give(slot)
+
+    def stop_workers(self) -> None:
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle.link.close()
+        deadline = time.monotonic() + CLOSING_GRACE
+        for handle in handles:
+            handle.process.join(max(0.0, deadline - time.monotonic()))
+        for handle in handles:
+            handle.release()
+            self.free_slots(handle)
+
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
+    if not is_starting_worker():
+        for crew in list(_crews):
+            crew.arena.retire_lent()
+
+
+def _after_fork_in_child() -> None:
+    for crew in list(_crews):
+        crew.arena.close_descriptors()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+class WorkerHandle:
+    """A worker as the trainer sees it. Owns the process object, the link and a descriptor of the process."""
+
+    def __init__(self, number: int, process: Any, link: Link) -> None:
+        self.number = number
+        self.process = process
+        self.link = link
+        self.tasks: dict[tuple[int, int], Task] = {}
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.segments = 0
+        self.ready = False
+        self._pidfd: int | None = None
+        # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
+        # after the worker's death; a pidfd is the process itself.
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(process.pid)
+        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
+
+    def has_ended(self) -> bool:
+        """Whether the process is over, whoever may have reaped it."""
+        return bool(connection.wait([self.sentinel], 0))
+
+    def release(self) -> None:
+        """End the process, if it has not ended, and give back what belongs to it."""
+        try:
+            if not self.has_ended():
+                self.process.kill()
+                connection.wait([self.sentinel])
+            self.process.join()
+            self.process.close()
+        except ValueError:
+            # Somebody else has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
+            # it runs for ever. Its descriptors are closed with the process object.
+            pass
+        finally:
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
