@@ -53,8 +53,7 @@ def next_interrupted(iterator: Any, number: int) -> tuple[list[Any], bool]:
     return got, tracer.fired
 
 
-@pytest.mark.parametrize("step", [1, 7])
-def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool], step: int) -> None:
+def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool]) -> None:
     loader = ShardedDataLoader(range(10_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
     expected = iter(range(0, 10_000, 3))
     with loader:
@@ -70,7 +69,7 @@ def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., 
             # The loader goes on, in order, with all that was in flight.
             for _ in range(2):
                 assert next(iterator)[0][0] == next(expected)
-            line += step
+            line += 1
         assert line > 20
 
 

@@ -32,7 +32,8 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
     return done
 
 
-METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+# Programs of their own take two seconds each: those under forkserver are left to `make test-all`.
+METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"])
 
 
 # -- no guard, no second run of the script --------------------------------------------------------------------

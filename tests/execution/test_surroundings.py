@@ -36,7 +36,8 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
     return done.stdout
 
 
-METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+# Programs of their own take two seconds each: those under forkserver are left to `make test-all`.
+METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"])
 
 
 @unix
