@@ -29,7 +29,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,19 @@ HELD_LONG = 32
 workers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Slot:
-    """A stretch of a segment."""
+    """A stretch of a segment, while one batch lives in it.
+
+    Attributes:
+        segment, offset, nbytes: where it is.
+        lent: the batch is handed out, and the slot comes back by its lease; until then whoever took it gives it.
+    """
 
     segment: int
     offset: int
     nbytes: int
+    lent: bool = field(default=False, compare=False)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -122,6 +128,8 @@ class Arena:
         whole = np.frombuffer(self.segments[slot.segment].mapping, np.uint8, slot.nbytes, slot.offset)
         finalizer = weakref.finalize(whole, _return, self._returned, slot, self._pid)
         finalizer.atexit = False
+        # From here on the lease counts: after an interruption before this line the slot is still its taker's.
+        slot.lent = True
         self._out[slot] = self._taken
         return whole
 
@@ -151,6 +159,8 @@ class Arena:
             slot = self._returned.popleft()
             if slot is None:
                 self._retired.update(self._out)
+                continue
+            if not slot.lent:
                 continue
             self._out.pop(slot, None)
             if slot in self._retired:
