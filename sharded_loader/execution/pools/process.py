@@ -7,9 +7,9 @@
             <- arrays over the slot, lent out
     wait    on all links, all sentinels and the waker: the only place that blocks
 
-How large a slot must be is learned from the batches that have come lately (`memory.sizes`): the first ones, and what
-does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then to the user
-until nothing refers to it.
+How large a slot must be is learned from the batches that have come lately (`memory.sizes`): the first ones, and
+what does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then
+to the user until nothing refers to it.
 
 Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits
 for ever. Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
@@ -199,7 +199,7 @@ class ProcessPool(Pool):
         slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
         if key not in handle.slots and wanted >= SLOT_BYTES:
-            # Noted at once, before it is used, and with its worker: it is free again when that has replied or is reaped.
+            # Noted at once, before it is used, and with its worker: free again when that has replied or is reaped.
             slot = handle.slots[key] = self._crew.arena.take(wanted)
             if slot is not None:
                 self._send_segments(handle, slot.segment)
