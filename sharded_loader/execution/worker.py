@@ -16,6 +16,7 @@ import comes later, in the middle of a batch.
 
 from __future__ import annotations
 
+import errno
 import importlib.abc
 import importlib.util
 import os
@@ -53,6 +54,7 @@ from sharded_loader.execution.pools.link import Message, receive_descriptor, rec
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import SlotWriter, encode, encode_error
+from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
 
@@ -72,6 +74,7 @@ class _Worker:
         self._job: Job | None = None
         self._reader: Reader | None = None
         self._segments: dict[int, np.ndarray[Any, Any]] = {}
+        self._refused: dict[int, OSError] = {}
 
     # -- receiver thread ------------------------------------------------------------------------------------
 
@@ -83,11 +86,7 @@ class _Worker:
                 if kind == CANCEL:
                     self._cancelled.add(run)
                 elif kind == SEGMENT:
-                    name = bytes(content).decode() or None
-                    fd = None if name else receive_descriptor(self._conn)
-                    # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
-                    segment = attach(run, seq, fd, name, private=run < 0)
-                    self._segments[run] = np.frombuffer(segment.mapping, np.uint8)
+                    self._attach(run, seq, bytes(content).decode() or None)
                 else:  # the user's objects are unpickled by the main thread
                     self._inbox.put(message)
         except (EOFError, OSError):
@@ -97,6 +96,24 @@ class _Worker:
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # nobody would feed the main thread any more; the trainer notices the death
+
+    def _attach(self, number: int, nbytes: int, name: str | None) -> None:
+        """Map a segment; without one, its batches go through the pipe, and its dataset cannot be taken."""
+        fd = None
+        try:
+            fd = None if name else receive_descriptor(self._conn)
+            # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
+            segment = attach(number, nbytes, fd, name, private=number < 0)
+        except EOFError:
+            raise
+        except OSError as error:
+            self._refused[number] = error
+            if number >= 0:
+                # No warning: where the user makes errors of those, the worker would die of it.
+                text = f"{self._name} sends batches through the pipe, which is slower: {_explain(error)}"
+                print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
+        else:
+            self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
@@ -135,6 +152,8 @@ class _Worker:
     def _load(self, message: Message) -> NewJob:
         _, number, _, content = unpack_head(message.head)
         memory = self._segments.pop(number, None)
+        if (error := self._refused.pop(number, None)) is not None:
+            raise OSError(error.errno, f"the dataset cannot be mapped: {_explain(error)}") from error
         buffers = [
             memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
             for place in message.buffers
@@ -145,7 +164,8 @@ class _Worker:
     def _do(self, run: int, seq: int, content: memoryview) -> None:
         assert self._job is not None and self._reader is not None  # the job is the first message
         place, content = unpack_slot(content)
-        memory = None if place is None else self._segments[place.segment][place.offset : place.offset + place.nbytes]
+        segment = None if place is None else self._segments.get(place.segment)
+        memory = None if place is None or segment is None else segment[place.offset : place.offset + place.nbytes]
         try:
             task: Task = pickle.loads(content)
         except Exception as error:
@@ -204,6 +224,14 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
             continue
     # Not by returning: tearing down an interpreter with torch in it takes 100 ms that close() would wait for.
     os._exit(0)
+
+
+def _explain(error: OSError) -> str:
+    """Why a segment could not be mapped, and what to do."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return str(error)
+    limit = "" if (most := open_files()) is None else f" of {most}"
+    return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
 
 def _forget_handlers() -> None:

@@ -14,9 +14,12 @@ The lease is a finalizer on the lent buffer: a fresh exporter per lend, because 
 chains past an array view, and a lease on a view would end while tensors are held. It runs in any thread and
 inside the garbage collector, so it appends to a deque and does nothing else.
 
-What can go wrong: the bound is reached (`take` returns None, the batch goes through the pipe); memory or
-descriptors run out (MemoryError, saying which and how much). Never waiting: nothing here waits for memory that
-the user holds.
+What can go wrong:
+  * the bound is reached, all of it held: `take` returns None, the batch goes through the pipe;
+  * there are no descriptors, or no room in the mount: a bound too, found by reaching it, and tried again from time
+    to time. One warning names it and the bytes, and `take` returns None: the pipe needs neither;
+  * the machine or a cgroup has no memory left: MemoryError, naming it and the bytes. The pipe would need as much.
+Never waiting: nothing here waits for memory that the user holds.
 
 Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fixed number of slots are ours.
 """
@@ -29,14 +32,14 @@ import os
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
-from sharded_loader.memory.segments import Segment, create
+from sharded_loader.memory.segments import Segment, choose_backend, create
 
 PAGE = 4096
 FIRST_SEGMENT = 4 << 20
@@ -46,14 +49,23 @@ HELD_LONG = 32
 """A batch that is lent while so many others are begun is held, not in flight: a window is that deep with 16
 workers."""
 
+PAUSE = 256
+"""Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, unsafe_hash=True)
 class Slot:
-    """A stretch of a segment."""
+    """A stretch of a segment, while one batch lives in it.
+
+    Attributes:
+        segment, offset, nbytes: where it is.
+        lent: the batch is handed out, and the slot comes back by its lease; until then whoever took it gives it.
+    """
 
     segment: int
     offset: int
     nbytes: int
+    lent: bool = field(default=False, compare=False)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -77,7 +89,8 @@ class Arena:
         self._returned: deque[Slot | None] = deque()
         self._retired: set[Slot] = set()
         self._out: dict[Slot, int] = {}
-        self._warned = False
+        self._warned = self._warned_of_refusal = False
+        self._paused_until = 0
         self._pid = os.getpid()
 
     @property
@@ -95,7 +108,7 @@ class Arena:
         """A free slot of at least ``nbytes``; None at the bound.
 
         Raises:
-            MemoryError: the arena may grow, but the system has not got the memory or the descriptor.
+            MemoryError: the arena may grow, but the system has not got the memory.
         """
         self._reclaim()
         self._taken += 1
@@ -122,6 +135,8 @@ class Arena:
         whole = np.frombuffer(self.segments[slot.segment].mapping, np.uint8, slot.nbytes, slot.offset)
         finalizer = weakref.finalize(whole, _return, self._returned, slot, self._pid)
         finalizer.atexit = False
+        # From here on the lease counts: after an interruption before this line the slot is still its taker's.
+        slot.lent = True
         self._out[slot] = self._taken
         return whole
 
@@ -152,6 +167,8 @@ class Arena:
             if slot is None:
                 self._retired.update(self._out)
                 continue
+            if not slot.lent:
+                continue
             self._out.pop(slot, None)
             if slot in self._retired:
                 self._retired.discard(slot)
@@ -172,6 +189,8 @@ class Arena:
 
     def _grow(self, nbytes: int) -> bool:
         """Another segment that holds at least one slot; False at the bound."""
+        if self._taken < self._paused_until:
+            return False
         have = self.nbytes
         if self._max_bytes is None:
             share = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
@@ -193,15 +212,14 @@ class Arena:
             )
         segment = self._create(size, least, have)
         if segment is None:
-            self._max_bytes = have
-            self._warn_of_bound(have)
+            self._paused_until = self._taken + PAUSE
             return False
         self.segments.append(segment)
         self._free.append([(0, segment.nbytes)])
         return True
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:
-        """A segment of ``size``, or of as much as a small mount takes; None if that is full of our segments."""
+        """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
         while True:
             try:
                 return create(len(self.segments), size)
@@ -209,10 +227,16 @@ class Arena:
                 full = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 if full and size > least:
                     size = max(least, size // 2 // PAGE * PAGE)
-                elif full and have:
-                    return None
-                else:
-                    raise MemoryError(_refused(error, size, have)) from error
+                    continue
+                text = _refused(error, size, have)
+                # What the machine has not got would be missing in the pipe too. With segments of its own the arena
+                # may be what fills it, and goes on with those.
+                if full and not have and choose_backend() != "shm":
+                    raise MemoryError(text) from error
+                if not self._warned_of_refusal:
+                    self._warned_of_refusal = True
+                    warnings.warn(f"{text}. Until then batches go through the pipe, which is slower", stacklevel=2)
+                return None
 
     def _warn_of_bound(self, have: int) -> None:
         # Not the batches in flight, however many: those that stay while others come and go.
@@ -230,7 +254,8 @@ class Arena:
 def _refused(error: OSError, size: int, have: int) -> str:
     wanted = f"{size:,} bytes of shared memory wanted, {have:,} in use"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{wanted}: the limit of open files is reached ({error}): raise it (ulimit -n), or close some"
+        limit = "" if (most := limits.open_files()) is None else f" of {most}"
+        return f"{wanted}: the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         return (
             f"{wanted}: the system refused ({error}); with SHARDED_LOADER_MEMORY=shm the size of the /dev/shm mount is "

@@ -29,6 +29,15 @@ def free_bytes(root: Path = Path("/")) -> Limit:
     return min([_machine(root), *_cgroups(root)], key=lambda limit: limit.nbytes)
 
 
+def open_files() -> int | None:
+    """How many descriptors this process may have; None where the platform does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def _machine(root: Path) -> Limit:
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():

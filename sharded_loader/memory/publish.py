@@ -1,7 +1,8 @@
 """The dataset on its way to spawned workers: pickled once, by value where it must be, sent to all.
 
     publish(job) -> Encoded      cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks
-                                 by value, arrays and tensors out of band, not copied
+                                 by value, arrays and tensors out of band, not copied; arrays over
+                                 files by name (`mapped`)
     share(encoded) -> Published  its large buffers in shared memory, once for all workers
     load(head, buffers) -> job   in the worker, which maps that memory privately: a dataset that writes to
                                  itself writes to its own copy of the page
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 from sharded_loader.memory.arena import PAGE, round_up
 from sharded_loader.memory.codec import ALIGNMENT, Encoded, dump, is_plain_tensor, reduce_array, reduce_tensor
 from sharded_loader.memory.limits import free_bytes
+from sharded_loader.memory.mapped import Mapping, as_memmap, describe, memmap_of, view_mapping
 from sharded_loader.memory.segments import Segment, create
 
 SHARED_BYTES = 65536
@@ -33,15 +36,40 @@ SHARED_BYTES = 65536
 
 
 class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor."""
+    """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
+
+    Arrays over files likewise, as views of the file.
+    """
 
     _storages: dict[tuple[int, int], np.ndarray[Any, Any]]
+    _mappings: dict[int, tuple[Mapping | None, Any]]
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = reduce_array(obj)
+        reduced = self._reduce_mapped(obj) if isinstance(obj, np.ndarray) else NotImplemented
+        if reduced is NotImplemented:
+            reduced = reduce_array(obj)
         if reduced is NotImplemented and is_plain_tensor(obj):
             reduced = reduce_tensor(obj) if obj.is_conj() or obj.is_neg() else self._reduce_view(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def _reduce_mapped(self, array: np.ndarray[Any, Any]) -> Any:
+        if type(array) not in (np.ndarray, np.memmap) or array.base is None or not array.nbytes:
+            return NotImplemented
+        found = memmap_of(array)
+        if found is None:
+            return NotImplemented
+        whole, start = found
+        if not hasattr(self, "_mappings"):
+            self._mappings = {}
+        key = id(whole._mmap)
+        if key not in self._mappings:  # kept beside its description, so that its id stays its own
+            self._mappings[key] = describe(whole), whole._mmap
+        mapping, _ = self._mappings[key]
+        if mapping is not None:
+            layout = array.dtype, array.shape, array.strides, array.flags.writeable
+            return view_mapping, (mapping, type(array), start, *layout)
+        # NumPy itself would pickle its subclass in band.
+        return (as_memmap, (array.view(np.ndarray),)) if type(array) is np.memmap else NotImplemented
 
     def _reduce_view(self, tensor: Any) -> Any:
         import torch
@@ -166,7 +194,7 @@ def _culprits(obj: Any, path: str, seen: set[int]) -> Iterator[str]:
 
 
 def _children(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, Mapping):
+    if isinstance(obj, abc.Mapping):
         yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple)):
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))

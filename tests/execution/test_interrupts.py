@@ -11,9 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
 
 PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
@@ -38,9 +39,9 @@ class InterruptAt:
         return self
 
 
-def next_interrupted(iterator: Any, number: int) -> tuple[list[Any], bool]:
+def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
     """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
-    tracer = InterruptAt(number)
+    tracer = interrupt(number)
     got = []
     before = sys.gettrace()
     try:
@@ -128,3 +129,46 @@ def test_interrupt_inside_the_dataset_reads_the_batch_again() -> None:
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5]]
+
+
+class InterruptAtSlot(InterruptAt):
+    """Raises before the n-th line of what hands a slot from its worker to the user."""
+
+    HANDS = ("_take", "_decode", "lend", "submit")
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        # The files of these functions, whether or not the pump has them: `lend` is the arena's.
+        if frame.f_code.co_name not in self.HANDS or "sharded_loader" not in frame.f_code.co_filename:
+            return None
+        return super().__call__(frame, event, arg)
+
+
+def test_interrupt_while_a_slot_changes_hands_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PUMP", ("process.py", "arena.py"))
+    data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
+    with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method="fork"), prefetch=4) as loader:
+        arena = loader._pipeline.pool._crew.arena
+        iterator = iter(loader)
+        expected = iter(range(0, 2000, 4))
+        for _ in range(10):  # the first ones are in no slot
+            assert int(next(iterator)[0, 0]) == next(expected)
+        interrupted = set()
+        for line in range(1, 50):
+            for _ in range(3):  # how many lines one call runs depends on what has come
+                got, fired = next_interrupted(iterator, line, InterruptAtSlot)
+                for batch in got:
+                    assert int(batch[0, 0]) == next(expected)
+                if fired:
+                    interrupted.add(line)
+                    break
+            for _ in range(2):
+                batch = next(iterator)
+                assert int(batch[0, 0]) == int(batch[-1, -1]) - 3 == next(expected)
+        assert len(interrupted) > 25
+        for batch in iterator:
+            assert int(batch[0, 0]) == next(expected)
+        del batch, got
+        assert arena.lent == 0
+        free = sum(end - start for parts in arena._free for start, end in parts)
+        taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
+        assert free + sum(slot.nbytes for slot in taken) == arena.nbytes

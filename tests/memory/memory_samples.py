@@ -110,3 +110,16 @@ class Slow:
     def __getitem__(self, index: int) -> int:
         time.sleep(0.1)
         return int(self.data[index])
+
+
+class Lines:
+    """The rows of an array, which may lie in a file."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]

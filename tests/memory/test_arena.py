@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from sharded_loader.memory import arena as arena_module
-from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, Arena, Slot
+from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, Arena, Slot
 from sharded_loader.memory.limits import Limit
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
@@ -131,22 +131,34 @@ def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.Monke
     arena.close()
 
 
-@posix
-def test_the_limit_of_open_files_is_named() -> None:
+@pytest.fixture
+def no_descriptors() -> Iterator[Callable[[], None]]:
+    """No descriptor is left; the value says that there are some again."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    arena = Arena()
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        with pytest.raises(MemoryError, match=r"4,194,304 bytes .*limit of open files .*ulimit -n"):
-            arena._max_bytes = 1 << 30  # what is free is read from files
-            arena.take(1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    take(arena, 1000)
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@posix
+@pytest.mark.parametrize("have", [False, True])
+def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(have: bool, request: Any) -> None:
+    arena = Arena(1 << 30)
+    if have:
+        take(arena, 1000)
+    raised = request.getfixturevalue("no_descriptors")
+    expected = r"bytes of shared memory wanted, .*limit of \d+ of open files .*ulimit -n.*through the pipe"
+    with pytest.warns(UserWarning, match=expected) as seen:
+        for _ in range(3 * PAUSE):
+            assert arena.take(16 << 20) is None
+    assert len(seen) == 1
+    raised()
+    while arena.take(16 << 20) is None:
+        assert arena._taken < 5 * PAUSE
     arena.close()
 
 
@@ -166,17 +178,32 @@ def small_mount(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def test_a_batch_larger_than_the_mount_is_an_error_that_names_it(small_mount: list[int]) -> None:
+def test_memory_that_the_machine_has_not_got_is_an_error(small_mount: list[int]) -> None:
     arena = Arena(1 << 30)
-    with pytest.raises(MemoryError, match=r"bytes .*No space left.* /dev/shm mount .*--shm-size"):
+    with pytest.raises(MemoryError, match=r"bytes .*No space left"):
         arena.take(70 << 20)
+    arena.close()
+
+
+@posix
+def test_a_batch_larger_than_the_mount_goes_through_the_pipe(
+    small_mount: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", "shm")
+    arena = Arena(1 << 30)
+    with pytest.warns(UserWarning, match=r"bytes .*No space left.* /dev/shm mount .*--shm-size") as seen:
+        for _ in range(3 * PAUSE):
+            assert arena.take(70 << 20) is None
+    assert len(seen) == 1
+    assert take(arena, 1 << 20)  # what there is can be had
     arena.close()
 
 
 def test_a_full_mount_is_a_bound(small_mount: list[int]) -> None:
     arena = Arena(1 << 30)
     first = take(arena, 38 << 20)
-    assert arena.take(38 << 20) is None
+    with pytest.warns(UserWarning, match="No space left"):
+        assert arena.take(38 << 20) is None
     arena.give(first)
     assert take(arena, 38 << 20) == first
     arena.close()
@@ -185,8 +212,9 @@ def test_a_full_mount_is_a_bound(small_mount: list[int]) -> None:
 def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -> None:
     arena = Arena(1 << 30)
     slots = 0
-    while arena.take(200 << 10) is not None:
-        slots += 1
+    with pytest.warns(UserWarning, match="No space left"):
+        while arena.take(200 << 10) is not None:
+            slots += 1
     assert slots > 300 and len(arena.segments) < 12
     arena.close()
 

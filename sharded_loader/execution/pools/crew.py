@@ -64,10 +64,11 @@ class Crew:
             arena.close()
 
     def free_slots(self, handle: WorkerHandle) -> None:
-        """The worker is reaped: what it was writing into is free."""
+        """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
         slots, handle.slots = handle.slots, {}
         for slot in slots.values():
-            self.arena.give(slot)
+            if slot is not None and not slot.lent:
+                self.arena.give(slot)
 
     def stop_workers(self) -> None:
         handles, self.handles = self.handles, []
@@ -108,7 +109,7 @@ class WorkerHandle:
         self.process = process
         self.link = link
         self.tasks: dict[tuple[int, int], Task] = {}
-        self.slots: dict[tuple[int, int], Slot] = {}
+        self.slots: dict[tuple[int, int], Slot | None] = {}
         self.segments = 0
         self.ready = False
         self._pidfd: int | None = None

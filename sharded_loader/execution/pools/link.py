@@ -19,6 +19,7 @@ Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -100,9 +101,22 @@ def receive_message(conn: Any) -> Message:
 
 
 def receive_descriptor(conn: Any) -> int:
-    """The descriptor that the other end sent after its last message."""
-    with socket.fromfd(conn.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+    """The descriptor that the other end sent after its last message.
+
+    Raises:
+        EOFError: the other end is gone.
+        OSError: this process may have no more descriptors. The stream is in order all the same.
+    """
+    end = socket.socket(fileno=conn.fileno())  # no second descriptor: there may be none
+    try:
+        end.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
+        data, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+    finally:
+        end.detach()
+    if not data:
+        raise EOFError
+    if not descriptors:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return descriptors[0]
 
 
@@ -234,8 +248,10 @@ class SocketLink(Link):
                     sent = self._socket.send(item)
             except BlockingIOError:
                 break
-            except OSError:
-                self._outbox.clear()
+            except OSError as error:
+                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                if error.errno != getattr(errno, "ETOOMANYREFS", None):
+                    self._outbox.clear()
                 break
             if isinstance(item, int) or sent == item.nbytes:
                 self._outbox.popleft()

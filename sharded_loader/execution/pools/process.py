@@ -7,9 +7,9 @@
             <- arrays over the slot, lent out
     wait    on all links, all sentinels and the waker: the only place that blocks
 
-How large a slot must be is learned from the batches that have come: the first ones, and what does not fit,
-travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then to the user
-until nothing refers to it.
+How large a slot must be is learned from the batches that have come lately (`memory.sizes`): the first ones, and
+what does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then
+to the user until nothing refers to it.
 
 Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits
 for ever. Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
@@ -69,6 +69,7 @@ from sharded_loader.execution.pools.starting import (
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
+from sharded_loader.memory.sizes import RecentSizes
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -132,7 +133,7 @@ class ProcessPool(Pool):
         self._crew = Crew(max_bytes)
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._publications = itertools.count(1)
-        self._wanted = 0
+        self._sizes = RecentSizes()
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
 
@@ -194,13 +195,12 @@ class ProcessPool(Pool):
         handle = min(self._workers, key=_load)
         pickled = _pickle_task(task)
         key = task.run, task.seq
-        slot = None
+        slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
-        if key not in handle.slots and self._wanted >= SLOT_BYTES:
-            # Noted before it is used, and with its worker: it is free again when that has replied or is reaped.
-            slot = self._crew.arena.take(self._wanted)
+        if key not in handle.slots and wanted >= SLOT_BYTES:
+            # Noted at once, before it is used, and with its worker: free again when that has replied or is reaped.
+            slot = handle.slots[key] = self._crew.arena.take(wanted)
             if slot is not None:
-                handle.slots[key] = slot
                 self._send_segments(handle, slot.segment)
         # Sent before it is noted: an interruption in between makes a batch twice, the other order never.
         handle.link.send(pack_head(TASK, *key, pack_slot(slot) + pickled))
@@ -314,16 +314,16 @@ class ProcessPool(Pool):
     def _decode(self, handle: WorkerHandle, run: int, seq: int, content: memoryview, message: Message) -> Result:
         """The result in a message. Its slot is lent out with it, or free again if nothing lies in it."""
         wanted, content = unpack_wanted(content)
-        # The largest so far: batches differ in size, and a slot that is too small costs a copy.
-        self._wanted = max(self._wanted, wanted + wanted // 16)
-        slot = handle.slots.pop((run, seq), None)
-        if slot is not None and any(isinstance(place, tuple) for place in message.buffers):
+        self._sizes.note(wanted)
+        slot = handle.slots.get((run, seq))
+        if slot is not None:
+            # Also if nothing lies in it: then it comes back at once. And noted last: as long as it is not lent, an
+            # interruption leaves it with its worker (`Crew.free_slots`).
             whole = self._crew.arena.lend(slot)
             message.buffers = [
                 whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in message.buffers
             ]
-        elif slot is not None:
-            self._crew.arena.give(slot)
+        handle.slots.pop((run, seq), None)
         return _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
 
     def _send_segments(self, handle: WorkerHandle, number: int) -> None:

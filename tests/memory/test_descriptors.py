@@ -1,0 +1,82 @@
+"""A worker that may have no more descriptors, and descriptors on their way: slower or a clear error, never a hang."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROCESS_POOLS
+from memory_samples import SHAPE, Filled
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools import link
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
+METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
+
+
+def allow_no_more(number: int) -> None:
+    """As a ``worker_init_fn``: this process has all the descriptors that it may have."""
+    import resource
+
+    lowest = os.dup(0)
+    os.close(lowest)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+
+
+@METHODS
+@pytest.mark.parametrize("memory", ["memfd", "named"])
+def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
+    method: str, memory: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
+    pool = ProcessPool(2, start_method=method, worker_init_fn=allow_no_more)
+    with ShardedDataLoader(Filled(160), 4, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [4 * number + i for i in range(4)] and batch.shape == (4, SHAPE // 4)
+            assert pool._crew.arena.lent == 0
+        assert number == 39 and len(pool._crew.arena.segments) == 1  # the trainer had one
+    told = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert method == "forkserver" or 1 <= len(told) <= 2  # once by each worker (a forkserver's output is elsewhere)
+    assert all("through the pipe" in line and "of open files is reached" in line for line in told)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
+    data = ArrayDataset(np.zeros(100_000))
+    pool = ProcessPool(2, start_method=method, worker_init_fn=allow_no_more)
+    with ShardedDataLoader(data, 1000, pool=pool) as loader:
+        assert next(iter(loader)).shape == (1000,)
+        loader.refresh()
+        with pytest.raises(OSError, match=r"dataset cannot be mapped: its limit of \d+ of open files .*ulimit -n"):
+            list(loader)
+
+
+def test_a_default_timeout_of_sockets_is_the_user_s_own_affair() -> None:
+    def init(number: int) -> None:
+        socket.setdefaulttimeout(0.01)
+
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(1, start_method="fork", worker_init_fn=init)) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+
+
+def test_too_many_descriptors_on_their_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+    real = socket.send_fds
+
+    def send_fds(*arguments: Any) -> int:
+        if len(refused) < 3:
+            refused.append(arguments)
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return real(*arguments)
+
+    monkeypatch.setattr(link.socket, "send_fds", send_fds)
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(1, start_method="fork")) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+    assert len(refused) == 3
