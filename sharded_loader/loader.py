@@ -205,6 +205,7 @@ class ShardedDataLoader:
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
+        self._pipeline.deepens = prefetch is None
         if prefetch is None:
             prefetch = 2 * self.num_workers
         if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__"):

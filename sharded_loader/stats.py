@@ -115,9 +115,7 @@ class Meter:
     def report(self) -> LoaderStats:
         """The counts so far."""
         with self._lock:
-            return LoaderStats(
-                self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing
-            )
+            return LoaderStats(self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing)
 
 
 def describe(batch: Any) -> str:

@@ -4,34 +4,37 @@
     Result(run, seq, ...)  worker -> pool -> pipeline
     Job                    loader -> pool -> worker, once
 
-Between processes each message is a head and buffers (`memory.codec`). The head begins with its kind and with
-(run, seq) in plain bytes, so that either side knows what a message is about even when the pickle behind it
-cannot be read: a batch that cannot be unpickled is one batch's error.
+Between processes each message is a head and buffers (`memory.codec`). What a task or a result is about (run, seq)
+is told apart from the user's objects, so that either side knows it even when those cannot be read: a batch that
+cannot be unpickled is one batch's error.
 
-    TASK    run seq  slot, pickled Task     trainer -> worker
+    TASKS            pickled tasks, each with its slot            trainer -> worker
     CANCEL  run                             do not begin the tasks of this run
     SEGMENT          number, size, name     shared memory; without a name a descriptor follows
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow
-    READY                                   worker -> trainer: it has its dataset
+    READY                                                         worker -> trainer: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
-    RESULT  run seq  pickled Reply; its buffers lie in the task's slot, or follow
+    RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
+
+A message carries several tasks or results where batches are cheap: a system call, and the waking of the other
+process, costs more than a small batch (`pools.grouping`).
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharded_loader.memory.arena import Slot
-from sharded_loader.memory.codec import EncodedError
+from sharded_loader.memory.codec import Encoded, EncodedError, pack_arrays, unpack_arrays
 
-TASK, CANCEL, SEGMENT, JOB, READY, FAILED, RESULT = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
+TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 
 _HEAD = struct.Struct("!cqq")
-_SLOT = struct.Struct("!qqq")
-_WANTED = struct.Struct("!q")
+_REPLY = struct.Struct("!qqqII")
 
 
 def pack_head(kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> bytes:
@@ -45,25 +48,43 @@ def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
     return kind, run, seq, memoryview(head)[_HEAD.size :]
 
 
-def pack_slot(slot: Slot | None) -> bytes:
-    """The slot of a task, before its pickle."""
-    return _SLOT.pack(*((-1, 0, 0) if slot is None else (slot.segment, slot.offset, slot.nbytes)))
+def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
+    """The content of a TASKS message.
+
+    Args:
+        tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
+            cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
+    """
+    return pickle.dumps(
+        [
+            (task.run, task.seq, None if slot is None else (slot.segment, slot.offset, slot.nbytes), own or tuple(task))
+            for slot, task, own in tasks
+        ],
+        protocol=5,
+    )
 
 
-def pack_wanted(nbytes: int) -> bytes:
-    """How many bytes a batch needed, before the pickle of its reply."""
-    return _WANTED.pack(nbytes)
+def unpack_tasks(content: memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
+    """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
+    return pickle.loads(content)  # type: ignore[no-any-return]
 
 
-def unpack_wanted(content: memoryview) -> tuple[int, memoryview]:
-    """How many bytes, and the pickle behind it."""
-    return _WANTED.unpack_from(content)[0], content[_WANTED.size :]
+def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded) -> bytes:
+    """One result in the content of a RESULTS message.
+
+    Args:
+        run, seq: of the task.
+        wanted: how many bytes of a slot its batch needed.
+        encoded: the reply; its buffers and places are part of the message's.
+    """
+    return _REPLY.pack(run, seq, wanted, len(encoded.places), len(encoded.head)) + encoded.head
 
 
-def unpack_slot(content: memoryview) -> tuple[Slot | None, memoryview]:
-    """The slot, and the pickle behind it."""
-    segment, offset, nbytes = _SLOT.unpack_from(content)
-    return None if segment < 0 else Slot(segment, offset, nbytes), content[_SLOT.size :]
+def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview]:
+    """The first result in the content: run, seq, wanted, how many buffers, the pickle; and the rest of the content."""
+    run, seq, wanted, buffers, size = _REPLY.unpack_from(content)
+    end = _REPLY.size + size
+    return run, seq, wanted, buffers, content[_REPLY.size : end], content[end:]
 
 
 OnError = str | Callable[[Any], Any]
@@ -156,8 +177,25 @@ class NewJob:
 
 
 class Reply(NamedTuple):
-    """A result whose exceptions are encoded."""
+    """A result whose exceptions are encoded. One without any, of plain arrays, travels as `pack_result` makes it."""
 
     result: Result
     error: EncodedError | None = None
     skipped: tuple[tuple[Any, EncodedError], ...] = ()
+
+
+def pack_result(result: Result) -> Any:
+    """A result without errors whose batch is an array or a list of arrays, as plain tuples; None for others.
+
+    Pickled and read in 3 us, where the classes and the array's own reduction take 14.
+    """
+    if result.error is not None or result.skipped or result.lost_shards:
+        return None
+    packed = pack_arrays(result.batch)
+    return None if packed is None else (packed, result.samples, result.seconds)
+
+
+def unpack_result(run: int, seq: int, packed: Any) -> Result:
+    """What `pack_result` made."""
+    batch, samples, seconds = packed
+    return Result(run, seq, unpack_arrays(batch), samples, seconds=seconds)

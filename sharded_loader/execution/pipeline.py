@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from sharded_loader.errors import LoaderClosedError, Place
-from sharded_loader.execution.messages import ANY_RUN, Job, Result, Task
+from sharded_loader.execution.messages import ANY_RUN, NOTHING, Job, Result, Task
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
@@ -76,11 +76,13 @@ class Pipeline:
     Args:
         pool: who reads.
         prefetch: how many batches of a run are kept in flight. May be changed at any time.
+        deepens: keep so many groups in flight, where batches are so cheap that several are submitted together.
     """
 
-    def __init__(self, pool: Pool, prefetch: int) -> None:
+    def __init__(self, pool: Pool, prefetch: int, *, deepens: bool = False) -> None:
         self.pool = pool
         self.prefetch = prefetch
+        self.deepens = deepens
         self.closed = False
         self._pid = os.getpid()
         self._numbers = itertools.count()
@@ -115,7 +117,7 @@ class Pipeline:
                     self.pool.start(job)
                     self._wake_others()
                 self._runs[run.number] = run
-                self._fill(run, self.prefetch)
+                self._fill(run, self._depth())
                 self._dispatch()
             except Exception:
                 self._check_not_closed()
@@ -236,8 +238,7 @@ class Pipeline:
                     if run.plan.taken == entry.seq:
                         run.plan.advance()
                 elif not self.closed:
-                    if len(window) <= self.prefetch:
-                        self._fill(run, self.prefetch + 1)
+                    self._refill(run, self._depth() + 1)
                     if self._waits(run):
                         self._dispatch()
                 run.delivered = entry.seq + 1
@@ -290,9 +291,7 @@ class Pipeline:
             if run.dead is not None:
                 self._raise_dead(run)
             else:
-                depth = self.prefetch or 1
-                if len(window) < depth:
-                    self._fill(run, depth)
+                self._refill(run, self._depth() or 1)
                 if self._waits(run):
                     self._dispatch()
                 if self._receive(run) and self._waits(run):
@@ -321,6 +320,16 @@ class Pipeline:
         Entries of a run are dispatched in order, so its last one tells.
         """
         return len(self._runs) != 1 or (bool(run.window) and not run.window[-1].dispatched)
+
+    def _depth(self) -> int:
+        return self.prefetch * self.pool.group if self.deepens else self.prefetch
+
+    def _refill(self, run: Run, depth: int) -> None:
+        """Fill the window, a group of batches at a time."""
+        missing = depth - len(run.window)
+        # Of a small window that the user asked for, one at a time.
+        if missing >= min(self.pool.group, depth // 4) or missing == depth:
+            self._fill(run, depth)
 
     @staticmethod
     def _fill(run: Run, depth: int) -> None:
@@ -356,7 +365,7 @@ class Pipeline:
                 entry.dispatched = True  # an error in its place
                 continue
             if room <= 0:
-                return
+                break
             room -= 1
             try:
                 task = entry.task = run.plan.split(entry.task)
@@ -364,6 +373,7 @@ class Pipeline:
             except Exception as error:
                 entry.result = _refused(entry.task, error)
             entry.dispatched = True
+        self.pool.send()
         self._wake_others()
 
     def _receive(self, current: Run) -> bool:
@@ -391,13 +401,12 @@ class Pipeline:
             return
         if result.at_once and result.error is not None and all(error is not result.error for error in run.urgent):
             run.urgent.append(result.error)
-        for entry in run.window:
-            if entry.seq == result.seq and result.run != ANY_RUN:
-                if entry.result is None:
-                    entry.result = result
-                    if result.at_once:
-                        run.window.remove(entry)
-                break
+        window = run.window
+        number = result.seq - window[0].seq if window else -1
+        if result.run != ANY_RUN and 0 <= number < len(window):
+            entry = window[number]
+            if entry.result is None:
+                entry.result = result._replace(error=None, batch=NOTHING) if result.at_once else result
         if run is not current:
             self._wake_others()
 

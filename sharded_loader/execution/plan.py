@@ -128,7 +128,8 @@ class EpochPlan:
             shards = [_as_list(shard) for shard in batch]
             for number, shard in enumerate(shards):
                 if not shard:
-                    raise ValueError(f"{self._where(seq)}, shard {number} is empty: leave the shard out of the batch instead")
+                    where = f"{self._where(seq)}, shard {number}"
+                    raise ValueError(f"{where} is empty: leave the shard out of the batch instead")
                 self._check_range(shard, seq, number)
         else:
             shards = [_as_list(batch)]
@@ -161,8 +162,9 @@ class EpochPlan:
         except TypeError:
             return  # keys that are no numbers: the dataset knows them
         bad = next(index for index in indices if not -length <= index < length)
+        where = self._where(seq) + ("" if shard is None else f", shard {shard}")
         raise IndexError(
-            f"{self._where(seq)}{'' if shard is None else f', shard {shard}'}: the sampler yielded index {bad}, but the dataset has {length} samples: "
+            f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
             f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
         )
 

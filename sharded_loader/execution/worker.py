@@ -25,6 +25,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from sharded_loader.execution.messages import (
     FAILED,
     JOB,
     READY,
-    RESULT,
+    RESULTS,
     SEGMENT,
     Job,
     NewJob,
@@ -46,14 +47,16 @@ from sharded_loader.execution.messages import (
     Result,
     Task,
     pack_head,
-    pack_wanted,
+    pack_reply,
+    pack_result,
     unpack_head,
-    unpack_slot,
+    unpack_tasks,
 )
+from sharded_loader.execution.pools.grouping import GROUP_SECONDS
 from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
-from sharded_loader.memory.codec import SlotWriter, encode, encode_error
+from sharded_loader.memory.codec import Encoded, SlotWriter, encode, encode_error, encode_packed
 from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
@@ -73,6 +76,9 @@ class _Worker:
         self._finished = threading.Event()
         self._job: Job | None = None
         self._reader: Reader | None = None
+        self._replies: list[bytes] = []
+        self._places: list[tuple[int, int]] = []
+        self._sent = 0.0
         self._segments: dict[int, np.ndarray[Any, Any]] = {}
         self._refused: dict[int, OSError] = {}
 
@@ -121,14 +127,15 @@ class _Worker:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
         taken = inherited is None or self._take_job(inherited)
         while taken and (message := self._inbox.get()) is not None:
-            kind, run, seq, content = unpack_head(message.head)
+            kind, _, _, content = unpack_head(message.head)
             if kind == JOB:
                 taken = self._take_job(message)
-            elif run in self._cancelled:
-                self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq)), SlotWriter(None))
             else:
-                self._do(run, seq, content)
+                for task in unpack_tasks(content):
+                    self._do(*task)
             del message, content
+            if self._inbox.empty():
+                self._send_replies()
         self._finished.set()
 
     def _take_job(self, source: NewJob | Message) -> bool:
@@ -144,9 +151,9 @@ class _Worker:
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
-            self._send(pack_head(FAILED), encode_error(failure))
+            self._send(pack_head(FAILED), encode(encode_error(failure)))
             return False
-        self._send(pack_head(READY), None)
+        self._send(pack_head(READY), encode(None))
         return True
 
     def _load(self, message: Message) -> NewJob:
@@ -161,45 +168,68 @@ class _Worker:
         new: NewJob = publish.load(content, buffers)
         return new
 
-    def _do(self, run: int, seq: int, content: memoryview) -> None:
+    def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
         assert self._job is not None and self._reader is not None  # the job is the first message
-        place, content = unpack_slot(content)
-        segment = None if place is None else self._segments.get(place.segment)
-        memory = None if place is None or segment is None else segment[place.offset : place.offset + place.nbytes]
+        if run in self._cancelled:
+            self._reply(Result(run, seq), SlotWriter(None))
+            return
         try:
-            task: Task = pickle.loads(content)
+            task = Task._make(pickle.loads(fields) if isinstance(fields, bytes) else fields)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
-            self._send(pack_head(RESULT, run, seq), Reply(Result(run, seq), encode_error(error)), SlotWriter(None))
+            self._reply(Result(run, seq, error=error), SlotWriter(None))
             return
+        memory = None
+        if place is not None:
+            segment, offset, nbytes = place
+            whole = self._segments.get(segment)
+            memory = None if whole is None else whole[offset : offset + nbytes]
         # The same for a batch that is made again, by whichever worker.
         seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
         slot = SlotWriter(memory)
-        self._reply(self._reader.read(task, self._name, slot.empty), task, slot)
+        self._reply(self._reader.read(task, self._name, np.empty if memory is None else slot.empty), slot, task)
 
-    def _reply(self, result: Result, task: Task, slot: SlotWriter) -> None:
-        head = pack_head(RESULT, task.run, task.seq)
-        skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
-        error = None if result.error is None else encode_error(result.error)
+    def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
+        """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
-            self._send(head, Reply(result._replace(error=None, skipped=()), error, skipped), slot)
+            packed = pack_result(result)
+            encoded = encode(_for_travel(result), slot) if packed is None else encode_packed(packed, slot)
         except Exception as unpicklable:
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
             )
-            Place(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
+            if task is not None:
+                Place(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
-            self._send(head, Reply(Result(task.run, task.seq), encode_error(failure), ()), SlotWriter(None))
+            encoded = encode(_for_travel(Result(result.run, result.seq, error=failure)))
+        self._replies.append(pack_reply(result.run, result.seq, slot.wanted, encoded))
+        self._places.extend(encoded.places)
+        now = time.perf_counter()
+        # Buffers are views into the batch's own arrays, which nobody keeps after this.
+        if encoded.buffers or now - self._sent >= GROUP_SECONDS:
+            self._send_replies(encoded.buffers)
 
-    def _send(self, head: bytes, content: Any, slot: SlotWriter | None = None) -> None:
-        encoded = encode(content, slot)
-        if slot is not None:
-            head += pack_wanted(slot.wanted)
+    def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
+        if self._replies:
+            head = pack_head(RESULTS, content=b"".join(self._replies))
+            self._send(head, Encoded(b"", tuple(self._places), tuple(buffers)))
+            self._replies.clear()
+            self._places.clear()
+        self._sent = time.perf_counter()
+
+    def _send(self, head: bytes, content: Encoded) -> None:
         try:
-            send_message(self._conn, head + encoded.head, encoded.places, encoded.buffers)
+            send_message(self._conn, head + content.head, content.places, content.buffers)
         except OSError:
             os._exit(1)  # the trainer is gone
+
+
+def _for_travel(result: Result) -> Reply:
+    """The result with its exceptions encoded."""
+    skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
+    error = None if result.error is None else encode_error(result.error)
+    return Reply(result._replace(error=None, skipped=()), error, skipped)
 
 
 def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> None:

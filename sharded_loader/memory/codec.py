@@ -92,6 +92,9 @@ class SlotWriter:
 
     def place(self, raw: memoryview) -> int:
         """Where in the slot these bytes are, copied there if they were elsewhere; -1 if there is no room."""
+        if self._memory is None:
+            self.wanted = -(-self.wanted // ALIGNMENT) * ALIGNMENT + raw.nbytes
+            return -1
         source = np.frombuffer(raw, np.uint8)
         address = _address(source)
         inside = address - self._address
@@ -99,7 +102,7 @@ class SlotWriter:
             return inside
         # What `empty` had no room for is wanted once, not a second time here: slots would be twice as large.
         start = self._reserve(source.nbytes, counted=self._outside.get(address, 0) >= source.nbytes)
-        if start is None or self._memory is None:
+        if start is None:
             return -1
         self._memory[start : start + source.nbytes] = source
         return start
@@ -139,6 +142,11 @@ def encode(obj: Any, slot: SlotWriter | None = None) -> Encoded:
     return dump(_ReplyPickler, obj, slot)
 
 
+def encode_packed(packed: Any, slot: SlotWriter | None = None) -> Encoded:
+    """`encode` for what `pack_arrays` returned, and tuples, numbers and strings: nobody need be asked about those."""
+    return dump(pickle.Pickler, packed, slot)
+
+
 def dump(pickler: Any, obj: Any, slot: SlotWriter | None = None) -> Encoded:
     """Pickle ``obj`` with this pickler class, large buffers out of band."""
     stream = io.BytesIO()
@@ -165,6 +173,39 @@ def dump(pickler: Any, obj: Any, slot: SlotWriter | None = None) -> Encoded:
 def decode(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     """The object that `encode` pickled, over the memory in ``buffers``."""
     return pickle.loads(head, buffers=buffers)
+
+
+def pack_arrays(tree: Any) -> Any:
+    """An array, or a list of different arrays, as what pickle writes without asking anybody: names, sizes, bytes.
+
+    Returns:
+        What `unpack_arrays` takes; None for everything else.
+
+    Example:
+        >>> unpack_arrays(pack_arrays([np.arange(3), np.zeros((1, 2))]))
+        [array([0, 1, 2]), array([[0., 0.]])]
+    """
+    if type(tree) is np.ndarray:
+        return _pack_array(tree)
+    if type(tree) is not list or not tree or len({id(item) for item in tree}) != len(tree):
+        return None
+    packed = [_pack_array(item) for item in tree]
+    return None if None in packed else packed
+
+
+def _pack_array(array: Any) -> tuple[str, tuple[int, ...], pickle.PickleBuffer] | None:
+    plain = type(array) is np.ndarray and array.dtype.kind in "biufc" and array.flags.c_contiguous
+    return (array.dtype.str, array.shape, pickle.PickleBuffer(array)) if plain else None
+
+
+def unpack_arrays(packed: Any) -> Any:
+    """The arrays, over the memory that their bytes are in."""
+    return [_unpack_array(*item) for item in packed] if type(packed) is list else _unpack_array(*packed)
+
+
+def _unpack_array(dtype: str, shape: tuple[int, ...], raw: Any) -> np.ndarray[Any, Any]:
+    # ndarray, not frombuffer: that refuses memory of size 0.
+    return np.ndarray(shape, dtype, raw)
 
 
 class _ReplyPickler(pickle.Pickler):

@@ -52,7 +52,8 @@ def is_batch(batch: torch.Tensor, first: int, size: int = BATCH) -> bool:
 
 @contextlib.contextmanager
 def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
-    with ShardedDataLoader(Filled(length), BATCH, pool=pool, **options) as loader:
+    # So many in flight, however cheap the batches are: the tests count slots.
+    with ShardedDataLoader(Filled(length), BATCH, pool=pool, **{"prefetch": 4, **options}) as loader:
         yield loader
 
 
@@ -425,7 +426,7 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_
 
 def test_a_task_that_was_sent_twice_is_not_written_into_a_slot_that_is_lent() -> None:
     # What a Ctrl-C between `link.send` and `handle.tasks[key] = task` leads to.
-    with ShardedDataLoader(SlowAgain(200), BATCH, pool=ProcessPool(1, start_method="fork")) as loader:
+    with ShardedDataLoader(SlowAgain(200), BATCH, prefetch=2, pool=ProcessPool(1, start_method="fork")) as loader:
         pool = loader._pipeline.pool
         iterator = iter(loader)
         for _ in range(20):

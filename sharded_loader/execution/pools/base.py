@@ -1,6 +1,6 @@
 """What every pool is: a few verbs over numbered tasks.
 
-    Task(run, seq, ...)  --submit-->  pool  --receive-->  Result(run, seq, batch | error)
+    Task(run, seq, ...)  --submit, send-->  pool  --receive-->  Result(run, seq, batch | error)
 
 `run` says which iterator a task belongs to, `seq` which batch of its epoch it is. Results come in any
 order, each task's at least once (a task may be done twice after an interruption: the later result is
@@ -27,10 +27,12 @@ class Pool(ABC):
 
     Attributes:
         num_workers: how many workers read at the same time; 0 if the caller does.
+        group: how many tasks are best submitted together, more than one while batches are cheap.
         shares_dataset: whether the samples are read from the trainer's own dataset object.
     """
 
     num_workers: int = 0
+    group: int = 1
     shares_dataset: bool = True
     worker_init_fn: Callable[[int], Any] | None = None
 
@@ -48,8 +50,11 @@ class Pool(ABC):
         return 0
 
     def submit(self, task: Task) -> None:
-        """Give a task to a worker."""
+        """Give a task to a worker; `send` follows."""
         raise NotImplementedError(f"{self!r} has no workers")
+
+    def send(self) -> None:  # noqa: B027
+        """Let the workers have what was submitted."""
 
     def receive(self) -> Iterable[Result]:
         """The results that are there, without waiting.
@@ -59,13 +64,13 @@ class Pool(ABC):
         """
         return ()
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027
         """Block until there is something to receive or somebody calls `wake`."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
-    def cancel(self, run: int) -> None:
+    def cancel(self, run: int) -> None:  # noqa: B027
         """Drop the tasks of this run that have not begun."""
 
     @abstractmethod

@@ -110,6 +110,7 @@ class WorkerHandle:
         self.link = link
         self.tasks: dict[tuple[int, int], Task] = {}
         self.slots: dict[tuple[int, int], Slot | None] = {}
+        self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
         self.segments = 0
         self.ready = False
         self._pidfd: int | None = None

@@ -45,16 +45,18 @@ _LONG_SIZE = struct.Struct("!Q")
 
 @dataclass(slots=True)
 class Message:
-    """A pickle and the buffers that it refers to.
+    """A pickle and the buffers that it refers to; or several replies, one behind the other.
 
     Attributes:
-        head: kind, run, seq and the pickle.
-        buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the message.
-        result: what the receiver has made of it, so that it is decoded once.
+        head: kind, run, seq and the content.
+        buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the task.
+        rest: the replies in the content that have not been dealt with; None before the first.
+        result: what the receiver has made of the first of them, so that it is decoded once.
     """
 
     head: Any
-    buffers: list[Any]
+    buffers: deque[Any]
+    rest: memoryview | None = None
     result: Any = None
 
 
@@ -85,7 +87,7 @@ def send_message(conn: Any, head: bytes, places: Sequence[tuple[int, int]], buff
 def receive_message(conn: Any) -> Message:
     """Receive a message from a blocking connection; EOFError or OSError when the other end is gone."""
     places, head = read_head(conn.recv_bytes())
-    buffers: list[Any] = []
+    buffers: deque[Any] = deque()
     for offset, size in places:
         if offset >= 0:
             buffers.append((offset, size))
@@ -200,7 +202,7 @@ class SocketLink(Link):
         self._reading_size = True
         self._head: memoryview | None = None
         self._places: deque[tuple[int, int]] = deque()
-        self._buffers: list[Any] = []
+        self._buffers: deque[Any] = deque()
 
     def _expect(self, size: int) -> None:
         self._frame = np.empty(size, np.uint8)
@@ -296,7 +298,7 @@ class SocketLink(Link):
         if self._head is None:
             places, self._head = read_head(self._frame)
             self._places = deque(places)
-            self._buffers = []
+            self._buffers = deque()
         else:
             self._buffers.append(self._frame)
             self._places.popleft()

@@ -1,7 +1,7 @@
 """Processes that read: one pipe each, supervised, replaced when interrupted.
 
     trainer                                             worker i (execution/worker.py)
-    submit -> least loaded worker's link  ==socket==>   receiver thread -> inbox -> Reader
+    submit, send -> a worker's link  =======socket==>   receiver thread -> inbox -> Reader
               (and a slot of the arena)                                               | writes
     receive <- inbox of each link         <==socket==   encoded result      arena slot v
             <- arrays over the slot, lent out
@@ -14,8 +14,8 @@ to the user until nothing refers to it.
 Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits
 for ever. Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
 
-A worker holds at most one task beyond the one it is doing: with a longer backlog, uneven samples leave one
-worker with work while others idle.
+A worker holds at most one task beyond the one it is doing; while batches are cheap it is groups of tasks, each of
+which goes in one message (`pools.grouping`).
 
 What can go wrong, and what then:
   * a worker dies: at once a `WorkerDiedError` for the batch it was reading; its other task goes to another;
@@ -28,13 +28,13 @@ What can go wrong, and what then:
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 import multiprocess
+import numpy as np
 
 from sharded_loader.errors import Place, WorkerDiedError, describe_exit, read_again
 from sharded_loader.execution import worker
@@ -45,20 +45,21 @@ from sharded_loader.execution.messages import (
     JOB,
     READY,
     SEGMENT,
-    TASK,
+    TASKS,
     Job,
     NewJob,
-    Reply,
     Result,
     Task,
     pack_head,
-    pack_slot,
+    pack_tasks,
     unpack_head,
-    unpack_wanted,
+    unpack_reply,
+    unpack_result,
 )
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
-from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
+from sharded_loader.execution.pools.grouping import HELD, Grouping
+from sharded_loader.execution.pools.link import Link, make_link, wait_for_any
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
     forget_process,
@@ -73,9 +74,6 @@ from sharded_loader.memory.sizes import RecentSizes
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
-
-HELD = 2
-"""Tasks a worker holds: the one it does and one more, so that it never waits for the next."""
 
 
 class ProcessPool(Pool):
@@ -134,6 +132,7 @@ class ProcessPool(Pool):
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._publications = itertools.count(1)
         self._sizes = RecentSizes()
+        self._grouping = Grouping()
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
 
@@ -188,12 +187,18 @@ class ProcessPool(Pool):
                 self.close()
                 raise
 
+    @property
+    def group(self) -> int:  # type: ignore[override]
+        return self._grouping.size
+
     def capacity(self) -> int:
-        return sum(HELD - len(handle.tasks) for handle in self._workers) - len(self._requeued)
+        held = HELD * self._grouping.size
+        return sum(held - len(handle.tasks) for handle in self._workers) - len(self._requeued)
 
     def submit(self, task: Task) -> None:
-        handle = min(self._workers, key=_load)
-        pickled = _pickle_task(task)
+        group = self._grouping.size
+        handle = min(self._workers, key=lambda handle: len(handle.tasks) // group)
+        own = _own_pickle(task)
         key = task.run, task.seq
         slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
@@ -202,9 +207,16 @@ class ProcessPool(Pool):
             slot = handle.slots[key] = self._crew.arena.take(wanted)
             if slot is not None:
                 self._send_segments(handle, slot.segment)
-        # Sent before it is noted: an interruption in between makes a batch twice, the other order never.
-        handle.link.send(pack_head(TASK, *key, pack_slot(slot) + pickled))
+        # Put up for sending before it is noted: an interruption in between makes a batch twice, the other order never.
+        handle.unsent.append((slot, task, own))
         handle.tasks[key] = task
+
+    def send(self) -> None:
+        for handle in self._workers:
+            if handle.unsent:
+                # Sent before it is taken out: interrupted in between, they are done twice.
+                handle.link.send(pack_head(TASKS, content=pack_tasks(handle.unsent)))
+                handle.unsent.clear()
 
     def receive(self) -> Iterator[Result]:
         for handle in list(self._workers):
@@ -223,6 +235,7 @@ class ProcessPool(Pool):
         while self._requeued and self.capacity() + len(self._requeued) > 0:
             self.submit(self._requeued[0])
             self._requeued.popleft()
+        self.send()
 
     def wait(self) -> None:
         handles, waker = list(self._workers), self._crew.wake_reader
@@ -295,36 +308,42 @@ class ProcessPool(Pool):
         """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""
         while handle.link.inbox:
             message = handle.link.inbox[0]
-            kind, run, seq, content = unpack_head(message.head)
+            kind, _, _, content = unpack_head(message.head)
             if kind == FAILED:
                 self.close()
                 raise decode_error(decode(content))
             if kind == READY:
                 handle.ready = True
             else:
-                if message.result is None:
-                    # Decoding lends the slot out, which must not happen twice: torn, if interrupted.
-                    handle.link.torn = True
-                    message.result = self._decode(handle, run, seq, content, message)
-                    handle.link.torn = False
-                yield message.result
-                handle.tasks.pop((run, seq), None)
+                if message.rest is None:
+                    message.rest = content
+                while len(message.rest):
+                    if message.result is None:
+                        # Decoding lends the slot out, which must not happen twice: torn, if interrupted.
+                        handle.link.torn = True
+                        message.result = self._decode(handle, message.rest, message.buffers)
+                        handle.link.torn = False
+                    result, rest = message.result
+                    yield result
+                    handle.tasks.pop((result.run, result.seq), None)
+                    message.rest, message.result = rest, None
             handle.link.inbox.popleft()
 
-    def _decode(self, handle: WorkerHandle, run: int, seq: int, content: memoryview, message: Message) -> Result:
-        """The result in a message. Its slot is lent out with it, or free again if nothing lies in it."""
-        wanted, content = unpack_wanted(content)
+    def _decode(self, handle: WorkerHandle, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
+        """The first of some results, and the others. Its slot is lent out with it."""
+        run, seq, wanted, count, pickled, rest = unpack_reply(replies)
         self._sizes.note(wanted)
+        buffers = [places.popleft() for _ in range(count)]
         slot = handle.slots.get((run, seq))
         if slot is not None:
             # Also if nothing lies in it: then it comes back at once. And noted last: as long as it is not lent, an
             # interruption leaves it with its worker (`Crew.free_slots`).
             whole = self._crew.arena.lend(slot)
-            message.buffers = [
-                whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in message.buffers
-            ]
+            buffers = [whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
         handle.slots.pop((run, seq), None)
-        return _decode_result(run, seq, content, message, handle.tasks.get((run, seq)))
+        result = _decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
+        self._grouping.note(result.seconds)
+        return result, rest
 
     def _send_segments(self, handle: WorkerHandle, number: int) -> None:
         """Let the worker know the segments up to this one."""
@@ -391,14 +410,10 @@ def _send_segment(link: Link, segment: Segment) -> None:
     link.send(pack_head(SEGMENT, segment.number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
 
 
-def _load(handle: WorkerHandle) -> int:
-    return len(handle.tasks)
-
-
-def _pickle_task(task: Task) -> bytes:
+def _own_pickle(task: Task) -> bytes | None:
     """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
-    if all(set(map(type, shard)) <= {int, str} for shard in task.shards):
-        return pickle.dumps(task, protocol=5)
+    if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
+        return None
     try:
         return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:
@@ -408,10 +423,10 @@ def _pickle_task(task: Task) -> bytes:
         ) from error
 
 
-def _decode_result(run: int, seq: int, content: Any, message: Message, task: Task | None) -> Result:
-    """The result in a message; if it cannot be unpickled here, that is its batch's error."""
+def _decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
+    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:
-        reply: Reply = decode(content, message.buffers)
+        reply = decode(pickled, buffers)
     except Exception as error:
         failure = TypeError(
             f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
@@ -421,9 +436,11 @@ def _decode_result(run: int, seq: int, content: Any, message: Message, task: Tas
         if task is not None:
             Place(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
+    if type(reply) is tuple:
+        return unpack_result(run, seq, reply)
     if reply.error is None and not reply.skipped:
-        return reply.result
-    return reply.result._replace(
+        return reply.result  # type: ignore[no-any-return]
+    return reply.result._replace(  # type: ignore[no-any-return]
         error=None if reply.error is None else decode_error(reply.error),
         skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
     )
