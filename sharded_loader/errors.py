@@ -14,7 +14,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class LoaderClosedError(RuntimeError):
@@ -103,8 +103,7 @@ class SampleError:
     error: BaseException
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where in the stream, and in which worker, something happened."""
 
     epoch: int
@@ -132,7 +131,7 @@ class Place:
         add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
         if sample is not None:
             add_note(error, f"{_OUR_NOTES[1]} in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
-        elif samples:
+        elif len(samples):
             add_note(
                 error,
                 f"{_OUR_NOTES[1]} in this process (it was no single sample that failed): "

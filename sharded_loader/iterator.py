@@ -107,7 +107,9 @@ class EpochIterator(Iterator[Any]):
                 if result.batch is NOTHING:
                     handed.clear()
                     continue
-                self._meter.delivered(batch, result.samples, result.seconds, placing)
+                if self._meter.looks is None:
+                    self._meter.look(batch)
+                self._meter.handed(result.samples, result.seconds, placing)
             self._last_ended = time.perf_counter()
             self._meter.waited(self._last_ended - began, working)
             return batch, result.error

@@ -1,6 +1,6 @@
 """Where the time of a training loop goes: waiting for data, or the loop itself.
 
-    Meter.waited, delivered, skip      called by the iterator for each batch
+    Meter.waited, handed, skip         called by the iterator for each batch
     Meter.report() -> LoaderStats      what the user sees
 
 Counted is the time inside epochs only, from ``iter`` to the last batch; not what happens between epochs. The
@@ -71,7 +71,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stats = dict.fromkeys((field.name for field in dataclasses.fields(LoaderStats)), 0.0)
+        self._batches = self._samples = 0
+        self._seconds = self._waiting = self._reading = self._placing = 0.0
         self.skipped: list[tuple[Any, BaseException]] = []
         self.num_skipped = 0
         self.looks: str | None = None
@@ -79,28 +80,29 @@ class Meter:
     def waited(self, seconds: float, working: float = 0.0) -> None:
         """The loop waited for data; before that it was ``working`` for so many seconds on the last batch."""
         with self._lock:
-            self._stats["waiting_seconds"] += seconds
-            self._stats["seconds"] += seconds + working
+            self._waiting += seconds
+            self._seconds += seconds + working
 
-    def delivered(self, batch: Any, samples: int, reading: float, placing: float) -> None:
+    def handed(self, samples: int, reading: float, placing: float) -> None:
         """A batch is handed out.
 
         Args:
-            batch: the batch.
             samples: how many it holds.
             reading: seconds that its worker took.
             placing: seconds that conversion and copies to devices took here.
         """
         with self._lock:
-            self._stats["batches"] += 1
-            self._stats["samples"] += samples
-            self._stats["reading_seconds"] += reading
-            self._stats["placing_seconds"] += placing
-        if self.looks is None:
-            try:
-                self.looks = describe(batch)
-            except Exception:  # a batch of the user's own class may not want to be looked at
-                self.looks = type(batch).__name__
+            self._batches += 1
+            self._samples += samples
+            self._reading += reading
+            self._placing += placing
+
+    def look(self, batch: Any) -> None:
+        """Note what the first batch looks like."""
+        try:
+            self.looks = describe(batch)
+        except Exception:  # a batch of the user's own class may not want to be looked at
+            self.looks = type(batch).__name__
 
     def skip(self, skipped: Iterable[tuple[Any, BaseException]]) -> None:
         """Samples were skipped or replaced."""
@@ -113,8 +115,9 @@ class Meter:
     def report(self) -> LoaderStats:
         """The counts so far."""
         with self._lock:
-            counts = self._stats
-            return LoaderStats(int(counts["batches"]), int(counts["samples"]), *list(counts.values())[2:])
+            return LoaderStats(
+                self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing
+            )
 
 
 def describe(batch: Any) -> str:

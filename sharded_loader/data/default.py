@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.errors import BatchifyError, Empty, check_not_empty, new_array, some
-from sharded_loader.data.stacking import is_numbers, stack
+from sharded_loader.data.stacking import is_numbers, stack, stack_arrays
 from sharded_loader.data.structure import (
     dataclass_fields,
     rebuild_dataclass,
@@ -111,6 +111,7 @@ def _kind_of(kind: type) -> str:
 
 
 _VALUES = {"number", "array", "numbers"}
+_ARRAYS = {np.ndarray}
 
 
 class DefaultBatchify(Batchify):
@@ -152,7 +153,10 @@ class DefaultBatchify(Batchify):
         return self._assemble(samples, empty)
 
     def _assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
-        kind = _common_kind(samples)
+        types = set(map(type, samples))
+        if types == _ARRAYS:
+            return stack_arrays(samples, empty)
+        kind = _common_kind(samples, types)
         if kind in _VALUES:
             return stack(samples, empty)
         first = samples[0]
@@ -190,8 +194,8 @@ class DefaultBatchify(Batchify):
 default_batchify_fn = DefaultBatchify()
 
 
-def _common_kind(samples: Sequence[Any]) -> str:
-    kinds = {_kind_of(t) for t in set(map(type, samples))}
+def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
+    kinds = {_kind_of(t) for t in types}
     if "list" in kinds and all(is_numbers(sample) for sample in samples if isinstance(sample, list)):
         kinds = kinds - {"list"} | {"numbers"}
     if len(kinds) == 1:

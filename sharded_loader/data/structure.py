@@ -21,6 +21,7 @@ import numpy as np
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.
 _TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
+_TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
 
 def is_tensor(value: Any) -> bool:
@@ -207,15 +208,25 @@ def to_torch(tree: Any) -> Any:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
         {'x': tensor([1., 1.]), 'name': ['a', 'b']}
     """
-    return map_leaves(_leaf_to_torch, tree)
+    return _leaf_to_torch(tree) if type(tree) is np.ndarray else map_leaves(_leaf_to_torch, tree)
 
 
 def _leaf_to_torch(leaf: Any) -> Any:
-    if not isinstance(leaf, (np.ndarray, np.generic)) or not torch_has(leaf.dtype):
+    if not isinstance(leaf, (np.ndarray, np.generic)):
         return leaf
+    dtype, flags = leaf.dtype, leaf.flags
+    plain = flags.c_contiguous and flags.writeable and flags.aligned and type(leaf) is np.ndarray
+    # What batches are made of, first: 1 us instead of 2.4.
+    if not (plain and dtype.num in _TORCH_TAKES and dtype.isnative):
+        if not torch_has(dtype):
+            return leaf
+        leaf = _for_torch(np.asarray(leaf))
     import torch
 
-    array = np.asarray(leaf)
+    return torch.from_numpy(leaf)
+
+
+def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     size = array.itemsize
     if not (
         array.flags.writeable  # else torch warns
@@ -225,9 +236,8 @@ def _leaf_to_torch(leaf: Any) -> Any:
     ):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     plain = np.dtype(f"{array.dtype.kind}{size}")
-    if array.dtype.num != plain.num:
-        array = array.view(plain)  # np.ulonglong is not np.uint64 on Linux, and torch does not know it
-    return torch.from_numpy(array)
+    # np.ulonglong is not np.uint64 on Linux, and torch does not know it
+    return array if array.dtype.num == plain.num else array.view(plain)
 
 
 def torch_has(dtype: np.dtype[Any]) -> bool:

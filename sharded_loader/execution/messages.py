@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.memory.arena import Slot
 from sharded_loader.memory.codec import EncodedError
@@ -70,9 +70,8 @@ OnError = str | Callable[[Any], Any]
 """``"raise"``, ``"skip"``, ``"replace"`` or a callable ``(SampleError) -> sample``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One batch to make.
+class Task(NamedTuple):
+    """One batch to make. A named tuple, like `Result`: made and pickled in half the time of a frozen dataclass.
 
     Attributes:
         run: which iterator it belongs to.
@@ -90,13 +89,8 @@ class Task:
     shards: tuple[Sequence[Any], ...]
     sharded: bool
 
-    def __reduce__(self) -> Any:
-        # The default reduction of a slotted dataclass looks every field up by name: 5 us against 1.
-        return Task, (self.run, self.seq, self.epoch, self.position, self.shards, self.sharded)
 
-
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What became of one task: a batch (a list of batches if sharded), or an error.
 
     Attributes:
@@ -161,8 +155,7 @@ class NewJob:
     worker_init_fn: Callable[[int], Any] | None
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A result whose exceptions are encoded."""
 
     result: Result

@@ -14,7 +14,7 @@ for ever, so the plan starts it again and skips what it has had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.errors import add_note
@@ -112,32 +112,31 @@ class EpochPlan:
             return error
 
     def _make_task(self, seq: int, batch: Any) -> Task:
-        where = f"epoch {self._epoch}, batch {seq}"
         try:
             size = -1 if isinstance(batch, (str, bytes)) else len(batch)
         except TypeError:
             size = -1
         if size < 0:
             raise TypeError(
-                f"{where}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
+                f"{self._where(seq)}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
                 f"it must yield lists of indices, or lists of such lists (shards)"
             )
         if size == 0:
-            raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
+            raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
         sharded = self._may_shard and is_sharded(batch)
         if sharded:
             shards = [_as_list(shard) for shard in batch]
             for number, shard in enumerate(shards):
                 if not shard:
-                    raise ValueError(f"{where}, shard {number} is empty: leave the shard out of the batch instead")
-                self._check_range(shard, f"{where}, shard {number}")
+                    raise ValueError(f"{self._where(seq)}, shard {number} is empty: leave the shard out of the batch instead")
+                self._check_range(shard, seq, number)
         else:
             shards = [_as_list(batch)]
-            self._check_range(shards[0], where)
+            self._check_range(shards[0], seq)
         limit = self._split.max_shards
         if sharded and limit is not None and len(shards) > limit:
             raise ValueError(
-                f"{where} has {len(shards)} shards, but there are only {limit} devices: "
+                f"{self._where(seq)} has {len(shards)} shards, but there are only {limit} devices: "
                 f"let the batch sampler yield at most {limit} shards, or name more devices"
             )
         return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
@@ -147,9 +146,12 @@ class EpochPlan:
         if task.sharded or self._split.num_shards is None:
             return task
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
-        return replace(task, shards=tuple(shards), sharded=True)
+        return task._replace(shards=tuple(shards), sharded=True)
 
-    def _check_range(self, indices: Sequence[Any], where: str) -> None:
+    def _where(self, seq: int) -> str:
+        return f"epoch {self._epoch}, batch {seq}"
+
+    def _check_range(self, indices: Sequence[Any], seq: int, shard: int | None = None) -> None:
         length = self._length
         if length is None:
             return
@@ -160,7 +162,7 @@ class EpochPlan:
             return  # keys that are no numbers: the dataset knows them
         bad = next(index for index in indices if not -length <= index < length)
         raise IndexError(
-            f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
+            f"{self._where(seq)}{'' if shard is None else f', shard {shard}'}: the sampler yielded index {bad}, but the dataset has {length} samples: "
             f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
         )
 

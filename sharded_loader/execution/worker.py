@@ -27,7 +27,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -184,7 +183,7 @@ class _Worker:
         skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
         error = None if result.error is None else encode_error(result.error)
         try:
-            self._send(head, Reply(replace(result, error=None, skipped=()), error, skipped), slot)
+            self._send(head, Reply(result._replace(error=None, skipped=()), error, skipped), slot)
         except Exception as unpicklable:
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "

@@ -156,8 +156,8 @@ def _to_list(part: Any) -> list[int]:
 
 
 def _lists(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while part := [plain_index(item) for item in islice(items, size)]:
-        yield part
+    while part := list(islice(items, size)):
+        yield part if set(map(type, part)) == {int} else [plain_index(item) for item in part]
 
 
 class SortedBucketSampler(Sampler[list[int]]):

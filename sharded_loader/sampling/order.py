@@ -183,7 +183,7 @@ class EpochOrder:
 
     def position(self, epoch: int, batch: int) -> int:
         """Where in the epoch's global order the batch begins: of samples, or of batches if they were given."""
-        replicas, rank = self.replicas()
+        replicas, rank = self._replicas if self._settled else self.replicas()
         if self._batch_size is None:
             return batch * replicas + rank
         return batch * int(self._batch_size) * replicas + rank

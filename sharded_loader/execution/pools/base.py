@@ -9,6 +9,8 @@ ignored), and a pool never blocks except in `wait`.
 All verbs but `wait` and `wake` are called under the pipeline's lock, by whatever thread happens to drive.
 `wait` is called without it, by one thread at a time; it returns when `receive` may have something, when a
 worker has ended, or after `wake`.
+
+A pool without workers (`InlinePool`) takes no tasks: it has `read` instead, and the verbs' defaults.
 """
 
 from __future__ import annotations
@@ -41,31 +43,28 @@ class Pool(ABC):
     def start(self, job: Job) -> None:
         """Start the workers; those that run already are sent the new job before any later task."""
 
-    @abstractmethod
     def capacity(self) -> int:
         """How many tasks `submit` takes now."""
+        return 0
 
-    @abstractmethod
     def submit(self, task: Task) -> None:
         """Give a task to a worker."""
+        raise NotImplementedError(f"{self!r} has no workers")
 
-    @abstractmethod
     def receive(self) -> Iterable[Result]:
         """The results that are there, without waiting.
 
         A result counts as received only when the next one is asked for: if the caller is interrupted while
         it files one, that one comes again.
         """
+        return ()
 
-    @abstractmethod
     def wait(self) -> None:
         """Block until there is something to receive or somebody calls `wake`."""
 
-    @abstractmethod
     def wake(self) -> None:
         """Make a `wait` in another thread return."""
 
-    @abstractmethod
     def cancel(self, run: int) -> None:
         """Drop the tasks of this run that have not begun."""
 

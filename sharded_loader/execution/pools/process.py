@@ -31,7 +31,6 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -435,8 +434,7 @@ def _decode_result(run: int, seq: int, content: Any, message: Message, task: Tas
         return Result(run, seq, error=failure)
     if reply.error is None and not reply.skipped:
         return reply.result
-    return replace(
-        reply.result,
+    return reply.result._replace(
         error=None if reply.error is None else decode_error(reply.error),
         skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
     )
