@@ -54,6 +54,7 @@ from sharded_loader.execution.messages import (
 )
 from sharded_loader.execution.pools.grouping import GROUP_SECONDS
 from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
+from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import Encoded, SlotWriter, encode, encode_error, encode_packed
@@ -274,8 +275,7 @@ def _forget_handlers() -> None:
 
 def limit_threads() -> None:
     """One BLAS and OpenMP thread in this process, in the libraries that are loaded and those to come."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
-        os.environ[name] = "1"
+    os.environ.update(dict.fromkeys(THREADS, "1"))
     threadpoolctl.threadpool_limits(1)
 
 

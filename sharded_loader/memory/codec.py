@@ -52,11 +52,13 @@ class Encoded:
         places: of each out-of-band buffer, in order, offset and size in the slot; offset -1 if it is in
             ``buffers``.
         buffers: the buffers that are in no slot.
+        modules: what unpickling it imports (of a published job).
     """
 
     head: bytes
     places: tuple[tuple[int, int], ...]
     buffers: tuple[memoryview, ...]
+    modules: frozenset[str] = frozenset()
 
 
 class SlotWriter:
@@ -166,8 +168,9 @@ def dump(pickler: Any, obj: Any, slot: SlotWriter | None = None) -> Encoded:
         places.append((offset, nbytes))
         return False
 
-    pickler(stream, protocol=5, buffer_callback=take).dump(obj)
-    return Encoded(stream.getvalue(), tuple(places), tuple(buffers))
+    made = pickler(stream, protocol=5, buffer_callback=take)
+    made.dump(obj)
+    return Encoded(stream.getvalue(), tuple(places), tuple(buffers), frozenset(getattr(made, "modules", ())))
 
 
 def decode(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:

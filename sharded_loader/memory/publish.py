@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import types
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,16 +42,34 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     Arrays over files likewise, as views of the file.
     """
 
-    _storages: dict[tuple[int, int], np.ndarray[Any, Any]]
-    _mappings: dict[int, tuple[Mapping | None, Any]]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.modules: set[str] = set()
+        self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+        self._mappings: dict[int, tuple[Mapping | None, Any]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self._reduce_mapped(obj) if isinstance(obj, np.ndarray) else NotImplemented
         if reduced is NotImplemented:
             reduced = reduce_array(obj)
         if reduced is NotImplemented and is_plain_tensor(obj):
+            self.modules.add("torch")
             reduced = reduce_tensor(obj) if obj.is_conj() or obj.is_neg() else self._reduce_view(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+            if reduced is NotImplemented:
+                self._note_module(obj)
+        return reduced
+
+    def _note_module(self, obj: Any) -> None:
+        """What goes by reference, its module has to be imported for."""
+        name = None
+        if isinstance(obj, types.ModuleType):
+            name = obj.__name__
+        elif isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
+            name = obj.__module__
+        if isinstance(name, str):
+            self.modules.add(name)
 
     def _reduce_mapped(self, array: np.ndarray[Any, Any]) -> Any:
         if type(array) not in (np.ndarray, np.memmap) or array.base is None or not array.nbytes:
@@ -59,8 +78,6 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if found is None:
             return NotImplemented
         whole, start = found
-        if not hasattr(self, "_mappings"):
-            self._mappings = {}
         key = id(whole._mmap)
         if key not in self._mappings:  # kept beside its description, so that its id stays its own
             self._mappings[key] = describe(whole), whole._mmap
@@ -74,8 +91,6 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_view(self, tensor: Any) -> Any:
         import torch
 
-        if not hasattr(self, "_storages"):
-            self._storages = {}
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own

@@ -156,36 +156,44 @@ class ProcessPool(Pool):
 
     def start(self, job: Job) -> None:
         self._new_job = NewJob(job, self.worker_init_fn)
-        if self.start_method != "fork":
-            encoded = publish.publish(
-                self._new_job,
-                dataset=job.dataset,
-                batchify_fn=job.batchify_fn,
-                on_error=job.on_error,
-                worker_init_fn=self.worker_init_fn,
-            )
-            before, self._published = self._published, publish.share(encoded, -next(self._publications))
-            if before is not None:
-                before.close()
-        if self._workers and self._published is not None:
-            for handle in self._workers:
-                self._send_job(handle.link)
+        if self._workers and self.start_method != "fork":
+            self._publish(self._new_job)
+            self._send_jobs()
             return
+        if self.start_method == "forkserver":
+            start_forkserver(self._publish(self._new_job))
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
         begun = [task for handle in self._workers for task in handle.tasks.values()]
-        with uninterrupted():
-            self._crew.stop_workers()
-            self._ended.clear()
-            self._requeued.extend(begun)
-            self._crew.open()
-            if self.start_method == "forkserver":
-                start_forkserver()
-            try:
+        try:
+            with uninterrupted():
+                self._crew.stop_workers()
+                self._ended.clear()
+                self._requeued.extend(begun)
+                self._crew.open()
                 for number in range(self.num_workers):
                     self._workers.append(self._launch(number))
-            except BaseException:
-                self.close()
-                raise
+            if self.start_method != "fork":
+                # While they start: that takes as long as to publish 150 MB.
+                if self._published is None:
+                    self._publish(self._new_job)
+                self._send_jobs()
+        except BaseException:
+            self.close()
+            raise
+
+    def _publish(self, new: NewJob) -> frozenset[str]:
+        """Pickle the job for the workers; the modules that it needs there."""
+        encoded = publish.publish(
+            new,
+            dataset=new.job.dataset,
+            batchify_fn=new.job.batchify_fn,
+            on_error=new.job.on_error,
+            worker_init_fn=new.worker_init_fn,
+        )
+        before, self._published = self._published, publish.share(encoded, -next(self._publications))
+        if before is not None:
+            before.close()
+        return encoded.modules
 
     @property
     def group(self) -> int:  # type: ignore[override]
@@ -281,7 +289,7 @@ class ProcessPool(Pool):
         try:
             process = self._context.Process(
                 target=worker.main,
-                args=(theirs, number, self.num_workers, self._new_job if self._published is None else None),
+                args=(theirs, number, self.num_workers, self._new_job if self.start_method == "fork" else None),
                 name=f"sharded_loader-worker-{number}",
                 daemon=True,
             )
@@ -293,9 +301,11 @@ class ProcessPool(Pool):
             raise
         finally:
             theirs.close()
-        handle = WorkerHandle(number, process, link)
-        self._send_job(link)
-        return handle
+        return WorkerHandle(number, process, link)
+
+    def _send_jobs(self) -> None:
+        for handle in self._workers:
+            self._send_job(handle.link)
 
     def _send_job(self, link: Link) -> None:
         published = self._published
@@ -356,6 +366,7 @@ class ProcessPool(Pool):
         with uninterrupted():
             self._ended.discard(handle.sentinel)
             new = self._launch(handle.number)
+            self._send_job(new.link)
             self._requeued.extend(handle.tasks.values())
             self._workers[self._workers.index(handle)] = new
             handle.link.close()

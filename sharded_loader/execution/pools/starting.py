@@ -12,12 +12,14 @@ import multiprocessing
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import multiprocess
 import multiprocess.process
 from multiprocess import spawn
+
+from sharded_loader.execution import preload
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -35,13 +37,18 @@ def choose_start_method(start_method: str | None) -> str:
     return start_method
 
 
-def start_forkserver() -> None:
-    """Start the forkserver of ``multiprocess``, if none runs, with our modules imported: workers fork from it."""
+def start_forkserver(modules: Iterable[str] = ()) -> None:
+    """Start the forkserver of ``multiprocess``, if none runs: workers fork from it.
+
+    Args:
+        modules: what it imports, beside our own (see `preload`). One that runs already stays as it is, and so does a
+            choice that the user has made with ``multiprocess.set_forkserver_preload``.
+    """
     from multiprocess import forkserver
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
-        forkserver.set_forkserver_preload(["sharded_loader.execution.worker"])
-    with starting_worker("forkserver"):
+        forkserver.set_forkserver_preload([preload.__name__])
+    with starting_worker("forkserver"), preload.requested(modules):
         forkserver.ensure_running()
 
 
