@@ -119,6 +119,7 @@ class Place(NamedTuple):
             sample: the index that was being read, in a list of one; None if none was.
             samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
         """
+        samples = samples.tolist() if hasattr(samples, "tolist") else samples
         where = [f"epoch {self.epoch}", f"batch {self.batch}"]
         if self.shard is not None:
             where.append(f"shard {self.shard}")

@@ -192,7 +192,7 @@ def gather(dataset: Any, indices: Sequence[int] | np.ndarray[Any, Any], empty: E
     if own is not None:
         return own(indices, empty)
     with current_empty(empty):
-        return dataset.get_batch(indices)
+        return dataset.get_batch(indices.tolist() if isinstance(indices, np.ndarray) else indices)
 
 
 def has(name: str) -> Callable[[Any], bool]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.arrays import gather_rows, is_gathered
+from sharded_loader.data.arrays import ArrayDataset, gather_rows, is_gathered
 from sharded_loader.data.base import SimpleDataset
 from sharded_loader.data.bulk import checked_indices, gather, translated
 from sharded_loader.data.default import default_batchify_fn, in_field
@@ -78,6 +78,18 @@ def as_bulk(dataset: Any) -> Gather | None:
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
         return lambda indices, empty: _of_hugging_face(dataset, indices, empty)
     return None
+
+
+def takes_arrays(dataset: Any) -> bool:
+    """Whether `as_bulk` reads this dataset by arrays of indices, so that nobody need make lists of them.
+
+    Example:
+        >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
+        (True, False)
+    """
+    if type(dataset) is ArrayDataset or _reads_like(dataset, "torch.utils.data", "TensorDataset"):
+        return True
+    return (isinstance(dataset, np.ndarray) or is_tensor(dataset)) and as_bulk(dataset) is not None
 
 
 def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sharded_loader.errors import add_note
 from sharded_loader.execution.messages import Task
 from sharded_loader.sampling.foreign import plain_index
@@ -123,6 +125,11 @@ class EpochPlan:
             )
         if size == 0:
             raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
+        if type(batch) is np.ndarray and not self._may_shard and batch.dtype == np.int64 and batch.ndim == 1:
+            # A negative index is a large unsigned one; a negative length is none.
+            if self._length is not None and int(np.maximum.reduce(batch.view(np.uint64))) >= self._length:
+                self._check_range(batch.tolist(), seq)
+            return Task(self._run, seq, self._epoch, self._position(seq), (batch,), False)
         sharded = self._may_shard and is_sharded(batch)
         if sharded:
             shards = [_as_list(shard) for shard in batch]

@@ -107,7 +107,7 @@ class Reader:
             count += len(indices)
         return batches, count
 
-    def _read_shard(self, indices: Sequence[Any], task: Task, scope: SampleScope, empty: Empty, place: Place) -> Any:
+    def _read_shard(self, indices: Any, task: Task, scope: SampleScope, empty: Empty, place: Place) -> Any:
         samples: list[Any] | None = None
         if self._gather is not None or self._get_items is not None:
             scope.at(SampleScope.NO_SAMPLE)
@@ -116,12 +116,13 @@ class Reader:
                     batch = self._gather(indices, empty)
                     if batch is not NOT_IN_BULK:
                         return batch
+                    indices = _as_list(indices)
                 if self._get_items is not None:
                     samples = _checked(self._get_items(indices), indices)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._name_culprit(indices, scope, place, error)
+                self._name_culprit(_as_list(indices), scope, place, error)
         if samples is None:
             samples = self._read_one_by_one(indices, scope, place)
         return self._make_batch(samples, task, scope, empty, place, indices)
@@ -192,7 +193,7 @@ class Reader:
             except Exception:
                 scope.by_index.clear()  # read again with the same random numbers
         shards = [
-            self._read_good(indices, task, scope, _place(task, number, worker), number, skipped)
+            self._read_good(_as_list(indices), task, scope, _place(task, number, worker), number, skipped)
             for number, indices in enumerate(task.shards)
         ]
         good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
@@ -258,6 +259,11 @@ class Reader:
 
 def _place(task: Task, shard: int, worker: str | None) -> Place:
     return Place(task.epoch, task.seq, shard if task.sharded else None, worker)
+
+
+def _as_list(indices: Any) -> Any:
+    """Python ints of an array of indices: what datasets and users see."""
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices
 
 
 def _checked(samples: Any, indices: Sequence[Any]) -> list[Any]:

@@ -76,16 +76,28 @@ class BatchSampler(WrapperSampler[list[int]]):
         return self.last_batch == "discard"
 
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        return self._iter(epoch, start)
+
+    def _iter(self, epoch: int, start: int, *, arrays: bool = False) -> Iterator[Any]:
         check_start(start)
         size = self.batch_size
         if self.last_batch == "rollover":
             first, last = self._rollover_bounds(epoch)
             first = min(first + start, last)
-            return islice(self._batches(self._stream(first * size, last * size)), last - first)
-        batches = self._batches(self._items(epoch, start * size))
+            return islice(self._batches(self._stream(first * size, last * size), arrays), last - first)
+        batches = self._batches(self._items(epoch, start * size), arrays)
         if self.last_batch == "discard":
             return (batch for batch in batches if len(batch) == size)
         return batches
+
+    def iter_arrays(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """`iter_epoch` for who gathers by arrays: a batch is an int64 array where its indices are integers.
+
+        Example:
+            >>> list(BatchSampler([5, 6, 7], 2).iter_arrays(0))
+            [array([5, 6]), array([7])]
+        """
+        return map(_to_array, self._iter(epoch, start, arrays=True))
 
     def len_epoch(self, epoch: int) -> int:
         if self.last_batch == "rollover":
@@ -130,7 +142,7 @@ class BatchSampler(WrapperSampler[list[int]]):
             seen = 0
             items = self._items(epoch, 0)
 
-    def _batches(self, parts: Iterator[Any]) -> Iterator[list[int]]:
+    def _batches(self, parts: Iterator[Any], arrays: bool) -> Iterator[Any]:
         size = self.batch_size
         rest: list[int] = []
         for part in parts:
@@ -142,12 +154,22 @@ class BatchSampler(WrapperSampler[list[int]]):
                 yield rest
             whole = begin + max(len(part) - begin, 0) // size * size
             if isinstance(part, np.ndarray):
-                yield from part[begin:whole].reshape(-1, size).tolist()
+                rows = part[begin:whole].reshape(-1, size)
+                yield from rows if arrays else rows.tolist()
             elif begin < whole:
                 yield part[begin:whole]
             rest = _to_list(part[whole:])
         if rest:
             yield rest
+
+
+def _to_array(batch: Any) -> Any:
+    if type(batch) is list and set(map(type, batch)) == {int}:
+        try:
+            return np.array(batch, np.int64)
+        except OverflowError:
+            return batch  # out of any range: the plan says so
+    return batch
 
 
 def _to_list(part: Any) -> list[int]:

@@ -166,12 +166,18 @@ class EpochOrder:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int) -> Callable[[int], Iterator[Any]]:
+    def batches(self, epoch: int, *, arrays: bool = False) -> Callable[[int], Iterator[Any]]:
         """A function ``start -> the epoch's batches from number start on``, for this rank.
 
         What it reads is settled now, not when it is called: `resize` may come in between.
+
+        Args:
+            epoch: number of the epoch.
+            arrays: batches may be int64 arrays instead of lists.
         """
         source, seed = self._source, self.seed
+        if arrays and type(source) is BatchSampler and not any(not is_own(one.sampler) for one in self._holders):
+            return lambda start: source.iter_arrays(epoch, start)
         foreign = [holder for holder in self._holders if not is_own(holder.sampler)]
         if foreign:
             return lambda start: _watched(lambda: iter_epoch(source, epoch, seed, start), foreign)

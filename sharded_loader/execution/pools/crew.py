@@ -34,7 +34,7 @@ class Crew:
 
     def __init__(self, max_bytes: int | None) -> None:
         self.handles: list[WorkerHandle] = []
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
@@ -60,7 +60,7 @@ class Crew:
             for end in ends:
                 if end is not None:
                     end.close()
-            arena, self.arena = self.arena, Arena(self._max_bytes)
+            arena, self.arena = self.arena, Arena(self.max_bytes)
             arena.close()
 
     def free_slots(self, handle: WorkerHandle) -> None:

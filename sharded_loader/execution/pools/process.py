@@ -27,6 +27,7 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -138,6 +139,18 @@ class ProcessPool(Pool):
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
+
+    def __reduce__(self) -> Any:
+        # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.
+        make = functools.partial(
+            ProcessPool,
+            self.num_workers,
+            start_method=self.start_method,
+            worker_init_fn=self.worker_init_fn,
+            restarts=self.restarts,
+            max_bytes=self._crew.max_bytes,
+        )
+        return make, ()
 
     @property
     def _workers(self) -> list[WorkerHandle]:
@@ -405,7 +418,7 @@ class ProcessPool(Pool):
                 error=WorkerDiedError(
                     f"{who}. It was reading epoch {first.epoch}, batch {first.seq}; that batch is lost, iteration "
                     f"can go on with the others. To look for the sample that did it, in this process: "
-                    f"{read_again([index for shard in first.shards for index in shard], first.epoch)}",
+                    f"{read_again([index for shard in first.shards for index in list(shard)], first.epoch)}",
                     worker=handle.number,
                     exitcode=exitcode,
                     batch=first.seq,
