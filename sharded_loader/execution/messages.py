@@ -99,7 +99,8 @@ class Task(NamedTuple):
         seq: number of the batch in the epoch, from 0.
         epoch: number of the epoch.
         position: place of its first sample in the epoch's global order; seeds the global generators.
-        shards: the indices of each shard; of the whole batch, in a list of one, if it has no shards.
+        shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them); of the whole
+            batch, in a tuple of one, if it has no shards.
         sharded: whether the batch is a list of shards.
     """
 
@@ -107,7 +108,7 @@ class Task(NamedTuple):
     seq: int
     epoch: int
     position: int
-    shards: tuple[Sequence[Any], ...]
+    shards: tuple[Any, ...]
     sharded: bool
 
 
