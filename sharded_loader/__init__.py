@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
     from sharded_loader.errors import WorkerDiedError as WorkerDiedError
+    from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
     from sharded_loader.execution.pools.inline import InlinePool as InlinePool
     from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
     from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
@@ -65,7 +66,13 @@ _HOMES = {
     "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset"],
     "sharded_loader.data.packed": ["PackedList"],
     "sharded_loader.data.recordio": ["RecordFileDataset"],
-    "sharded_loader.errors": ["LoaderClosedError", "SampleError", "SampleReadError", "WorkerDiedError"],
+    "sharded_loader.errors": [
+        "LoaderClosedError",
+        "SampleError",
+        "SampleReadError",
+        "WorkerDiedError",
+        "WorkerTimeoutError",
+    ],
     "sharded_loader.execution.pools.inline": ["InlinePool"],
     "sharded_loader.execution.pools.process": ["ProcessPool"],
     "sharded_loader.execution.pools.thread": ["ThreadPool"],

@@ -34,10 +34,14 @@ class LoaderClosedError(RuntimeError):
 class WorkerDiedError(RuntimeError):
     """A worker process ended while the loader needed it (killed, out of memory, crashed, ``os._exit``).
 
+    Raised in the batch's place, after ``restarts`` workers have died over it; or at once, if no worker can start.
+
     Attributes:
         worker: number of the worker, from 0.
         exitcode: its exit code; minus the number of the signal that killed it; None where unknown.
-        batch: number of the batch that it was reading, None if it was idle or starting.
+        batch: number of the batch that it was reading, None if it was starting.
+        epoch: number of the epoch, None likewise.
+        index: the sample that it was reading, None if it was reading several at once, or none.
 
     Example:
         >>> WorkerDiedError("worker 1 died", worker=1, exitcode=-9, batch=12).exitcode
@@ -46,11 +50,41 @@ class WorkerDiedError(RuntimeError):
     Source of the idea: loky's ``TerminatedWorkerError``.
     """
 
-    def __init__(self, message: str, *, worker: int, exitcode: int | None, batch: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: int,
+        exitcode: int | None,
+        batch: int | None = None,
+        epoch: int | None = None,
+        index: Any = None,
+    ) -> None:
         super().__init__(message)
         self.worker = worker
         self.exitcode = exitcode
         self.batch = batch
+        self.epoch = epoch
+        self.index = index
+
+
+class WorkerTimeoutError(TimeoutError):
+    """A worker made no progress on one sample for the pool's ``timeout``.
+
+    Attributes:
+        batch, epoch: what it was reading.
+        index: the sample, None if it was reading several at once, or was in ``batchify_fn``.
+
+    Example:
+        >>> WorkerTimeoutError("worker 1 hangs", batch=3, epoch=0, index=17).index
+        17
+    """
+
+    def __init__(self, message: str, *, batch: int, epoch: int, index: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
+        self.epoch = epoch
+        self.index = index
 
 
 class SampleReadError(RuntimeError):

@@ -10,6 +10,9 @@ cannot be unpickled is one batch's error.
 
     TASKS            pickled tasks, each with its slot            trainer -> worker
     CANCEL  run                             do not begin the tasks of this run
+    BOARD            offset, size, name     where the worker notes what it is at (`execution.board`); likewise
+    DEATH            a descriptor follows: the worker dies when its other end is closed
+    STACKS           write all Python stacks to stderr
     SEGMENT          number, size, name     shared memory; without a name a descriptor follows
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow
     READY                                                         worker -> trainer: it has its dataset
@@ -28,10 +31,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
+import numpy as np
+
+from sharded_loader.errors import Place
 from sharded_loader.memory.arena import Slot
-from sharded_loader.memory.codec import Encoded, EncodedError, pack_arrays, unpack_arrays
+from sharded_loader.memory.codec import Encoded, EncodedError, decode, decode_error, pack_arrays, unpack_arrays
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
+BOARD, DEATH, STACKS = b"B", b"D", b"P"
 
 _HEAD = struct.Struct("!cqq")
 _REPLY = struct.Struct("!qqqII")
@@ -102,6 +110,8 @@ class Task(NamedTuple):
         shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them); of the whole
             batch, in a tuple of one, if it has no shards.
         sharded: whether the batch is a list of shards.
+        careful: a worker has died while it read several samples at once: read each alone first, so that the next
+            one tells which.
     """
 
     run: int
@@ -110,20 +120,20 @@ class Task(NamedTuple):
     position: int
     shards: tuple[Any, ...]
     sharded: bool
+    careful: bool = False
 
 
 class Result(NamedTuple):
     """What became of one task: a batch (a list of batches if sharded), or an error.
 
     Attributes:
-        run, seq: of the task; `run` is `ANY_RUN` for an event that belongs to no task.
+        run, seq: of the task.
         batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
         samples: how many samples are in it.
         error: raised at the batch's place, instead of a batch.
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.
         seconds: how long the worker took.
-        at_once: the error is raised by the next call, whatever its place in the order.
     """
 
     run: int
@@ -134,10 +144,6 @@ class Result(NamedTuple):
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost_shards: tuple[int, ...] = ()
     seconds: float = 0.0
-    at_once: bool = False
-
-
-ANY_RUN = -1
 
 
 class Nothing:
@@ -200,3 +206,39 @@ def unpack_result(run: int, seq: int, packed: Any) -> Result:
     """What `pack_result` made."""
     batch, samples, seconds = packed
     return Result(run, seq, unpack_arrays(batch), samples, seconds=seconds)
+
+
+def own_pickle(task: Task) -> bytes | None:
+    """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
+    if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
+        return None
+    try:
+        return bytes(cloudpickle.dumps(task, protocol=5))
+    except Exception as error:
+        raise TypeError(
+            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
+            f"or strings, or read with threads (thread_pool=True)"
+        ) from error
+
+
+def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
+    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
+    try:
+        reply = decode(pickled, buffers)
+    except Exception as error:
+        failure = TypeError(
+            f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
+            f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+        )
+        failure.__cause__ = error
+        if task is not None:
+            Place(task.epoch, seq).note(failure, samples=task.shards[0])
+        return Result(run, seq, error=failure)
+    if type(reply) is tuple:
+        return unpack_result(run, seq, reply)
+    if reply.error is None and not reply.skipped:
+        return reply.result  # type: ignore[no-any-return]
+    return reply.result._replace(  # type: ignore[no-any-return]
+        error=None if reply.error is None else decode_error(reply.error),
+        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
+    )

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from sharded_loader.errors import LoaderClosedError, Place
-from sharded_loader.execution.messages import ANY_RUN, NOTHING, Job, Result, Task
+from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
@@ -396,17 +396,15 @@ class Pipeline:
         return came
 
     def _file(self, result: Result, current: Run) -> None:
-        run = current if result.run == ANY_RUN else self._runs.get(result.run)
+        run = self._runs.get(result.run)
         if run is None:
             return
-        if result.at_once and result.error is not None and all(error is not result.error for error in run.urgent):
-            run.urgent.append(result.error)
         window = run.window
         number = result.seq - window[0].seq if window else -1
-        if result.run != ANY_RUN and 0 <= number < len(window):
+        if 0 <= number < len(window):
             entry = window[number]
             if entry.result is None:
-                entry.result = result._replace(error=None, batch=NOTHING) if result.at_once else result
+                entry.result = result
         if run is not current:
             self._wake_others()
 

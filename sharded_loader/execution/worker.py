@@ -3,9 +3,13 @@
     receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
     main thread:      inbox -> Reader -> slot, encode -> pipe
 
+Before each sample the main thread notes on the board where it is, so that a trainer that finds it dead or silent can
+say which sample it was (`execution.board`).
+
 The job (the dataset and how to read it) comes by inheritance under fork, else as the first message. The
 process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code
-then gets `GRACE` seconds, because nobody waits for what it does.
+then gets `GRACE` seconds, because nobody waits for what it does. On Linux the kernel sees to it (`_die_with`), even
+where that code holds the GIL and no thread of ours can run; elsewhere such code is let to its end.
 
 SIGINT is the trainer's affair: it is ignored here (and was blocked while the process started). BLAS and
 OpenMP are limited to one thread: a pool is parallel by its processes.
@@ -17,11 +21,13 @@ import comes later, in the middle of a batch.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import importlib.abc
 import importlib.util
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -33,14 +39,23 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    pass
+
 from sharded_loader.errors import Place, add_note, as_exception
+from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, SEQ, SHARD, board_in, new_board
 from sharded_loader.execution.messages import (
+    BOARD,
     CANCEL,
+    DEATH,
     FAILED,
     JOB,
     READY,
     RESULTS,
     SEGMENT,
+    STACKS,
     Job,
     NewJob,
     Reply,
@@ -65,6 +80,10 @@ from sharded_loader.rng import derive_key, seed_globals
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
 
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
+"""Makes a worker write its stacks to stderr, also while it holds the GIL: a signal that nobody else uses. Where there
+is none, the receiver thread does it when told to."""
+
 
 class _Worker:
     def __init__(self, conn: Any, number: int, num_workers: int) -> None:
@@ -77,6 +96,7 @@ class _Worker:
         self._finished = threading.Event()
         self._job: Job | None = None
         self._reader: Reader | None = None
+        self._board = new_board()
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
@@ -92,6 +112,12 @@ class _Worker:
                 kind, run, seq, content = unpack_head(message.head)
                 if kind == CANCEL:
                     self._cancelled.add(run)
+                elif kind == BOARD:
+                    self._map_board(run, seq, bytes(content).decode() or None)
+                elif kind == DEATH:
+                    _die_with(receive_descriptor(self._conn))
+                elif kind == STACKS:
+                    faulthandler.dump_traceback(2, all_threads=True)
                 elif kind == SEGMENT:
                     self._attach(run, seq, bytes(content).decode() or None)
                 else:  # the user's objects are unpickled by the main thread
@@ -122,6 +148,15 @@ class _Worker:
         else:
             self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
 
+    def _map_board(self, number: int, nbytes: int, name: str | None) -> None:
+        try:
+            fd = None if name else receive_descriptor(self._conn)
+            self._board = board_in(attach(0, nbytes, fd, name).mapping, number)
+        except EOFError:
+            raise
+        except OSError:
+            pass  # no descriptors: errors will not name the sample
+
     # -- main thread ----------------------------------------------------------------------------------------
 
     def run(self, inherited: NewJob | None) -> None:
@@ -137,6 +172,7 @@ class _Worker:
             del message, content
             if self._inbox.empty():
                 self._send_replies()
+                self._board[SAMPLE] = IDLE
         self._finished.set()
 
     def _take_job(self, source: NewJob | Message) -> bool:
@@ -174,6 +210,8 @@ class _Worker:
         if run in self._cancelled:
             self._reply(Result(run, seq), SlotWriter(None))
             return
+        board = self._board
+        board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
         try:
             task = Task._make(pickle.loads(fields) if isinstance(fields, bytes) else fields)
         except Exception as error:
@@ -185,10 +223,14 @@ class _Worker:
             segment, offset, nbytes = place
             whole = self._segments.get(segment)
             memory = None if whole is None else whole[offset : offset + nbytes]
+        if task.careful:
+            self._reader.probe(task, board)
         # The same for a batch that is made again, by whichever worker.
         seed_globals(derive_key(self._job.seed, "globals", task.epoch, task.position))
         slot = SlotWriter(memory)
-        self._reply(self._reader.read(task, self._name, np.empty if memory is None else slot.empty), slot, task)
+        result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
+        board[SAMPLE] = SENDING
+        self._reply(result, slot, task)
 
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
@@ -247,6 +289,8 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     limit_threads()
+    if STACKS_SIGNAL is not None:
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     _Worker(conn, number, num_workers).run(inherited)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -271,6 +315,26 @@ def _forget_handlers() -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+
+
+def _die_with(fd: int) -> None:
+    """Have the kernel kill this process when the other end of a pipe is closed. Linux.
+
+    End-of-file on our own pipe is noticed by a thread, which needs the GIL; and PDEATHSIG fires when the *thread*
+    ends that has started this process. The owner of a signal belongs to the open file, which workers share, so the
+    pipe is opened once more.
+    """
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([own], [], [], 0)[0]:
+            os._exit(1)  # it was closed just before
+    except OSError:
+        pass  # no /proc, no descriptors: the receiver thread has to do
+    finally:
+        os.close(fd)
 
 
 def limit_threads() -> None:

@@ -105,8 +105,12 @@ def check_init_fn(worker_init_fn: Any) -> None:
         raise TypeError(f"worker_init_fn is {worker_init_fn!r}; it must be a function of the worker's number")
 
 
-def check_reserved(owner: str, **arguments: Any) -> None:
-    """Refuse arguments that belong to the fixed signature but have no effect yet, rather than ignore them."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{owner}({name}={value!r}): {name} has no effect in this version; leave it out")
+def check_timeout(timeout: Any) -> float | None:
+    """``timeout`` of a pool, or an error that says what is wrong."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds, or None")
+    return float(timeout)

@@ -1,6 +1,7 @@
 """What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
 
-    Crew            all of it; knows no job, so finalizers may hold it
+    Crew            all of it, also the board (`execution.board`), the pipe whose end kills the workers, and the
+                    template that forked ones come from; knows no job, so finalizers may hold it
     WorkerHandle    one worker: process, link, the tasks and slots that it has in hand
 
 `Crew.close` ends the workers (end-of-file, then, after `CLOSING_GRACE`, SIGKILL) and frees a slot only when its
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import weakref
 from typing import Any
@@ -19,10 +21,15 @@ from typing import Any
 import multiprocess
 from multiprocess import connection
 
-from sharded_loader.execution.messages import Task
+from sharded_loader.execution import worker
+from sharded_loader.execution.board import WORDS, new_board
+from sharded_loader.execution.messages import STACKS, Result, Task, pack_head
 from sharded_loader.execution.pools.link import Link
 from sharded_loader.execution.pools.starting import is_starting_worker, uninterrupted
-from sharded_loader.memory.arena import Arena, Slot
+from sharded_loader.execution.pools.supervision import Silent
+from sharded_loader.execution.pools.template import Template
+from sharded_loader.memory.arena import PAGE, Arena, Slot, round_up
+from sharded_loader.memory.segments import Segment, create
 
 CLOSING_GRACE = 0.03
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; one in the user's code
@@ -38,13 +45,23 @@ class Crew:
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
+        self.board: Segment | None = None
+        self.death_reader: int | None = None
+        self._death_writer: int | None = None
+        self.template: Template | None = None
         self._pid = os.getpid()
         _crews.add(self)
 
-    def open(self) -> None:
+    def open(self, num_workers: int) -> None:
         if self.wake_reader is None:
             self._pid = os.getpid()
             self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+            try:
+                self.board = create(0, round_up(num_workers * WORDS * 8, PAGE))
+            except OSError as error:
+                raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+            if sys.platform == "linux":
+                self.death_reader, self._death_writer = os.pipe()
 
     def wake(self) -> None:
         if self._wake_writer is not None:
@@ -60,8 +77,20 @@ class Crew:
             for end in ends:
                 if end is not None:
                     end.close()
+            self.close_death_pipe()
+            board, self.board = self.board, None
+            if board is not None:
+                board.close()
             arena, self.arena = self.arena, Arena(self.max_bytes)
             arena.close()
+
+    def close_death_pipe(self) -> None:
+        """Kills the workers that live. In a forked child: its copy of the end must not keep them alive."""
+        ends = self.death_reader, self._death_writer
+        self.death_reader = self._death_writer = None
+        for end in ends:
+            if end is not None:
+                os.close(end)
 
     def free_slots(self, handle: WorkerHandle) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
@@ -76,10 +105,13 @@ class Crew:
             handle.link.close()
         deadline = time.monotonic() + CLOSING_GRACE
         for handle in handles:
-            handle.process.join(max(0.0, deadline - time.monotonic()))
+            handle.wait(max(0.0, deadline - time.monotonic()))
         for handle in handles:
             handle.release()
             self.free_slots(handle)
+        template, self.template = self.template, None
+        if template is not None:
+            template.close()
 
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
@@ -95,6 +127,9 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     for crew in list(_crews):
         crew.arena.close_descriptors()
+        crew.close_death_pipe()
+        if crew.board is not None:
+            crew.board.close_descriptor()
 
 
 if hasattr(os, "register_at_fork"):
@@ -107,12 +142,20 @@ class WorkerHandle:
     def __init__(self, number: int, process: Any, link: Link) -> None:
         self.number = number
         self.process = process
+        self.pid: int = process.pid
         self.link = link
         self.tasks: dict[tuple[int, int], Task] = {}
         self.slots: dict[tuple[int, int], Slot | None] = {}
         self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
         self.segments = 0
         self.ready = False
+        self.board: Any = new_board()
+        self.silent = Silent()
+        self.hung = False
+        self.counted = False
+        self.given_up: Result | None = None
+        self._released = False
+        self.exitcode: int | None = None
         self._pidfd: int | None = None
         # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
         # after the worker's death; a pidfd is the process itself.
@@ -123,21 +166,39 @@ class WorkerHandle:
 
     def has_ended(self) -> bool:
         """Whether the process is over, whoever may have reaped it."""
-        return bool(connection.wait([self.sentinel], 0))
+        return self._released or bool(connection.wait([self.sentinel], 0))
+
+    def dump_stacks(self) -> None:
+        """Have the worker write its stacks to stderr, and give it a moment for that."""
+        if worker.STACKS_SIGNAL is None:
+            self.link.send(pack_head(STACKS))
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, worker.STACKS_SIGNAL)
+        self.wait(0.1)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of the process."""
+        if not self._released:
+            connection.wait([self.sentinel], timeout)
 
     def release(self) -> None:
         """End the process, if it has not ended, and give back what belongs to it."""
+        if self._released:
+            return
         try:
             if not self.has_ended():
                 self.process.kill()
                 connection.wait([self.sentinel])
             self.process.join()
+            self.exitcode = self.process.exitcode
             self.process.close()
         except ValueError:
             # Somebody else has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
             # it runs for ever. Its descriptors are closed with the process object.
             pass
         finally:
+            self._released = True
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None

@@ -371,8 +371,10 @@ def make_link(conn: Any) -> Link:
     return PortableLink(conn) if PORTABLE else SocketLink(conn)
 
 
-def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any) -> set[int]:
+def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any, timeout: float | None = None) -> set[int]:
     """Block until a link can be read (or, with something unsent, written), a worker ended, or `waker` woke.
+
+    No longer than ``timeout`` seconds, if that is not None.
 
     Returns:
         The sentinels of the workers that have ended.
@@ -383,7 +385,7 @@ def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any) ->
         # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
         if sys.platform != "win32" or len(watched) + len(ends) <= 63:
             watched += ends
-        ready = connection.wait(watched)
+        ready = connection.wait(watched, timeout)
         return {item for item in ready if isinstance(item, int)}
     poller = select.poll()
     for link in links:
@@ -391,4 +393,4 @@ def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any) ->
     for sentinel in ends:
         poller.register(sentinel, select.POLLIN)
     poller.register(waker.fileno(), select.POLLIN)
-    return {fd for fd, _ in poller.poll() if fd in ends}
+    return {fd for fd, _ in poller.poll(None if timeout is None else 1000 * timeout) if fd in ends}

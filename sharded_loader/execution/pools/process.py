@@ -18,7 +18,9 @@ A worker holds at most one task beyond the one it is doing; while batches are ch
 which goes in one message (`pools.grouping`).
 
 What can go wrong, and what then:
-  * a worker dies: at once a `WorkerDiedError` for the batch it was reading; its other task goes to another;
+  * a worker dies: another takes its place and makes its batches again; a batch that has killed ``restarts`` of them
+    is a `WorkerDiedError` in its place (`pools.supervision`);
+  * a worker stands still for ``timeout`` seconds: it is killed, and then as above;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * KeyboardInterrupt between a system call and its bookkeeping: the link is torn; the worker is replaced and
     all its tasks are done again, without an error;
@@ -33,15 +35,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import multiprocess
-import numpy as np
 
-from sharded_loader.errors import Place, WorkerDiedError, describe_exit, read_again
 from sharded_loader.execution import worker
+from sharded_loader.execution.board import IDLE, IN_BULK, SAMPLE, board_in, is_at
 from sharded_loader.execution.messages import (
-    ANY_RUN,
+    BOARD,
     CANCEL,
+    DEATH,
     FAILED,
     JOB,
     READY,
@@ -51,16 +52,17 @@ from sharded_loader.execution.messages import (
     NewJob,
     Result,
     Task,
+    decode_result,
+    own_pickle,
     pack_head,
     pack_tasks,
     unpack_head,
     unpack_reply,
-    unpack_result,
 )
-from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
+from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.grouping import HELD, Grouping
-from sharded_loader.execution.pools.link import Link, make_link, wait_for_any
+from sharded_loader.execution.pools.link import PORTABLE, Link, make_link, wait_for_any
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
     forget_process,
@@ -68,6 +70,8 @@ from sharded_loader.execution.pools.starting import (
     starting_worker,
     uninterrupted,
 )
+from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
+from sharded_loader.execution.pools.template import ForkedWorker, Template
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
@@ -85,9 +89,10 @@ class ProcessPool(Pool):
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: what was set with
             ``multiprocessing.set_start_method``, else fork on Linux and spawn elsewhere.
         worker_init_fn: called with the worker's number, once in each, before it reads.
-        timeout: reserved (seconds without progress on one sample); this version takes only None.
-        restarts: reserved (how often a batch whose worker died is made again). In this version a worker
-            that dies raises at once.
+        timeout: seconds without progress on one sample, after which its worker is killed and the batch made again.
+            Counted while the loop waits for a batch. None: never.
+        restarts: a batch that kills so many workers is given up: `WorkerDiedError`, or `WorkerTimeoutError`, in its
+            place. 0 and 1: at the first death.
         max_bytes: bound on the shared memory that batches lie in. None: a quarter of what is free at the first
             epoch, divided by LOCAL_WORLD_SIZE. Past it batches are copied out, and the loader goes on.
 
@@ -118,7 +123,7 @@ class ProcessPool(Pool):
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
-        check_reserved("ProcessPool", timeout=timeout)
+        self._watch = Watch(check_timeout(timeout))
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
             raise ValueError(f"max_bytes is {max_bytes!r}; it must be an int of at least 0, or None")
         if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
@@ -134,6 +139,7 @@ class ProcessPool(Pool):
         self._publications = itertools.count(1)
         self._sizes = RecentSizes()
         self._grouping = Grouping()
+        self._deaths = Deaths(restarts)
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
 
@@ -147,6 +153,7 @@ class ProcessPool(Pool):
             self.num_workers,
             start_method=self.start_method,
             worker_init_fn=self.worker_init_fn,
+            timeout=self._watch.timeout,
             restarts=self.restarts,
             max_bytes=self._crew.max_bytes,
         )
@@ -163,7 +170,7 @@ class ProcessPool(Pool):
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers, by number; empty before the first epoch and after `close`."""
-        return [handle.process.pid for handle in self._workers]
+        return [handle.pid for handle in self._workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
 
@@ -182,7 +189,7 @@ class ProcessPool(Pool):
                 self._crew.stop_workers()
                 self._ended.clear()
                 self._requeued.extend(begun)
-                self._crew.open()
+                self._crew.open(self.num_workers)
                 for number in range(self.num_workers):
                     self._workers.append(self._launch(number))
             if self.start_method != "fork":
@@ -219,7 +226,7 @@ class ProcessPool(Pool):
     def submit(self, task: Task) -> None:
         group = self._grouping.size
         handle = min(self._workers, key=lambda handle: len(handle.tasks) // group)
-        own = _own_pickle(task)
+        own = own_pickle(task)
         key = task.run, task.seq
         slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
@@ -253,6 +260,8 @@ class ProcessPool(Pool):
                 self._replace(handle)
             elif handle.link.ended or (handle.sentinel in self._ended and handle.has_ended()):
                 yield from self._bury(handle)
+        if self._watch.timeout is not None:
+            self._stop_late()
         while self._requeued and self.capacity() + len(self._requeued) > 0:
             self.submit(self._requeued[0])
             self._requeued.popleft()
@@ -264,7 +273,7 @@ class ProcessPool(Pool):
             return
         try:
             self._ended |= wait_for_any(
-                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker
+                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker, self._watch.step
             )
             while waker.poll():
                 waker.recv_bytes()
@@ -287,6 +296,7 @@ class ProcessPool(Pool):
         self._crew.close()
         self._requeued.clear()
         self._ended.clear()
+        self._deaths = Deaths(self.restarts)
         if self._published is not None:
             self._published.close()
         self._published = self._new_job = None
@@ -300,21 +310,49 @@ class ProcessPool(Pool):
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = make_link(ours)
         try:
-            process = self._context.Process(
-                target=worker.main,
-                args=(theirs, number, self.num_workers, self._new_job if self.start_method == "fork" else None),
-                name=f"sharded_loader-worker-{number}",
-                daemon=True,
-            )
-            with starting_worker(self.start_method):
-                process.start()
-            forget_process(process)
+            process = self._fork(number, theirs) if self.start_method == "fork" else self._spawn(number, theirs)
         except BaseException:
             link.close()
             raise
         finally:
             theirs.close()
-        return WorkerHandle(number, process, link)
+        handle = WorkerHandle(number, process, link)
+        crew = self._crew
+        if crew.board is not None:
+            handle.board = board_in(crew.board.mapping, number)
+            handle.board[SAMPLE] = IDLE
+            _send_segment(link, crew.board, BOARD, number)
+        if crew.death_reader is not None and not PORTABLE:
+            link.send(pack_head(DEATH), descriptor=crew.death_reader)
+        return handle
+
+    def _spawn(self, number: int, conn: Any) -> Any:
+        process = self._context.Process(
+            target=worker.main,
+            args=(conn, number, self.num_workers, None),
+            name=f"sharded_loader-worker-{number}",
+            daemon=True,
+        )
+        with starting_worker(self.start_method):
+            process.start()
+        forget_process(process)
+        return process
+
+    def _fork(self, number: int, conn: Any) -> ForkedWorker:
+        """From the template; from another one if that is dead."""
+        assert self._new_job is not None  # the pool is being started, or has been
+        for template in (self._crew.template, None):
+            if template is None:
+                template = self._crew.template = Template(self._new_job, self.num_workers)
+            try:
+                return template.fork(number, conn)
+            except OSError:
+                if not template.ended:
+                    raise
+                template.close()
+        raise RuntimeError(
+            "the template process of the worker pool dies as soon as it is made: see its output on stderr"
+        )
 
     def _send_jobs(self) -> None:
         for handle in self._workers:
@@ -337,6 +375,7 @@ class ProcessPool(Pool):
                 raise decode_error(decode(content))
             if kind == READY:
                 handle.ready = True
+                self._deaths.ready()
             else:
                 if message.rest is None:
                     message.rest = content
@@ -349,6 +388,7 @@ class ProcessPool(Pool):
                     result, rest = message.result
                     yield result
                     handle.tasks.pop((result.run, result.seq), None)
+                    self._deaths.settle(result.run, result.seq)
                     message.rest, message.result = rest, None
             handle.link.inbox.popleft()
 
@@ -364,7 +404,7 @@ class ProcessPool(Pool):
             whole = self._crew.arena.lend(slot)
             buffers = [whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
         handle.slots.pop((run, seq), None)
-        result = _decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
+        result = decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
         self._grouping.note(result.seconds)
         return result, rest
 
@@ -379,92 +419,73 @@ class ProcessPool(Pool):
         with uninterrupted():
             self._ended.discard(handle.sentinel)
             new = self._launch(handle.number)
-            self._send_job(new.link)
             self._requeued.extend(handle.tasks.values())
             self._workers[self._workers.index(handle)] = new
             handle.link.close()
             handle.release()
             self._crew.free_slots(handle)
+            if self.start_method != "fork":
+                self._send_job(new.link)
 
     def _bury(self, handle: WorkerHandle) -> Iterator[Result]:
-        """A worker has ended by itself: say so, and put another in its place."""
-        handle.process.join(1.0)
-        exitcode = handle.process.exitcode
-        who = f"worker {handle.number} (pid {handle.process.pid}) died: {describe_exit(exitcode)}"
-        if not handle.ready:
-            self.close()
-            raise WorkerDiedError(
-                f"{who}. It had not begun to read: it died while it started, unpickled the dataset or ran "
-                f"worker_init_fn; its own output on stderr may say more",
-                worker=handle.number,
-                exitcode=exitcode,
-            )
-        first = next(iter(handle.tasks.values()), None)
-        if first is None:
-            yield Result(
-                ANY_RUN,
-                0,
-                error=WorkerDiedError(
-                    f"{who}. It was idle, no batch is lost; another has taken its place and iteration can go on",
-                    worker=handle.number,
-                    exitcode=exitcode,
-                ),
-                at_once=True,
-            )
-        else:
-            yield Result(
-                first.run,
-                first.seq,
-                error=WorkerDiedError(
-                    f"{who}. It was reading epoch {first.epoch}, batch {first.seq}; that batch is lost, iteration "
-                    f"can go on with the others. To look for the sample that did it, in this process: "
-                    f"{read_again([index for shard in first.shards for index in list(shard)], first.epoch)}",
-                    worker=handle.number,
-                    exitcode=exitcode,
-                    batch=first.seq,
-                ),
-                at_once=True,
-            )
-            handle.tasks.pop((first.run, first.seq), None)
+        """A worker has ended: another takes its place and its tasks, but for one that has killed too many."""
+        if not handle.counted:
+            with uninterrupted():
+                handle.wait(1.0)
+                handle.release()
+                handle.given_up = self._count_death(handle)
+                handle.counted = True
+        if handle.given_up is not None:
+            yield handle.given_up
+            key = handle.given_up.run, handle.given_up.seq
+            self._deaths.settle(*key)
+            handle.tasks.pop(key, None)
         self._replace(handle)
 
+    def _count_death(self, handle: WorkerHandle) -> Result | None:
+        """The error in place of a batch that is given up.
 
-def _send_segment(link: Link, segment: Segment) -> None:
-    name = (segment.name or "").encode()
-    link.send(pack_head(SEGMENT, segment.number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
-
-
-def _own_pickle(task: Task) -> bytes | None:
-    """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
-    if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
+        Raises:
+            WorkerDiedError: workers die without having done anything; the pool is closed.
+        """
+        words = list(handle.board)
+        tries = max(1, self.restarts)
+        if not handle.ready:
+            if self._deaths.in_start():
+                self.close()
+                raise died_in_start(handle.number, handle.pid, handle.exitcode, tries)
+            return None
+        task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
+        if task is None:
+            if self._deaths.of_nothing():
+                self.close()
+                raise died_idle(handle.number, handle.pid, handle.exitcode)
+            return None
+        key = task.run, task.seq
+        if self._deaths.of_batch(task):
+            return Result(*key, error=self._blame(handle, task, words, tries))
+        if words[SAMPLE] == IN_BULK:
+            handle.tasks[key] = task._replace(careful=True)
         return None
-    try:
-        return bytes(cloudpickle.dumps(task, protocol=5))
-    except Exception as error:
-        raise TypeError(
-            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
-            f"or strings, or read with threads (thread_pool=True)"
-        ) from error
+
+    def _blame(self, handle: WorkerHandle, task: Task, words: list[int], tries: int) -> Exception:
+        if handle.hung and self._watch.timeout is not None:
+            who = f"worker {handle.number} (pid {handle.pid})"
+            return timed_out(who, self._watch.timeout, task, words, tries, killed=True)
+        return died(handle.number, handle.pid, handle.exitcode, task, words, tries)
+
+    def _stop_late(self) -> None:
+        """Kill the workers that stand still; their deaths are dealt with as such."""
+        busy = [(handle, handle.silent, handle.board) for handle in self._workers if handle.ready and handle.tasks]
+        for handle in self._watch.late(busy):
+            handle.hung = True
+            with uninterrupted():
+                handle.dump_stacks()
+                handle.process.kill()
+            self._ended.add(handle.sentinel)
 
 
-def _decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
-    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
-    try:
-        reply = decode(pickled, buffers)
-    except Exception as error:
-        failure = TypeError(
-            f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
-            f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
-        )
-        failure.__cause__ = error
-        if task is not None:
-            Place(task.epoch, seq).note(failure, samples=task.shards[0])
-        return Result(run, seq, error=failure)
-    if type(reply) is tuple:
-        return unpack_result(run, seq, reply)
-    if reply.error is None and not reply.skipped:
-        return reply.result  # type: ignore[no-any-return]
-    return reply.result._replace(  # type: ignore[no-any-return]
-        error=None if reply.error is None else decode_error(reply.error),
-        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
-    )
+def _send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:
+    name = (segment.name or "").encode()
+    number = segment.number if number is None else number
+    link.send(pack_head(kind, number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)

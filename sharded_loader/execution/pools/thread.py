@@ -10,11 +10,13 @@ the middle of `submit`. A task brings its reader along, and a thread that waits 
 roots of the garbage collector, and a reader leads to the user's dataset, often to the loader itself.
 
 A thread that is in the user's code when the pool is closed cannot be stopped: it ends after its sample, its
-result is dropped, and as a daemon it does not keep the program alive.
+result is dropped, and as a daemon it does not keep the program alive. The same with one that has stood still for
+``timeout`` seconds: it is written off, an error stands in its batch's place, and another thread has its number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -25,14 +27,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.errors import add_note, as_exception
+from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.execution.messages import Job, Result, Task
-from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
+from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.execution.pools.supervision import Silent, Watch, timed_out
 from sharded_loader.execution.reader import Reader
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
 
 _pool_numbers = itertools.count()
+
+
+class _Seat:
+    """The place of one thread: what it reads, and whether anybody waits for it still."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.board = new_board()
+        self.silent = Silent()
+        self.task: Task | None = None
+        self.written_off = False
+        self.thread: threading.Thread | None = None
 
 
 class _Shared:
@@ -44,7 +60,7 @@ class _Shared:
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
-        self.threads: list[threading.Thread] = []
+        self.seats: list[_Seat] = []
 
     def ring(self) -> None:
         """Wake the thread that waits, or the next one that will.
@@ -60,12 +76,13 @@ class _Shared:
         if self.closing:
             return
         self.closing = True
-        for _ in self.threads:
+        for _ in self.seats:
             self.tasks.put(None)
         self.ring()
         deadline = time.monotonic() + CLOSING_GRACE
-        for thread in self.threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
+        for seat in self.seats:
+            thread = seat.thread
+            if thread not in (None, threading.current_thread()) and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -75,7 +92,9 @@ class ThreadPool(Pool):
     Args:
         num_workers: how many threads.
         worker_init_fn: called with the worker's number, once in each thread, before it reads.
-        timeout: reserved (seconds without progress on one sample); this version takes only None.
+        timeout: seconds without progress on one sample, after which a `WorkerTimeoutError` stands in the batch's
+            place. Counted while the loop waits for a batch. The thread cannot be stopped; another takes over. None:
+            never.
 
     Raises:
         TypeError, ValueError: a bad number of workers.
@@ -97,7 +116,7 @@ class ThreadPool(Pool):
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
-        check_reserved("ThreadPool", timeout=timeout)
+        self._watch = Watch(check_timeout(timeout))
         self.worker_init_fn = worker_init_fn
         self._shared: _Shared | None = None
         self._reader: Reader | None = None
@@ -115,20 +134,23 @@ class ThreadPool(Pool):
         if self._shared is not None:
             return
         shared = _Shared()
-        pool = next(_pool_numbers)
-        shared.threads = [
-            threading.Thread(
-                target=_work,
-                args=(shared, number, [self.worker_init_fn]),
-                name=f"sharded_loader-{pool}-thread-{number}",
-                daemon=True,
-            )
-            for number in range(self.num_workers)
-        ]
+        self._number = next(_pool_numbers)
+        shared.seats = [self._seat(shared, number) for number in range(self.num_workers)]
         self._shared = shared
         self._closers.append(shared.close)
-        for thread in shared.threads:
-            thread.start()
+        for seat in shared.seats:
+            assert seat.thread is not None  # just made
+            seat.thread.start()
+
+    def _seat(self, shared: _Shared, number: int) -> _Seat:
+        seat = _Seat(number)
+        seat.thread = threading.Thread(
+            target=_work,
+            args=(shared, seat, [self.worker_init_fn]),
+            name=f"sharded_loader-{self._number}-thread-{number}",
+            daemon=True,
+        )
+        return seat
 
     def capacity(self) -> int:
         # Any number: threads take from one queue, and a task that has not begun can still be dropped.
@@ -149,10 +171,28 @@ class ThreadPool(Pool):
                 raise result
             yield result
             shared.results.popleft()
+        if self._watch.timeout is not None:
+            yield from self._write_off(shared, self._watch.timeout)
+
+    def _write_off(self, shared: _Shared, timeout: float) -> Iterator[Result]:
+        """Errors for the batches over which threads stand still; others take their places."""
+        busy = [(seat, seat.silent, seat.board) for seat in shared.seats if seat.task is not None]
+        for seat in self._watch.late(busy):
+            task, words = seat.task, list(seat.board)
+            if task is None or words[SAMPLE] == IDLE:
+                continue  # it has just finished
+            who = f"thread {seat.number}"
+            yield Result(task.run, task.seq, error=timed_out(who, timeout, task, words, 1, killed=False))
+            seat.written_off = True
+            another = self._seat(shared, seat.number)
+            shared.seats[shared.seats.index(seat)] = another
+            assert another.thread is not None  # just made
+            another.thread.start()
 
     def wait(self) -> None:
         if self._shared is not None:
-            self._shared.bell.get()
+            with contextlib.suppress(queue.Empty):
+                self._shared.bell.get(timeout=self._watch.step)
 
     def wake(self) -> None:
         if self._shared is not None:
@@ -179,8 +219,9 @@ def _close_all(closers: list[Callable[[], None]]) -> None:
         closers.pop()()
 
 
-def _work(shared: _Shared, number: int, init: list[Callable[[int], Any] | None]) -> None:
+def _work(shared: _Shared, seat: _Seat, init: list[Callable[[int], Any] | None]) -> None:
     """A thread, from its first line to its last. ``init`` is emptied: a thread's arguments live as long as it."""
+    number, board = seat.number, seat.board
     worker_init_fn = init.pop()
     if worker_init_fn is not None:
         try:
@@ -195,8 +236,11 @@ def _work(shared: _Shared, number: int, init: list[Callable[[int], Any] | None])
     while (taken := shared.tasks.get()) is not None and not shared.closing:
         reader, task = taken
         if task.run not in shared.cancelled:
-            result = reader.read(task, f"thread {number}")
-            if shared.closing:
+            board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
+            seat.task = task
+            result = reader.read(task, f"thread {number}", board=board)
+            board[SAMPLE], seat.task = IDLE, None
+            if shared.closing or seat.written_off:
                 return
             shared.results.append(result)
             shared.ring()

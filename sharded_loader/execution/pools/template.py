@@ -1,0 +1,259 @@
+"""The process that forked workers come from: a copy of the trainer, made when the pool starts, that does nothing else.
+
+    trainer                            template                          worker
+    Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
+                 <--- pid ------------
+    ForkedWorker.join            ----> waits for the dead child
+                 <--- exit code ------
+
+A worker that is replaced in the middle of training must not be forked from the trainer: by then that has threads,
+locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was.
+
+It reaps a child only when it is told to, so a pid that the trainer knows is that of its worker until then. It ends
+with the pipe to the trainer, when the trainer closes it or dies; its workers have pipes of their own.
+
+What can go wrong: it is killed. Then the next `fork` raises OSError, and the pool makes another template out of the
+trainer as it is now: a last resort. Exit codes of its workers are unknown from then on (None).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import traceback
+import weakref
+from typing import Any
+
+import multiprocess
+from multiprocess import connection
+
+from sharded_loader.execution import worker
+from sharded_loader.execution.messages import NewJob
+from sharded_loader.execution.pools.starting import forget_process, starting_worker
+
+ANSWER = 10.0
+"""Seconds in which the template answers, however large the process is that it forks."""
+
+_REQUEST = struct.Struct("!cq")
+_ANSWER = struct.Struct("!q")
+_FORK, _REAP = b"F", b"R"
+_UNKNOWN = 1 << 32
+
+
+class Template:
+    """The trainer's end.
+
+    Args:
+        new_job: what the workers are to read.
+        num_workers: how many the pool has.
+
+    Raises:
+        OSError: the process cannot be forked.
+    """
+
+    def __init__(self, new_job: NewJob, num_workers: int) -> None:
+        self._control, theirs = socket.socketpair()
+        try:
+            # Not daemonic: those may have no children. It is forgotten at once, so nobody joins it.
+            process = multiprocess.get_context("fork").Process(
+                target=_serve,
+                args=(theirs, self._control, new_job, num_workers),
+                name="sharded_loader-template",
+                daemon=False,
+            )
+            with starting_worker("fork"):
+                process.start()
+            forget_process(process)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+        self._process = process
+        self._control.settimeout(ANSWER)
+        self._pid = os.getpid()
+        _templates.add(self)
+
+    def fork(self, number: int, conn: Any) -> ForkedWorker:
+        """A new worker.
+
+        Args:
+            number: its number.
+            conn: its end of the pipe; the caller closes its own copy.
+
+        Raises:
+            OSError: the template is gone, or cannot fork.
+        """
+        sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
+        try:
+            descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
+            socket.send_fds(self._control, [_REQUEST.pack(_FORK, number)], descriptors)
+            pid = self._answer()
+            if pid < 0:
+                raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
+        except BaseException:
+            if sentinel is not None:
+                os.close(sentinel)
+            raise
+        finally:
+            if held is not None:
+                os.close(held)
+        return ForkedWorker(self, pid, sentinel)
+
+    def reap(self, pid: int) -> int | None:
+        """Exit code of a worker that has ended; None if it is not known."""
+        try:
+            self._control.sendall(_REQUEST.pack(_REAP, pid))
+            code = self._answer()
+        except OSError:
+            return None
+        return None if code == _UNKNOWN else code
+
+    def _answer(self) -> int:
+        data = b""
+        while len(data) < _ANSWER.size:
+            part = self._control.recv(_ANSWER.size - len(data))
+            if not part:
+                raise ConnectionResetError("the template process has ended")
+            data += part
+        return int(_ANSWER.unpack(data)[0])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is over."""
+        return bool(connection.wait([self._process.sentinel], 0))
+
+    def close(self) -> None:
+        """End the process; its workers have ended before."""
+        if os.getpid() != self._pid:
+            return
+        self.close_descriptors()
+        with contextlib.suppress(ValueError):
+            self._process.join(0.1)
+            if self._process.exitcode is None:
+                self._process.kill()
+                self._process.join()
+            self._process.close()
+
+    def close_descriptors(self) -> None:
+        """Close this end of the pipe; in a forked child, where the other end must not be kept from ending."""
+        _templates.discard(self)
+        self._control.close()
+
+
+class ForkedWorker:
+    """A worker that the template forked; as much of ``multiprocess.Process`` as `WorkerHandle` uses."""
+
+    def __init__(self, template: Template, pid: int, sentinel: int | None) -> None:
+        self._template = template
+        self.pid = pid
+        self.sentinel = -1 if sentinel is None else sentinel
+        self.exitcode: int | None = None
+        self._reaped = False
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not been reaped."""
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Take note of its end. It has ended: `WorkerHandle` has waited for that."""
+        if not self._reaped:
+            self._reaped = True
+            self.exitcode = self._template.reap(self.pid)
+
+    def close(self) -> None:
+        """Close the sentinel."""
+        sentinel, self.sentinel = self.sentinel, -1
+        if sentinel >= 0:
+            os.close(sentinel)
+
+
+_templates: weakref.WeakSet[Template] = weakref.WeakSet()
+
+
+def _leave_to_the_trainer() -> None:
+    for template in list(_templates):
+        template.close_descriptors()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_trainer)
+
+
+# -- in the template ------------------------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob, num_workers: int) -> None:
+    """The template, from its first line to its last."""
+    theirs.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children: dict[int, Any] = {}
+    try:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 2)
+            while data and len(data) < _REQUEST.size:
+                more = control.recv(_REQUEST.size - len(data))
+                data = data + more if more else b""
+            if not data:
+                break
+            kind, number = _REQUEST.unpack(data)
+            if kind == _FORK:
+                answer = _fork(control, descriptors, number, new_job, num_workers, children)
+            else:
+                answer = _reap(children.pop(number, None))
+            control.sendall(_ANSWER.pack(answer))
+    except OSError:
+        pass  # the trainer is gone
+    finally:
+        os._exit(0)
+
+
+def _fork(
+    control: socket.socket,
+    descriptors: list[int],
+    number: int,
+    new_job: NewJob,
+    num_workers: int,
+    children: dict[int, Any],
+) -> int:
+    conn = connection.Connection(descriptors[0])
+    process = multiprocess.get_context("fork").Process(
+        target=_work,
+        args=(control, conn, number, num_workers, new_job),
+        name=f"sharded_loader-worker-{number}",
+        daemon=True,
+    )
+    try:
+        with starting_worker("fork"):
+            process.start()
+    except OSError as error:
+        return -(error.errno or 1)
+    finally:
+        conn.close()
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+    children[process.pid] = process
+    return int(process.pid)
+
+
+def _reap(process: Any) -> int:
+    if process is None:
+        return _UNKNOWN
+    process.join()
+    code = process.exitcode
+    process.close()
+    return _UNKNOWN if code is None else int(code)
+
+
+def _work(control: socket.socket, conn: Any, number: int, num_workers: int, new_job: NewJob) -> None:
+    control.close()
+    try:
+        worker.main(conn, number, num_workers, new_job)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
