@@ -179,7 +179,7 @@ class EpochReading:
 
     def place(self, delivered: int) -> Place:
         """The place after so many batches of the epoch (as they are numbered: at least `first`)."""
-        mark = next((mark for number, mark in self._marks if number == delivered), None)
+        mark = dict(list(self._marks)).get(delivered)  # a copy, whole: another thread may be reading ahead
         done = self._course.done(delivered - self.first)
         return Place(self.epoch, done if delivered == self.first else self._course.clamp(done), mark)
 

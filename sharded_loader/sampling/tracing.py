@@ -80,12 +80,15 @@ class Trace:
         self._length: int | None = None
         self._stateful: Any = None
         self._good: Any = None
+        self._before: Trace | None = None
 
     def __enter__(self) -> None:
+        # A sampler may read another loader, whose trace is then the current one for a while.
+        self._before = current_trace()
         _current.trace = self
 
     def __exit__(self, *_: object) -> None:
-        _current.trace = None
+        _current.trace = self._before
 
     def follows(self, sampler: Any) -> bool:
         """Whether this is the sampler."""
