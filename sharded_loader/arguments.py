@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sharded_loader.data.default import Batchify
@@ -17,6 +17,7 @@ from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
 from sharded_loader.execution.pools.process import ProcessPool
 from sharded_loader.execution.pools.thread import ThreadPool
+from sharded_loader.sampling.shards import check_shares
 
 TORCH_SPELLING = {
     "collate_fn": "batchify_fn=",
@@ -122,3 +123,21 @@ def claim(pool: Pool) -> None:
     if pool in _owned:
         raise ValueError(f"{pool!r} belongs to another loader: make a pool for each")
     _owned.add(pool)
+
+
+def check_prefetch(prefetch: Any, num_workers: int) -> int:
+    """Batches in flight; None is twice the workers."""
+    if prefetch is None:
+        prefetch = 2 * num_workers
+    if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__"):
+        raise TypeError(f"prefetch is {prefetch!r}; it must be an int, the number of batches in flight")
+    return max(0, int(prefetch))
+
+
+def check_shard_weights(weights: Sequence[float] | None, split: Split) -> list[float] | None:
+    """Shares of the shards of ``split``; None: equal ones."""
+    if weights is None:
+        return None
+    if split.num_shards is None:
+        raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
+    return check_shares(weights, split.num_shards)

@@ -5,15 +5,16 @@
 Each subcommand is an entry of `make_parser` and a function here; what it does lies in a module of its own (`demo`),
 imported when it runs, so that ``--help`` and ``--version`` wait neither for torch nor for an extra.
 
-Exit codes: 0 done; 2 the command cannot run as typed (unknown option, absent device, missing extra), with one line on
-stderr that says why; 130 Ctrl-C. Any other failure is a bug or the machine's, and keeps its traceback.
+Exit codes: 0 done; 1 a resumed run came out otherwise than the undisturbed one; 2 the command cannot run as typed
+(unknown option, absent device, missing extra), with one line on stderr that says why; 130 Ctrl-C. Any other failure is
+a bug or the machine's, and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sharded_loader import __version__
@@ -21,7 +22,10 @@ from sharded_loader import __version__
 if TYPE_CHECKING:
     import torch
 
+    from sharded_loader.demo import Options, Report
+
 USAGE_ERROR = 2
+DIFFERENT = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 DEFAULT_WORKERS = 2
@@ -96,6 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--epochs", type=_at_least(1), default=20, metavar="N", help="default: 20")
     demo.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="same seed, same accuracy (default: 0)")
+    demo.add_argument(
+        "--stop-resume",
+        action="store_true",
+        help="afterwards train again, kill that run in mid-epoch, resume it, and compare",
+    )
     demo.set_defaults(run=run_demo)
     return parser
 
@@ -166,7 +175,17 @@ def run_demo(arguments: argparse.Namespace) -> int:
     console.print(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
     console.print(f"samples per second  {report.stats.samples_per_second:,.0f}")
     console.print(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
-    return 0
+    return _stop_and_resume(options, report, console.print) if arguments.stop_resume else 0
+
+
+def _stop_and_resume(options: Options, undisturbed: Report, say: Callable[[str], object]) -> int:
+    from sharded_loader.demo_stop import stop_and_resume
+
+    accuracy, losses, step = stop_and_resume(options)
+    same = (accuracy, losses) == (undisturbed.accuracy, undisturbed.losses)
+    say(f"killed and resumed  {accuracy:.2%}: saved after step {step}, killed in mid-epoch, resumed in a new process")
+    say(f"                    {'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
+    return 0 if same else DIFFERENT
 
 
 def _parse_devices(text: str) -> tuple[torch.device, ...]:

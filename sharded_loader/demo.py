@@ -4,7 +4,8 @@
                       -> held-out set  ------------------------------------------>  `accuracy_on`
 
 `train` takes any loader and replicas and returns the losses; `run` builds both from `Options`, owns the loader and
-closes it, and returns a `Report`. No output here, and no terminal: that is `sharded_loader.cli`'s part.
+closes it, and returns a `Report`. With a `Checkpoint` both go on from where a file says. No output here, and no
+terminal: that is `sharded_loader.cli`'s part.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
 the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,35 @@ class Report:
     held_out: int
     losses: tuple[float, ...]
     stats: LoaderStats
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file from which a training run goes on, as any program would keep one.
+
+    Attributes:
+        path: begun from if it is there.
+        save_at: number of the step after which it is written, from 1; None: never.
+        saved: called when it has been.
+    """
+
+    path: Path
+    save_at: int | None = None
+    saved: Callable[[], object] = lambda: None
+
+    def load(self) -> dict[str, Any] | None:
+        """What was saved, or None."""
+        if not self.path.exists():
+            return None
+        state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        return state
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write the file whole or not at all."""
+        partial = self.path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.path)
+        self.saved()
 
 
 def default_devices() -> tuple[torch.device, ...]:
@@ -148,14 +179,16 @@ def train(
     replicas: Replicas,
     epochs: int,
     on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[float, ...]:
     """Train the model of ``replicas`` on the batches of ``loader``.
 
     Args:
         loader: its batches are lists of shards, [images, labels] each, on the devices of ``replicas``.
         replicas: replica 0 is the model that learns.
-        epochs: passes over the loader.
+        epochs: number of the epoch to stop before; a fresh loader is passed over so many times.
         on_batch: called after each step with the epoch and the loss of the batch.
+        checkpoint: where to go on from and to save to.
 
     Returns:
         The mean loss of each epoch.
@@ -172,10 +205,16 @@ def train(
     """
     optimizer = torch.optim.AdamW(replicas.model.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(1, epochs * len(loader)))
+    learning: dict[str, Any] = {"model": replicas.model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    step, total, count, means = 0, 0.0, 0, []
+    state = checkpoint.load() if checkpoint is not None else None
+    if state is not None:
+        for name, part in learning.items():
+            part.load_state_dict(state[name])
+        step, total, count, means = state["step"], state["total"], state["count"], state["means"]
+        replicas.broadcast()
     replicas.model.train()
-    means = []
-    for epoch in range(epochs):
-        total, count = 0.0, 0
+    for epoch in range(loader.epoch, epochs):
         for shards in loader:
             sizes = [len(labels) for _, labels in shards]
             losses = replicas.run(_forward_backward, shards)
@@ -185,9 +224,13 @@ def train(
             replicas.zero_grad()
             replicas.broadcast()
             summed = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True))
-            total, count = total + summed, count + sum(sizes)
+            step, total, count = step + 1, total + summed, count + sum(sizes)
             on_batch(epoch, summed / sum(sizes))
+            if checkpoint is not None and checkpoint.save_at == step:
+                parts = {name: part.state_dict() for name, part in learning.items()}
+                checkpoint.save({**parts, "step": step, "total": total, "count": count, "means": means})
         means.append(total / max(1, count))
+        total, count = 0.0, 0
     return tuple(means)
 
 
@@ -220,12 +263,17 @@ def accuracy_on(dataset: Any, replicas: Replicas) -> float:
         return sum(sum(replicas.run(count_right, shards)) for shards in loader) / len(dataset)
 
 
-def run(options: Options, on_batch: Callable[[int, float], object] = lambda epoch, loss: None) -> Report:
+def run(
+    options: Options,
+    on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
+    checkpoint: Checkpoint | None = None,
+) -> Report:
     """Train on the digits and test on those held out.
 
     Args:
         options: devices, pool and so on.
         on_batch: called after each step with the epoch and the loss of the batch.
+        checkpoint: where to go on from and to save to.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -248,7 +296,7 @@ def run(options: Options, on_batch: Callable[[int, float], object] = lambda epoc
             num_workers=options.workers,
             seed=options.seed,
         ) as loader:
-            losses = train(loader, replicas, options.epochs, on_batch)
+            losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats = loader.stats()
         return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
 

@@ -20,6 +20,7 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import NOTHING, Result
 from sharded_loader.execution.pipeline import Entry, Pipeline, Run
+from sharded_loader.progress import Progress
 from sharded_loader.stats import Meter
 
 
@@ -29,8 +30,7 @@ class EpochIterator(Iterator[Any]):
     Args:
         owner: the loader; held, so that a temporary one lives as long as its loop.
         run: this iterator's run of the pipeline, opened.
-        pipeline, placement, meter: the loader's.
-        length: ``() -> batches in this epoch``, for progress bars.
+        pipeline, placement, meter, progress: the loader's.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class EpochIterator(Iterator[Any]):
         pipeline: Pipeline,
         placement: Placement,
         meter: Meter,
-        length: Callable[[], int],
+        progress: Progress,
     ) -> None:
         self._owner = owner
         self.run = run
         self._pipeline = pipeline
         self._placement = placement
         self._meter = meter
-        self._length = length
+        self._progress = progress
         self._lock = threading.RLock()
         self._last_ended: float | None = None
 
@@ -61,7 +61,7 @@ class EpochIterator(Iterator[Any]):
 
     def __length_hint__(self) -> int:
         """Batches still to come."""
-        return max(0, self._length() - self.run.delivered)
+        return max(0, self.run.reading.length() - self.run.delivered)
 
     def __next__(self) -> Any:
         handed: list[Entry] = []
@@ -92,12 +92,14 @@ class EpochIterator(Iterator[Any]):
                 entry = self._pipeline.next(self.run)
             except StopIteration:
                 self.run.ended = True
+                self._progress.delivered(self.run)
                 raise
             arrived = time.perf_counter()
             result, batch = self._place(entry)
             placing = time.perf_counter() - arrived
             handed[:] = [entry]
             self._pipeline.done(self.run, entry)
+            self._progress.delivered(self.run)
             if result.skipped or result.error is not None:
                 handed.clear()
                 self._meter.skip(result.skipped)

@@ -25,6 +25,8 @@ from sharded_loader.arguments import (
     check_batchify_fn,
     check_dataset,
     check_on_error,
+    check_prefetch,
+    check_shard_weights,
     claim,
     length,
     make_pool,
@@ -35,14 +37,15 @@ from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.foreign import takes_arrays
 from sharded_loader.devices.placement import Placement, find_devices
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
-from sharded_loader.execution.messages import NOTHING, Job, OnError
+from sharded_loader.execution.messages import Job, OnError
 from sharded_loader.execution.pipeline import Pipeline, Run
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.reader import Reader
+from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
+from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.shards import check_shares
 from sharded_loader.stats import LoaderStats, Meter
 
 
@@ -158,8 +161,8 @@ class ShardedDataLoader:
         self.prefetch = prefetch
         claim(workers)
         self._meter = Meter()
-        self._shown: tuple[Run, int, weakref.ref[EpochIterator]] | None = None
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        self._progress = Progress(self._order, self._live)
         self._stale = False
         self._closer = weakref.finalize(self, workers.closer())
 
@@ -208,11 +211,7 @@ class ShardedDataLoader:
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.deepens = prefetch is None
-        if prefetch is None:
-            prefetch = 2 * self.num_workers
-        if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__"):
-            raise TypeError(f"prefetch is {prefetch!r}; it must be an int, the number of batches in flight")
-        self._prefetch = max(0, int(prefetch))
+        self._prefetch = check_prefetch(prefetch, self.num_workers)
         # Without workers nothing is read ahead, whatever was asked for.
         self._pipeline.prefetch = self._prefetch if self.num_workers else 0
 
@@ -223,36 +222,22 @@ class ShardedDataLoader:
 
     @shard_weights.setter
     def shard_weights(self, weights: Sequence[float] | None) -> None:
-        if weights is None:
-            self._split.weights = None
-            return
-        if self._split.num_shards is None:
-            raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
-        self._split.weights = check_shares(weights, self._split.num_shards)
+        self._split.weights = check_shard_weights(weights, self._split)
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the one that the next ``iter`` begins."""
-        return self._place()[0]
+        return self._progress.at()[0]
 
     @property
     def position(self) -> int:
         """Batches delivered in `epoch`."""
-        return self._place()[1]
-
-    def _place(self) -> tuple[int, int]:
-        coming = self._order.next_epoch
-        if self._shown is not None:
-            run, then_coming, iterator = self._shown
-            # After a break the place is kept, until set_epoch names another epoch.
-            if not run.ended and (iterator() is not None or then_coming == coming):
-                return run.epoch, run.delivered
-        return coming, 0
+        return self._progress.at()[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter`` begins.
+        """Make ``epoch`` the one that the next ``iter`` begins; if it is already, a loaded place in it stays.
 
         Args:
             epoch: number of an epoch, from 0.
@@ -262,49 +247,42 @@ class ShardedDataLoader:
 
         Example:
             >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
-            >>> first = next(iter(loader))
-            >>> loader.set_epoch(0)
-            >>> bool((next(iter(loader)) == first).all())
-            True
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
         """
-        self._order.set_epoch(epoch)
+        self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
-        return self._order.length(self.epoch)
+        return self._progress.length()
 
     def __iter__(self) -> EpochIterator:
-        """Begin the next epoch. Workers start at the first one."""
+        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one."""
         self._pipeline.check_open()
         began = time.perf_counter()
         self._order.settle_replicas()
-        epoch = self._order.next_epoch
-        run = self._new_run(epoch)
+        run = self._new_run()
         if self._pipeline.pool.shares_dataset:
-            begin_epoch(self.dataset, epoch, self._runs())
+            begin_epoch(self.dataset, run.epoch, self._runs())
         self._pipeline.open(run, self._job(), renew=self._stale)
         self._stale = False
-        self._order.set_epoch(epoch + 1)
-        order = self._order
-        iterator = EpochIterator(self, run, self._pipeline, self._placement, self._meter, lambda: order.length(epoch))
+        self._progress.begun(run)
+        iterator = EpochIterator(self, run, self._pipeline, self._placement, self._meter, self._progress)
         self._live.add(iterator)
-        self._shown = (run, epoch + 1, weakref.ref(iterator))
         self._meter.waited(time.perf_counter() - began)
         return iterator
 
-    def _new_run(self, epoch: int) -> Run:
-        order = self._order
+    def _new_run(self) -> Run:
+        self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
+        reading = self._progress.begin()
         number = self._pipeline.new_number()
+        size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
+        given = self._order.given_batches
         plan = EpochPlan(
-            number,
-            epoch,
-            order.batches(epoch, arrays=self._batchify_fn is None and takes_arrays(self.dataset)),
-            lambda batch: order.position(epoch, batch),
-            length(self.dataset) if not isinstance(self.dataset, Mapping) else None,
-            self._split,
-            may_shard=order.given_batches,
+            number, reading.epoch, reading, reading.position, size, self._split, may_shard=given, start=reading.first
         )
-        return Run(number, epoch, plan)
+        return Run(number, reading.epoch, plan, reading, delivered=reading.first)
 
     def _job(self) -> Job:
         return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
@@ -312,6 +290,51 @@ class ShardedDataLoader:
     def _runs(self) -> list[Run]:
         """The runs of the iterators that are alive."""
         return [iterator.run for iterator in self._live]
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the last batch that was delivered, whatever has been read ahead.
+
+        A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
+        the order that all ranks share: one saves it, any number of ranks load it.
+
+        Returns:
+            A small dict, fit for JSON: ``epoch``, ``samples`` done in it (``batches`` with a given
+            ``batch_sampler``), and what `load_state_dict` compares.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> state["epoch"], state["samples"]
+            (0, 4)
+        """
+        return self._progress.state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next ``iter`` continue where `state_dict` was taken, in whatever pool, on however many ranks.
+
+        An iterator that is alive goes on as it was. ``set_epoch`` with the state's epoch keeps the place, with
+        another drops it. The state's seed becomes the loader's.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: False allows another ``batch_size`` for the samples that are left.
+
+        Raises:
+            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
+                differs. Nothing has changed then.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> loader.load_state_dict(state)
+            >>> [batch.tolist() for batch in loader]
+            [[4, 5, 6, 7], [8, 9]]
+        """
+        self._pipeline.check_open()
+        # Workers are sent a seed that has changed.
+        self._stale |= self._progress.load(state, strict)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -330,20 +353,9 @@ class ShardedDataLoader:
             tensor([0, 1, 2, 3])
         """
         self._pipeline.check_open()
-        epoch = self._order.next_epoch
-        plan = self._new_run(epoch).plan
-        while (planned := plan.head()) is not None:
-            if isinstance(planned, BaseException):
-                raise planned
-            task = plan.split(planned)
-            with self._in_epoch(epoch):
-                result = Reader(self._job()).read(task)
-            if result.error is not None:
-                raise result.error
-            if result.batch is not NOTHING:
-                return self._placement.finish(self._placement.begin(result.batch, task.sharded))
-            plan.advance()
-        raise IndexError(f"epoch {epoch} has no batches to peek at")
+        run = self._new_run()
+        with self._in_epoch(run.epoch):
+            return first_batch(run, Reader(self._job()), self._placement)
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -438,16 +450,4 @@ class ShardedDataLoader:
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
-        size = length(self.dataset)
-        parts = [f"{'?' if size is None else size} samples"]
-        try:
-            parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
-        except TypeError:
-            parts.append("batches without number")
-        if self._placement.devices is not None:
-            parts.append("on " + ", ".join(map(str, self._placement.devices)))
-        elif self._split.num_shards is not None:
-            parts.append(f"{self._split.num_shards} shards")
-        parts.append(repr(self.pool))
-        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
-        return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, at batch {self.position})"
+        return describe(self, self._split, self._placement, self._meter.looks, self._progress.resumes)

@@ -33,6 +33,7 @@ from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
+from sharded_loader.sampling.reading import EpochReading
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Run:
         number: identifies the run in tasks and results.
         epoch: number of the epoch.
         plan: where its tasks come from.
+        reading: the epoch's batches, and the places between them.
         window: the batches in flight, in order.
         urgent: errors to raise at the next call, whatever is in the window.
         dead: why the run can never go on. Not the exception itself: it would hold the frames that hold the run.
@@ -63,6 +65,7 @@ class Run:
     number: int
     epoch: int
     plan: EpochPlan
+    reading: EpochReading
     window: deque[Entry] = field(default_factory=deque)
     urgent: deque[BaseException] = field(default_factory=deque)
     dead: str | None = None

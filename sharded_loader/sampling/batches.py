@@ -15,7 +15,7 @@ What can go wrong: a foreign sampler whose ``len`` is not the number of items th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -75,74 +75,93 @@ class BatchSampler(WrapperSampler[list[int]]):
         """torch's name for ``last_batch == "discard"``."""
         return self.last_batch == "discard"
 
-    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        return self._iter(epoch, start)
+    def iter_epoch(self, epoch: int, start: int = 0, *, offset: int = 0, arrays: bool = False) -> Iterator[Any]:
+        """The batches of an epoch.
 
-    def _iter(self, epoch: int, start: int, *, arrays: bool = False) -> Iterator[Any]:
+        Args:
+            epoch: which epoch.
+            start: how many batches to leave out.
+            offset: how many items of ``sampler``'s global order to leave out before the first of those batches
+                (not with ``"rollover"``: see `stretch`).
+            arrays: batches may be int64 arrays instead of lists, for who gathers by them.
+
+        Example:
+            >>> list(BatchSampler([5, 6, 7], 2).iter_epoch(0, arrays=True))
+            [array([5, 6]), array([7])]
+        """
         check_start(start)
         size = self.batch_size
         if self.last_batch == "rollover":
             first, last = self._rollover_bounds(epoch)
             first = min(first + start, last)
-            return islice(self._batches(self._stream(first * size, last * size), arrays), last - first)
-        batches = self._batches(self._items(epoch, start * size), arrays)
+            at, begin = divmod(first * size, max(len_epoch(self.sampler, 0), 1))
+            return self.stretch(at, begin, (last - first) * size, arrays=arrays)
+        batches = self._batches(self._items(epoch, start * size, offset), arrays)
         if self.last_batch == "discard":
             return (batch for batch in batches if len(batch) == size)
         return batches
 
-    def iter_arrays(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """`iter_epoch` for who gathers by arrays: a batch is an int64 array where its indices are integers.
+    def stretch(self, epoch: int, start: int, count: int, *, offset: int = 0, arrays: bool = False) -> Iterator[Any]:
+        """Batches of a stretch of the endless stream of epochs; the last is smaller if ``count`` is no multiple.
 
-        Example:
-            >>> list(BatchSampler([5, 6, 7], 2).iter_arrays(0))
-            [array([5, 6]), array([7])]
+        Args:
+            epoch: where the stretch begins: in this epoch,
+            start: after this many items of it.
+            count: items in the stretch.
+            offset: as in `iter_epoch`: left out of ``epoch`` before ``start`` counts.
+            arrays: as in `iter_epoch`.
         """
-        return map(_to_array, self._iter(epoch, start, arrays=True))
+        if count <= 0:
+            return iter(())
+        length = len_epoch(self.sampler, 0)
+        if has_chunks(self.sampler):
+            chunks = self._counted(self._inner_chunks(epoch, start, offset), len, epoch, start, offset, length)
+            return self._batches(_cut(chunks, count), arrays)
+        # One item at a time: a foreign sampler is to be read no further than the batch that is asked for.
+        items = self._counted(self._inner_items(epoch, start, offset), _one, epoch, start, offset, length)
+        return self._batches(_lists(islice(items, count), self.batch_size), arrays)
 
-    def len_epoch(self, epoch: int) -> int:
+    def len_epoch(self, epoch: int, *, offset: int = 0) -> int:
+        """How many batches an epoch has, after ``offset`` items of ``sampler``'s global order."""
         if self.last_batch == "rollover":
             first, last = self._rollover_bounds(epoch)
             return last - first
-        items = len_epoch(self.sampler, epoch)
+        items = self._inner_length(epoch, offset)
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def _rollover_bounds(self, epoch: int) -> tuple[int, int]:
         items = len_epoch(self.sampler, epoch)
         return epoch * items // self.batch_size, (epoch + 1) * items // self.batch_size
 
-    def _items(self, epoch: int, start: int) -> Iterator[Any]:
+    def _items(self, epoch: int, start: int, offset: int) -> Iterator[Any]:
         """Items of one epoch: arrays where the sampler has them, else lists of one batch's size."""
         if has_chunks(self.sampler):
-            return self._inner_chunks(epoch, start)
-        return _lists(self._inner_items(epoch, start), self.batch_size)
+            return self._inner_chunks(epoch, start, offset)
+        return _lists(self._inner_items(epoch, start, offset), self.batch_size)
 
-    def _stream(self, begin: int, end: int) -> Iterator[Any]:
-        """Items ``begin`` to ``end`` of the endless stream of epochs, which begins with epoch 0."""
-        if begin >= end:
-            return iter(())
-        length = len_epoch(self.sampler, 0)
-        first, offset = divmod(begin, length)
-        # The first epoch of the stretch starts at once, so that nothing waits for the first next().
-        opened = self._items(first, offset)
-        return self._counted(opened, first, offset, length, -(-end // length))
-
-    def _counted(self, items: Iterator[Any], epoch: int, seen: int, length: int, stop: int) -> Iterator[Any]:
+    def _counted(
+        self, parts: Iterator[Any], measure: Callable[[Any], int], epoch: int, start: int, offset: int, length: int
+    ) -> Iterator[Any]:
+        """The endless stream that begins with ``parts``, which have been opened: nothing waits for the first next()."""
+        open_epoch = self._inner_chunks if measure is len else self._inner_items
+        left = self._inner_length(epoch, offset) - start
         while True:
-            for part in items:
-                seen += len(part)
+            for part in parts:
+                left -= measure(part)
                 yield part
-            if seen != length:
+            if left:
                 raise ValueError(
-                    f"the sampler, a {type(self.sampler).__name__}, yielded {seen} items in epoch {epoch}, but its "
-                    f"length is {length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
+                    f"the sampler, a {type(self.sampler).__name__}, yielded {length - left} items in epoch {epoch}, "
+                    f"but its length is {length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
                 )
-            epoch += 1
-            if epoch == stop:
-                return
-            seen = 0
-            items = self._items(epoch, 0)
+            epoch, left = epoch + 1, length
+            parts = open_epoch(epoch)
 
     def _batches(self, parts: Iterator[Any], arrays: bool) -> Iterator[Any]:
+        batches = self._lists_of(parts, arrays)
+        return map(_to_array, batches) if arrays else batches
+
+    def _lists_of(self, parts: Iterator[Any], arrays: bool) -> Iterator[Any]:
         size = self.batch_size
         rest: list[int] = []
         for part in parts:
@@ -180,6 +199,18 @@ def _to_list(part: Any) -> list[int]:
 def _lists(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
     while part := list(islice(items, size)):
         yield part if set(map(type, part)) == {int} else [plain_index(item) for item in part]
+
+
+def _one(item: Any) -> int:
+    return 1
+
+
+def _cut(chunks: Iterator[Indices], count: int) -> Iterator[Indices]:
+    """The first ``count`` indices."""
+    while count > 0:
+        chunk = next(chunks)[:count]
+        count -= len(chunk)
+        yield chunk
 
 
 class SortedBucketSampler(Sampler[list[int]]):
@@ -301,7 +332,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
                 "raise the budget, cut the sample, or leave it out of the dataset"
             )
         self._order: Indices = np.argsort(array, kind="stable")
-        self._bounds = _cut(array[self._order].tolist(), tokens, sentences, multiple)
+        self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
@@ -318,7 +349,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         return len(self._bounds) - 1
 
 
-def _cut(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:
+def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:
     """Where batches begin in ascending lengths, and the end of the last."""
     bounds = [0]
     total = len(lengths)

@@ -26,12 +26,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sharded_loader.rng import derive_key, seeded_globals
 from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, resolve_seed
+from sharded_loader.sampling.tracing import current_trace
 
 _ONE_SHOT = (
     "an iterator can be read once, but every epoch reads the sampler anew: pass a list, or a class with __iter__"
@@ -114,19 +115,32 @@ def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[
     if is_own(sampler):
         items: Iterator[Any] = sampler.iter_epoch(epoch, start)
         return items
-    items = _start(sampler, epoch, seed)
+    trace = current_trace()
+    if trace is not None and trace.follows(sampler):
+        return trace.read(epoch, start, lambda e, state: _start(sampler, e, seed, state), _length_or(sampler, -1))
+    items, _ = _start(sampler, epoch, seed)
     return islice(items, start, None) if start else items
 
 
-def _start(sampler: Any, epoch: int, seed: int) -> Iterator[Any]:
+def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iterator[Any], Any]:
+    """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
         tell_epoch(sampler, epoch)
+        if state is not None and _is_stateful(sampler):
+            sampler.load_state_dict(state)
         items = iter(sampler)
+        stateful: Any = sampler if _is_stateful(sampler) else items if _is_stateful(items) else None
+        if state is not None and stateful is not None and stateful is not sampler:
+            stateful.load_state_dict(state)
         first = list(islice(items, 1))
-    if not first and items is sampler and _length_or(sampler, 1) > 0:
+    if not first and items is sampler and state is None and _length_or(sampler, 1) > 0:
         raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {_ONE_SHOT}")
-    return chain(first, items)
+    return chain(first, items), stateful
+
+
+def _is_stateful(one: Any) -> bool:
+    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
 
 
 def tell_epoch(sampler: Any, epoch: int) -> None:
@@ -202,7 +216,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 def _length_or(sampler: Any, default: int) -> int:
     try:
         return len(sampler)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return default
 
 
@@ -242,6 +256,11 @@ class WrapperSampler(Sampler[Item_co]):
         self.seed: int = foreign_seed(sampler, seed)
 
     @property
+    def inner(self) -> Any:
+        """The sampler that this one wraps."""
+        return self._inner
+
+    @property
     def epoch(self) -> int:
         return self._inner.epoch if self._shares_epoch else self._epoch  # type: ignore[attr-defined]
 
@@ -256,9 +275,31 @@ class WrapperSampler(Sampler[Item_co]):
         self.epoch = epoch
         tell_epoch(self._inner, self.epoch)
 
-    def _inner_items(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return iter_epoch(self._inner, epoch, self.seed, start)
+    # True where positions are a rank's, and ``offset`` counts in the global order that ranks share.
+    deals: ClassVar[bool] = False
 
-    def _inner_chunks(self, epoch: int, start: int = 0) -> Iterator[Indices]:
-        chunks: Callable[[int, int], Iterator[Indices]] = self._inner.chunks  # type: ignore[attr-defined]
-        return chunks(epoch, start)
+    def _inner_items(self, epoch: int, start: int = 0, offset: int = 0) -> Iterator[Any]:
+        """Items of the inner sampler: without the first ``offset`` of the global order, and ``start`` more."""
+        if offset and getattr(self._inner, "deals", False):
+            items: Iterator[Any] = self._inner.iter_epoch(epoch, start, offset=offset)  # type: ignore[attr-defined]
+            return items
+        return iter_epoch(self._inner, epoch, self.seed, start + offset)
+
+    def _inner_length(self, epoch: int, offset: int = 0) -> int:
+        if offset and getattr(self._inner, "deals", False):
+            length: int = self._inner.len_epoch(epoch, offset=offset)  # type: ignore[attr-defined]
+            return length
+        return max(len_epoch(self._inner, epoch) - offset, 0)
+
+    def _inner_chunks(self, epoch: int, start: int = 0, offset: int = 0) -> Iterator[Indices]:
+        chunks: Callable[..., Iterator[Indices]] = self._inner.chunks  # type: ignore[attr-defined]
+        if offset and getattr(self._inner, "deals", False):
+            return chunks(epoch, start, offset=offset)
+        return chunks(epoch, start + offset)
+
+
+def find_foreign(sampler: Any) -> Any:
+    """The foreign sampler at the end of a chain of wrappers, or None."""
+    while isinstance(sampler, WrapperSampler) and is_own(sampler):
+        sampler = sampler.inner
+    return None if is_own(sampler) else sampler

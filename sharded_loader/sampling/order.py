@@ -1,29 +1,31 @@
 """The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
 
     sampler, batch_size, last_batch  or  batch_sampler
-        -> dealt out to replicas -> batches -> EpochOrder.batches(epoch, start)
+        -> dealt out to replicas -> batches -> EpochOrder.read(epoch, place) -> EpochReading
 
 Also the one place that knows which epoch comes next. `set_epoch` may be called on the order, or on any of
 the samplers in it (timm, Lightning and accelerate call it there): `next_epoch` looks whether one of them has
 been given another epoch since the order last told them theirs.
 
 What can go wrong: a foreign sampler that is told its epoch while it is read changes the epoch that it shows;
-that is not a user's wish, and is put back (`_watched`).
+that is not a user's wish, and is put back (`EpochReading`).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import DrawnSeed, check_int
 from sharded_loader.sampling.batches import BatchSampler
-from sharded_loader.sampling.foreign import check_sampler, is_own, iter_epoch, len_epoch, nested
+from sharded_loader.sampling.foreign import check_sampler, is_own, len_epoch, nested
+from sharded_loader.sampling.reading import EpochReading, Place, Source
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
+from sharded_loader.sampling.signature import Signature, differences, kind, own_length
 
 
 class EpochOrder:
@@ -32,6 +34,9 @@ class EpochOrder:
     Args:
         length: samples in the dataset.
         batch_size, shuffle, sampler, last_batch, batch_sampler, num_replicas, rank, seed: as the loader's.
+
+    Attributes:
+        arrays: batches may be int64 arrays instead of lists, from the next epoch on.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
@@ -60,13 +65,15 @@ class EpochOrder:
         if self._replicas != (1, 0):
             _refuse_distributed_sampler(sampler, batch_sampler)
         decides = seed is not None or self.replicated
+        self._given = [one for one in (*nested(sampler), *nested(batch_sampler)) if one is not None]
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
+        # Samplers without a seed of their own: those that have taken the loader's, and those that drew one.
+        self._seedless = [one for one in self._given if isinstance(getattr(one, "seed", None), DrawnSeed)]
         if decides:
-            for one in [*nested(sampler), *nested(batch_sampler)]:
-                if isinstance(getattr(one, "seed", None), DrawnSeed):
-                    one.seed = self.seed
+            for one in self._seedless:
+                one.seed = self.seed
         self._last_batch = last_batch or "keep"
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -78,13 +85,12 @@ class EpochOrder:
         self.sampler: Any = sampler
         self.batch_sampler: Any = batch_sampler
         self._settled = False
+        self.arrays = False
         self._next_epoch = 0
         self._holders: list[_Holder] = []
         if self.given_batches:
             check_sampler(batch_sampler, "batch_sampler")
-            self._source = batch_sampler
-            if self.replicated:
-                self._source = ReplicaBatchSampler(batch_sampler, *self._asked(), seed=self.seed)
+            self.resize(length)
             _, *inner = nested(batch_sampler)
             self.sampler = inner[-1] if inner else None
             self._hold()
@@ -96,7 +102,11 @@ class EpochOrder:
 
     def resize(self, length: int | None) -> None:
         """Make the samplers anew for a dataset of this length; the epoch to come stays."""
+        self.dataset_length = length
         if self.given_batches:
+            self._source = self.batch_sampler
+            if self.replicated:
+                self._source = ReplicaBatchSampler(self.batch_sampler, *self._asked(), seed=self.seed)
             return
         self._next_epoch = self.next_epoch  # which the old samplers may have been told
         if not self._given_sampler:
@@ -111,6 +121,43 @@ class EpochOrder:
             indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
         self._source = self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         self._hold()
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def signature(self, epoch: int) -> Signature:
+        """What a place in this order is a place in."""
+        items = self.batch_sampler if self.given_batches else self.sampler
+        return Signature(
+            seed=self.seed,
+            dataset_length=self.dataset_length,
+            sampler=kind(items),
+            sampler_length=own_length(items, epoch),
+            sampler_seeds=tuple(map(_seed_of, self._given)),
+            batch_size=None if self.given_batches else self.batch_sampler.batch_size,
+            last_batch=None if self.given_batches else self._last_batch,
+        )
+
+    def differences(self, saved: Signature, epoch: int, strict: bool) -> list[str]:
+        """Why a state does not fit; none if `adopt` can make it fit."""
+        found = differences(saved, self.signature(epoch), strict)
+        if not found and len(saved.sampler_seeds) != len(self._given):
+            found.append("the sampler was made by the loader, and is given; or the other way round")
+        if not found:
+            for one, seed in zip(self._given, saved.sampler_seeds, strict=True):
+                if _seed_of(one) != seed and (seed is None or all(one is not other for other in self._seedless)):
+                    found.append(f"the seed of the {type(one).__name__} was {seed}, and is {_seed_of(one)}")
+        return found
+
+    def adopt(self, saved: Signature) -> bool:
+        """Take over the seeds of a state that fits; whether they are others than before."""
+        before = self.signature(0)
+        for one, seed in zip(self._given, saved.sampler_seeds, strict=True):
+            if seed is not None and _seed_of(one) != seed:
+                one.seed = DrawnSeed(seed)
+        if saved.seed != self.seed:
+            self.seed = saved.seed
+            self.resize(self.dataset_length)
+        return (before.seed, before.sampler_seeds) != (saved.seed, saved.sampler_seeds)
 
     # -- replicas -------------------------------------------------------------------------------------------
 
@@ -166,33 +213,21 @@ class EpochOrder:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, *, arrays: bool = False) -> Callable[[int], Iterator[Any]]:
-        """A function ``start -> the epoch's batches from number start on``, for this rank.
+    def read(self, epoch: int, place: Place | None = None) -> EpochReading:
+        """The epoch's batches for this rank, from ``place`` on.
 
-        What it reads is settled now, not when it is called: `resize` may come in between.
-
-        Args:
-            epoch: number of the epoch.
-            arrays: batches may be int64 arrays instead of lists.
+        What it reads is settled now, not when it is read: `resize` may come in between.
         """
-        source, seed = self._source, self.seed
-        if arrays and type(source) is BatchSampler and not any(not is_own(one.sampler) for one in self._holders):
-            return lambda start: source.iter_arrays(epoch, start)
-        foreign = [holder for holder in self._holders if not is_own(holder.sampler)]
-        if foreign:
-            return lambda start: _watched(lambda: iter_epoch(source, epoch, seed, start), foreign)
-        return lambda start: iter_epoch(source, epoch, seed, start)
+        replicas, rank = self.replicas()
+        items = self.batch_sampler if self.given_batches else self.sampler
+        told = [holder for holder in self._holders if not is_own(holder.sampler)]
+        size = None if self.given_batches else self.batch_sampler.batch_size
+        source = Source(self._source, items, size, replicas, rank, self.replicated, self.seed, told, self.arrays)
+        return EpochReading(source, epoch, place, self.signature(epoch))
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
         return len_epoch(self._source, epoch)
-
-    def position(self, epoch: int, batch: int) -> int:
-        """Where in the epoch's global order the batch begins: of samples, or of batches if they were given."""
-        replicas, rank = self._replicas if self._settled else self.replicas()
-        if self._batch_size is None:
-            return batch * replicas + rank
-        return batch * int(self._batch_size) * replicas + rank
 
     def _warn_if_ranks_repeat(self) -> None:
         """Inside a process group whose ranks would all read the same samples."""
@@ -254,21 +289,9 @@ class _Listener:
         return self._set_epoch(epoch)
 
 
-def _watched(start: Callable[[], Iterator[Any]], foreign: list[_Holder]) -> Iterator[Any]:
-    """Read batches; a foreign sampler that is told its epoch for that goes on to show what its user gave it."""
-    batches: Iterator[Any] | None = None
-    while True:
-        shown = [holder.shown for holder in foreign]
-        try:
-            if batches is None:
-                batches = start()
-            batch = next(batches)
-        except StopIteration:
-            return
-        finally:
-            for holder, before in zip(foreign, shown, strict=True):
-                holder.restore(before)
-        yield batch
+def _seed_of(sampler: Any) -> int | None:
+    seed = getattr(sampler, "seed", None)
+    return int(seed) if isinstance(seed, int) else None
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:

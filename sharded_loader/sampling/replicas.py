@@ -27,6 +27,7 @@ import numpy as np
 
 from sharded_loader.sampling.base import Indices, Item_co, check_int, check_start
 from sharded_loader.sampling.foreign import WrapperSampler, has_chunks, is_own, iter_epoch, len_epoch
+from sharded_loader.sampling.tracing import untraced
 
 Count = int | Callable[[], int]
 
@@ -93,6 +94,8 @@ def _from_surroundings(environ: Mapping[str, str]) -> tuple[Any, Any]:
 class _Dealt(WrapperSampler[Item_co]):
     """Items [rank::num_replicas] of another sampler's order, equally many for every rank."""
 
+    deals = True
+
     def __init__(
         self, sampler: Iterable[Any], num_replicas: Count, rank: Count, truncate: bool, seed: int | None, name: str
     ) -> None:
@@ -126,15 +129,21 @@ class _Dealt(WrapperSampler[Item_co]):
         """
         check_start(start)
         check_start(offset)
+        begin = start * self.num_replicas + offset
+        items = self._inner_items(epoch, begin)
         if is_own(self._inner):
-            begin = start * self.num_replicas + offset
-            return self._deal(self._inner_items(epoch, begin), begin, self._again(epoch))
-        return islice(self._deal_foreign(self._inner_items(epoch), offset), start, None)
+            return self._deal(items, begin, self._again(epoch))
+        return self._deal_foreign(items, begin, epoch)
 
     def _again(self, epoch: int) -> Callable[[int], Any]:
         """Reads one item of the epoch by its global position, for the padding."""
         length = len_epoch(self._inner, epoch)
-        return lambda position: next(iter_epoch(self._inner, epoch, 0, position % length))
+
+        def read(position: int) -> Any:
+            with untraced():
+                return next(iter_epoch(self._inner, epoch, self.seed, position % length))
+
+        return read
 
     def _deal(self, items: Iterator[Any], begin: int, again: Callable[[int], Any]) -> Iterator[Any]:
         """Items of an own sampler, which can be read again at the beginning of the epoch."""
@@ -148,23 +157,31 @@ class _Dealt(WrapperSampler[Item_co]):
                 yield again(begin + rank)
             begin += replicas
 
-    def _deal_foreign(self, items: Iterator[Any], offset: int) -> Iterator[Any]:
-        """Items of a foreign sampler, which is read once: what padding may need is kept."""
+    def _deal_foreign(self, items: Iterator[Any], begin: int, epoch: int) -> Iterator[Any]:
+        """Items of a foreign sampler, which is read once: what padding may need is kept.
+
+        Begun in mid-epoch, the sampler is started once more for the padding, after the end.
+        """
         replicas, rank = self._resolve()
         head: list[Any] = []
         group: list[Any] = []
-        seen = 0
+        seen = begin
         for item in items:
-            if seen < replicas:
+            if seen < replicas and not begin:
                 head.append(item)
             seen += 1
-            if seen > offset:
-                group.append(item)
+            group.append(item)
             if len(group) == replicas:
                 yield group[rank]
                 group = []
         if group and not self._truncate:
-            yield group[rank] if rank < len(group) else head[(seen + rank - len(group)) % seen]
+            if rank < len(group):
+                yield group[rank]
+                return
+            if begin:
+                with untraced():
+                    head = list(islice(self._inner_items(epoch), replicas))
+            yield head[(seen + rank - len(group)) % seen]
 
     def len_epoch(self, epoch: int, *, offset: int = 0) -> int:
         """How many items this rank has (all ranks the same), after ``offset`` items of the global order."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -65,6 +66,39 @@ def test_each_batch_is_shown_once() -> None:
     )
     assert len(shown) == report.stats.batches
     assert [epoch for epoch, _ in shown] == sorted(epoch for epoch, _ in shown)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
+    saved: list[bool] = []
+    checkpoint = demo.Checkpoint(tmp_path / "checkpoint.pt", save_at=30, saved=lambda: saved.append(True))
+    whole = demo.run(demo.Options(CPU_TWICE, pool="inline", workers=0, epochs=2), checkpoint=checkpoint)
+    assert saved == [True]
+    shown: list[int] = []
+    rest = demo.run(
+        demo.Options(CPU_TWICE, pool="thread", workers=2, epochs=2),
+        lambda epoch, loss: shown.append(epoch),
+        demo.Checkpoint(checkpoint.path),
+    )
+    assert (rest.accuracy, rest.losses) == (whole.accuracy, whole.losses)
+    assert shown == [1] * 16  # 46 steps in all
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--stop-resume", "--epochs", "3", "--seed", "2"]) == 0
+    *_, undisturbed, _, _, resumed, compared = capsys.readouterr().out.splitlines()
+    accuracy = undisturbed.split()[2]
+    assert undisturbed.startswith("held-out accuracy")
+    assert resumed.startswith(f"killed and resumed  {accuracy}: saved after step 34, killed in mid-epoch")
+    assert compared.strip() == "the same accuracy and losses as undisturbed"
+
+
+def test_a_resumed_run_that_differs_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sharded_loader.demo_stop.stop_and_resume", lambda options: (0.5, (1.0,), 11))
+    assert main(["demo", "--stop-resume", "--epochs", "1", "--pool", "inline"]) == 1
+    assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""A loader looked at from outside: its first batch, and what its repr says.
+
+first_batch(run, reader, placement) -> the batch, read here and now
+describe(loader, ...) -> text
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sharded_loader.arguments import length
+from sharded_loader.devices.placement import Placement
+from sharded_loader.execution.messages import NOTHING
+from sharded_loader.execution.pipeline import Run
+from sharded_loader.execution.plan import Split
+from sharded_loader.execution.reader import Reader
+
+if TYPE_CHECKING:
+    from sharded_loader.loader import ShardedDataLoader
+
+
+def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
+    """The first batch of a run that has not been opened.
+
+    Raises:
+        IndexError: it has no batches.
+        Exception: what the samples raise.
+    """
+    plan = run.plan
+    while (planned := plan.head()) is not None:
+        if isinstance(planned, BaseException):
+            raise planned
+        task = plan.split(planned)
+        result = reader.read(task)
+        if result.error is not None:
+            raise result.error
+        if result.batch is not NOTHING:
+            return placement.finish(placement.begin(result.batch, task.sharded))
+        plan.advance()
+    raise IndexError(f"epoch {run.epoch} has no batches to peek at")
+
+
+def describe(loader: ShardedDataLoader, split: Split, placement: Placement, looks: str | None, resumes: bool) -> str:
+    """The repr of a loader.
+
+    Args:
+        loader: an open one.
+        split, placement: its parts.
+        looks: what its last batch looked like; None: none was read.
+        resumes: whether its place was loaded.
+    """
+    size = length(loader.dataset)
+    parts = [f"{'?' if size is None else size} samples"]
+    try:
+        parts.append(f"{len(loader)} batches" + (f" of {loader.batch_size}" if loader.batch_size else ""))
+    except TypeError:
+        parts.append("batches without number")
+    if placement.devices is not None:
+        parts.append("on " + ", ".join(map(str, placement.devices)))
+    elif split.num_shards is not None:
+        parts.append(f"{split.num_shards} shards")
+    parts.append(repr(loader.pool))
+    parts.append(f"batch: {looks or 'none read yet'}")
+    at = "resumes at" if resumes else "at"
+    return f"ShardedDataLoader({', '.join(parts)}; epoch {loader.epoch}, {at} batch {loader.position})"

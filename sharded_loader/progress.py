@@ -1,0 +1,154 @@
+"""Where a loader is: the place that `epoch`, `position`, `state_dict` and ``repr`` tell.
+
+    iter(loader): coming() -> EpochReading -> Run -> begun(run)
+    next(iterator): delivered(run)                                     the place is that run's
+    load_state_dict: load(state)                                       the place is pending until the next iter
+
+In this order: a loaded place that is pending; the run that began or delivered last, if its iterator is alive or
+its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
+
+Owns the pending place, nothing else; the order knows which epoch is next, a run how much of it was delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from sharded_loader.execution.pipeline import Run
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.reading import EpochReading, Place
+from sharded_loader.state import dump, parse
+
+
+class HasRun(Protocol):
+    """An iterator."""
+
+    run: Run
+
+
+class Progress:
+    """The place of one loader.
+
+    Args:
+        order: the loader's.
+        live: the iterators that are alive.
+    """
+
+    def __init__(self, order: EpochOrder, live: Iterable[HasRun]) -> None:
+        self._order = order
+        self._live = live
+        self._shown: Run | None = None
+        self._pending: Place | None = None
+        self._length: int | None = None
+
+    def begun(self, run: Run) -> None:
+        """An epoch has begun: the one after it is next."""
+        self._pending = run.reading.carry
+        self._shown = run
+        self._order.set_epoch(run.epoch + 1)
+
+    def delivered(self, run: Run) -> None:
+        """A batch of this run was handed out, or its end was seen. Called for every batch."""
+        self._shown = run
+        run.reading.forget(run.delivered)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; if another was, the loaded place is dropped."""
+        self._order.set_epoch(epoch)
+        self._place()
+
+    def begin(self) -> EpochReading:
+        """The epoch that begins now.
+
+        Raises:
+            ValueError: the dataset has changed its length since a place in it was loaded.
+        """
+        place = self._place()
+        if place is not None and self._length != self._order.dataset_length:
+            raise ValueError(
+                f"the loaded state is a place in a dataset of {self._length} samples, and loader.refresh() found "
+                f"{self._order.dataset_length}: drop the place with set_epoch({place.epoch + 1}), and begin any epoch"
+            )
+        return self.coming()
+
+    def coming(self) -> EpochReading:
+        """The epoch that the next ``iter`` begins, from the loaded place on if there is one."""
+        place = self._place()
+        return self._order.read(self._order.next_epoch, place)
+
+    def _place(self) -> Place | None:
+        """The loaded place, as long as its epoch is the next one."""
+        if self._pending is not None and self._pending.epoch != self._order.next_epoch:
+            self._pending = None
+        return self._pending
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next ``iter`` continues at a loaded place."""
+        return self._place() is not None
+
+    def run(self) -> Run | None:
+        """The run that is at the place, if one is."""
+        run = self._shown
+        if run is None or run.ended or self.resumes:
+            return None
+        alive = run.epoch + 1 == self._order.next_epoch or any(run is iterator.run for iterator in self._live)
+        return run if alive else None
+
+    def at(self) -> tuple[int, int]:
+        """Epoch, and batches delivered in it."""
+        run = self.run()
+        if run is not None:
+            return run.epoch, run.delivered
+        if not self.resumes:
+            return self._order.next_epoch, 0
+        return self._order.next_epoch, self.coming().first
+
+    def length(self) -> int:
+        """Batches in the epoch of `at`."""
+        run = self.run()
+        if run is not None and run.reading.resumed:
+            return run.reading.length()
+        return self.coming().length() if self.resumes else self._order.length(self.at()[0])
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The place as a state."""
+        run = self.run()
+        if run is not None:
+            return dump(run.reading.place(run.delivered), run.reading.signature)
+        reading = self.coming()
+        place = reading.place(reading.first)
+        ended = self._shown
+        if ended is not None and ended.ended and ended.epoch + 1 == place.epoch:
+            place = ended.reading.after(place)
+        return dump(place, reading.signature)
+
+    def load(self, state: Any, strict: bool) -> bool:
+        """Continue at the place of a state.
+
+        Returns:
+            Whether the loader's seeds have changed with it.
+
+        Raises:
+            TypeError, ValueError: the state does not fit. Nothing has changed then.
+        """
+        place, saved = parse(state)
+        found = self._order.differences(saved, place.epoch, strict)
+        if found:
+            hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
+            raise ValueError(
+                f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
+                f"was then{hint}"
+            )
+        changed = self._order.adopt(saved)
+        self._order.set_epoch(place.epoch)
+        self._shown = None
+        self._pending, self._length = place, saved.dataset_length
+        return changed
+
+
+def _only_batch_size(found: list[str], strict: bool) -> bool:
+    return strict and len(found) == 1 and found[0].startswith("batch_size") and "None" not in found[0]

@@ -1,0 +1,89 @@
+"""What a place in an epoch is a place in: by this a state is refused that belongs to another loader.
+
+    EpochOrder.signature(epoch) -> Signature -> state_dict
+    differences(saved, own) -> phrases for the error of load_state_dict; none if the state fits
+
+Nothing of the rank, the pool or the devices is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_loader.sampling.foreign import find_foreign, len_epoch, nested
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a state is a place in. Two loaders with the same signature have the same stream.
+
+    Attributes:
+        seed, dataset_length, sampler, sampler_length, sampler_seeds, batch_size, last_batch: see
+            `sharded_loader.state`.
+    """
+
+    seed: int
+    dataset_length: int | None
+    sampler: str
+    sampler_length: int | None
+    sampler_seeds: tuple[int | None, ...]
+    batch_size: int | None
+    last_batch: str | None
+
+    @property
+    def unit(self) -> str:
+        """What a place counts."""
+        return "batches" if self.batch_size is None else "samples"
+
+
+def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
+    """Why a state does not fit a loader, one phrase each; none if it fits. Seeds are the samplers' affair.
+
+    Args:
+        saved: of the state.
+        own: of the loader.
+        strict: whether another batch size matters.
+
+    Example:
+        >>> one = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
+        >>> other = Signature(7, 90, "RandomSampler", 90, (), 4, "keep")
+        >>> for phrase in differences(one, other): print(phrase)
+        the dataset had 100 samples, and has 90
+        batch_size was 8, and is 4
+    """
+    found = []
+    if saved.dataset_length != own.dataset_length:
+        found.append(f"the dataset had {_some(saved.dataset_length)} samples, and has {_some(own.dataset_length)}")
+    if saved.sampler != own.sampler:
+        found.append(f"the sampler was {saved.sampler}, and is {own.sampler}")
+    elif saved.sampler_length != own.sampler_length and saved.dataset_length == own.dataset_length:
+        had, has = _some(saved.sampler_length), _some(own.sampler_length)
+        found.append(f"the sampler had {had} {own.unit} in the epoch, and has {has}")
+    kinds_differ = (saved.batch_size is None) != (own.batch_size is None)
+    if saved.batch_size != own.batch_size and (strict or kinds_differ):
+        found.append(f"batch_size was {saved.batch_size}, and is {own.batch_size}")
+    if saved.last_batch != own.last_batch:
+        found.append(f"last_batch was {saved.last_batch!r}, and is {own.last_batch!r}")
+    return found
+
+
+def _some(number: int | None) -> Any:
+    return "an unknown number of" if number is None else number
+
+
+def own_length(sampler: Any, epoch: int) -> int | None:
+    """Items in an epoch; None for foreign samplers, which may have another length when they are read."""
+    try:
+        return len_epoch(sampler, epoch) if find_foreign(sampler) is None else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def kind(sampler: Any) -> str:
+    """The classes of a sampler and those inside it; of torch's, with the name of the package: they order otherwise."""
+    names = []
+    for one in nested(sampler):
+        package = type(one).__module__.partition(".")[0]
+        names.append(f"torch.{type(one).__name__}" if package == "torch" else type(one).__name__)
+    return "(".join(names) + ")" * (len(names) - 1)
