@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sharded_loader.memory.arena import Slot
 from sharded_loader.memory.codec import EncodedError
+from sharded_loader.memory.slot import Slot
 
 TASK, CANCEL, SEGMENT, JOB, READY, FAILED, RESULT = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 

@@ -17,8 +17,6 @@ import comes later, in the middle of a batch.
 from __future__ import annotations
 
 import errno
-import importlib.abc
-import importlib.util
 import os
 import pickle
 import queue
@@ -26,11 +24,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import threadpoolctl
 
 from sharded_loader.errors import Place, add_note, as_exception
 from sharded_loader.execution.messages import (
@@ -53,9 +49,8 @@ from sharded_loader.execution.messages import (
 from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
-from sharded_loader.memory import publish
-from sharded_loader.memory.codec import SlotWriter, encode, encode_error
-from sharded_loader.memory.limits import open_files
+from sharded_loader.imports import call_after_import
+from sharded_loader.memory.codec import SlotWriter, decode, encode, encode_error
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
 
@@ -159,7 +154,7 @@ class _Worker:
             memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
             for place in message.buffers
         ]
-        new: NewJob = publish.load(content, buffers)
+        new: NewJob = decode(content, buffers)
         return new
 
     def _do(self, run: int, seq: int, content: memoryview) -> None:
@@ -203,7 +198,7 @@ class _Worker:
             os._exit(1)  # the trainer is gone
 
 
-def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> None:
+def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None, *, fresh: bool = False) -> None:
     """Run a worker process until its pipe is closed.
 
     Args:
@@ -211,12 +206,14 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
         number: number of the worker, from 0.
         num_workers: how many there are.
         inherited: the job under fork; else None, and it comes as the first message.
+        fresh: libraries were limited to one thread before any was loaded (`spawned`).
     """
     _forget_handlers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    limit_threads()
+    if not fresh:
+        limit_threads()
     _Worker(conn, number, num_workers).run(inherited)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -231,6 +228,8 @@ def _explain(error: OSError) -> str:
     """Why a segment could not be mapped, and what to do."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
+    from sharded_loader.memory.limits import open_files
+
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
@@ -245,6 +244,8 @@ def _forget_handlers() -> None:
 
 def limit_threads() -> None:
     """One BLAS and OpenMP thread in this process, in the libraries that are loaded and those to come."""
+    import threadpoolctl  # 2 ms, where it has not been inherited
+
     os.environ.update(dict.fromkeys(THREADS, "1"))
     threadpoolctl.threadpool_limits(1)
 
@@ -254,11 +255,7 @@ def limit_threads() -> None:
 
 def _prepare_torch(number: int, num_workers: int, job: Job) -> None:
     """Tell torch, if it is here or as soon as it comes, that this is worker ``number``."""
-    _AfterImport.remove()
-    if hasattr(sys.modules.get("torch"), "set_num_threads"):
-        _tell_torch(number, num_workers, job)
-    else:
-        _AfterImport.install(lambda: _tell_torch(number, num_workers, job))
+    call_after_import("torch", lambda: _tell_torch(number, num_workers, job))
 
 
 def _tell_torch(number: int, num_workers: int, job: Job) -> None:
@@ -278,33 +275,3 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
 
 def _worker_key(job: Job, number: int) -> int:
     return derive_key(job.seed, "worker_init_fn", number)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once when torch has been imported. Import hooks are Python's own way to wait for that."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    @classmethod
-    def install(cls, then: Callable[[], None]) -> None:
-        sys.meta_path.insert(0, cls(then))
-
-    @classmethod
-    def remove(cls) -> None:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname != "torch":
-            return None
-        _AfterImport.remove()
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            original = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                original(module)
-                self._then()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

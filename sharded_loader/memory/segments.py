@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,7 @@ def create(number: int, nbytes: int) -> Segment:
     """
     backend = choose_backend()
     if sys.platform == "win32":
-        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
     fd = _open_shm() if backend == "shm" else os.memfd_create(f"{PREFIX}-{number}", os.MFD_CLOEXEC)
     try:
@@ -104,7 +103,7 @@ def create(number: int, nbytes: int) -> Segment:
 def _open_shm() -> int:
     import _posixshmem  # type: ignore[import-not-found]
 
-    name = f"/{PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+    name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between

@@ -56,6 +56,7 @@ from sharded_loader.execution.messages import (
     unpack_head,
     unpack_wanted,
 )
+from sharded_loader.execution.pools import spawning
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_reserved
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.link import Link, Message, make_link, wait_for_any
@@ -274,12 +275,16 @@ class ProcessPool(Pool):
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = make_link(ours)
         try:
-            process = self._context.Process(
-                target=worker.main,
-                args=(theirs, number, self.num_workers, self._new_job if self.start_method == "fork" else None),
-                name=f"sharded_loader-worker-{number}",
-                daemon=True,
-            )
+            process: Any
+            if self.start_method == "spawn" and spawning.AVAILABLE:
+                process = spawning.SpawnedProcess(number, self.num_workers, theirs)
+            else:
+                process = self._context.Process(
+                    target=worker.main,
+                    args=(theirs, number, self.num_workers, self._new_job if self.start_method == "fork" else None),
+                    name=f"sharded_loader-worker-{number}",
+                    daemon=True,
+                )
             with starting_worker(self.start_method):
                 process.start()
             forget_process(process)
