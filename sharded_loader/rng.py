@@ -18,7 +18,6 @@ numbers: as easy as 1, 2, 3", SC 2011), as JAX and Grain use them.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 import random
@@ -29,6 +28,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from sharded_loader.imports import call_after_import
+
+try:
+    from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
+except ImportError:
+    from hashlib import blake2b
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +69,7 @@ def derive_key(*parts: Hashable) -> int:
         >>> derive_key(7, 0, 3) == derive_key(7, 1, 3)
         False
     """
-    digest = hashlib.blake2b(repr(_canonical(parts)).encode(), digest_size=16).digest()
+    digest = blake2b(repr(_canonical(parts)).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -240,7 +246,10 @@ def seed_globals(key: int) -> None:
     ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
     """
     random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
+    if "numpy.random" in sys.modules:
+        np.random.seed(key & 0xFFFFFFFF)
+    else:  # as soon as the user's code draws from it; to import it takes 8 ms
+        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(key & 0xFFFFFFFF))
     torch_module = sys.modules.get("torch")
     generator = getattr(torch_module, "default_generator", None)
     if generator is not None:

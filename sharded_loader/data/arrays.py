@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.base import Dataset, Indices, is_dataset
-from sharded_loader.data.batchify import default_batchify_fn
 from sharded_loader.data.bulk import checked_index, checked_indices, gather, read_many, translated
+from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.errors import Array, Empty, new_array
 from sharded_loader.data.structure import is_tensor
 from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column

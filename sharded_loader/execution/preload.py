@@ -11,7 +11,6 @@ the same forkserver inherit those libraries with one thread, but not the variabl
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,8 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB
 @contextmanager
 def requested(modules: Iterable[str]) -> Iterator[None]:
     """Inside, a forkserver that starts imports these modules; never the user's script."""
+    import json
+
     names = sorted(set(modules) - {"__main__", "__mp_main__"})
     os.environ[VARIABLE] = json.dumps({"modules": names, "path": sys.path})
     try:
@@ -35,13 +36,15 @@ def requested(modules: Iterable[str]) -> Iterator[None]:
 
 
 def _import_requested() -> None:
+    import json
+
     request = json.loads(os.environ.pop(VARIABLE))
     threads = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(dict.fromkeys(THREADS, "1"))
     # The forkserver of some Pythons has the path of a bare interpreter, without the folder of the user's script.
     path, sys.path[:] = sys.path[:], request["path"]
     try:
-        for name in ["sharded_loader.execution.worker", *request["modules"]]:
+        for name in ["sharded_loader.execution.worker", "threadpoolctl", *request["modules"]]:
             try:
                 importlib.import_module(name)
             except BaseException:

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import importlib.abc
-import importlib.util
 import os
 import pickle
 import queue
@@ -33,11 +31,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import threadpoolctl
 
 try:
     import fcntl
@@ -71,8 +68,8 @@ from sharded_loader.execution.pools.grouping import GROUP_SECONDS
 from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
-from sharded_loader.memory import publish
-from sharded_loader.memory.codec import Encoded, SlotWriter, encode, encode_error, encode_packed
+from sharded_loader.imports import call_after_import
+from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_error, encode_packed
 from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
@@ -202,7 +199,7 @@ class _Worker:
             memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
             for place in message.buffers
         ]
-        new: NewJob = publish.load(content, buffers)
+        new: NewJob = decode(content, buffers)
         return new
 
     def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
@@ -275,7 +272,7 @@ def _for_travel(result: Result) -> Reply:
     return Reply(result._replace(error=None, skipped=()), error, skipped)
 
 
-def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> None:
+def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None, *, fresh: bool = False) -> None:
     """Run a worker process until its pipe is closed.
 
     Args:
@@ -283,12 +280,14 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None) -> 
         number: number of the worker, from 0.
         num_workers: how many there are.
         inherited: the job under fork; else None, and it comes as the first message.
+        fresh: libraries were limited to one thread before any was loaded (`spawned`).
     """
     _forget_handlers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    limit_threads()
+    if not fresh:
+        limit_threads()
     if STACKS_SIGNAL is not None:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     _Worker(conn, number, num_workers).run(inherited)
@@ -305,6 +304,7 @@ def _explain(error: OSError) -> str:
     """Why a segment could not be mapped, and what to do."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
+
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
@@ -339,6 +339,8 @@ def _die_with(fd: int) -> None:
 
 def limit_threads() -> None:
     """One BLAS and OpenMP thread in this process, in the libraries that are loaded and those to come."""
+    import threadpoolctl  # 2 ms, where it has not been inherited
+
     os.environ.update(dict.fromkeys(THREADS, "1"))
     threadpoolctl.threadpool_limits(1)
 
@@ -348,11 +350,7 @@ def limit_threads() -> None:
 
 def _prepare_torch(number: int, num_workers: int, job: Job) -> None:
     """Tell torch, if it is here or as soon as it comes, that this is worker ``number``."""
-    _AfterImport.remove()
-    if hasattr(sys.modules.get("torch"), "set_num_threads"):
-        _tell_torch(number, num_workers, job)
-    else:
-        _AfterImport.install(lambda: _tell_torch(number, num_workers, job))
+    call_after_import("torch", lambda: _tell_torch(number, num_workers, job))
 
 
 def _tell_torch(number: int, num_workers: int, job: Job) -> None:
@@ -372,33 +370,3 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
 
 def _worker_key(job: Job, number: int) -> int:
     return derive_key(job.seed, "worker_init_fn", number)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once when torch has been imported. Import hooks are Python's own way to wait for that."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    @classmethod
-    def install(cls, then: Callable[[], None]) -> None:
-        sys.meta_path.insert(0, cls(then))
-
-    @classmethod
-    def remove(cls) -> None:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname != "torch":
-            return None
-        _AfterImport.remove()
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            original = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                original(module)
-                self._then()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -32,7 +32,6 @@ import os
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ import numpy as np
 from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
 from sharded_loader.memory.segments import Segment, choose_backend, create
+from sharded_loader.memory.slot import Slot as Slot
 
 PAGE = 4096
 FIRST_SEGMENT = 4 << 20
@@ -51,21 +51,6 @@ workers."""
 
 PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class Slot:
-    """A stretch of a segment, while one batch lives in it.
-
-    Attributes:
-        segment, offset, nbytes: where it is.
-        lent: the batch is handed out, and the slot comes back by its lease; until then whoever took it gives it.
-    """
-
-    segment: int
-    offset: int
-    nbytes: int
-    lent: bool = field(default=False, compare=False)
 
 
 def round_up(nbytes: int, multiple: int) -> int:

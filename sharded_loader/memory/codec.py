@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes
@@ -218,6 +217,8 @@ class _ReplyPickler(pickle.Pickler):
         if isinstance(obj, types.FunctionType):
             if _is_findable(obj):
                 return NotImplemented
+            import cloudpickle  # 3 ms that few workers need
+
             return cloudpickle.loads, (cloudpickle.dumps(obj),)
         reduced = reduce_array(obj)
         if reduced is NotImplemented:
@@ -292,6 +293,16 @@ def _rebuild_tensor(raw: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...
     return stored.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
+def rebuild_view(
+    raw: np.ndarray[Any, Any], dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
+    """A tensor that was published as a view of its storage's bytes."""
+    import torch
+
+    storage = torch.from_numpy(raw).untyped_storage()
+    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+
+
 # -- classes ------------------------------------------------------------------------------------------------
 
 
@@ -312,7 +323,8 @@ def _getattr_path(module: Any, qualname: str) -> Any:
 
 def class_reference(cls: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     """A reduction that names ``cls`` so that the trainer finds its own."""
-    trackers = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
+    # Where cloudpickle is not loaded, it has brought no class.
+    trackers = getattr(sys.modules.get("cloudpickle.cloudpickle"), "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     return resolve_class, (cls.__module__, cls.__qualname__, trackers.get(cls), id(cls))
 
 
@@ -323,7 +335,7 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     to look up: of all classes called so it is the one at the same address (a forked worker's classes lie
     where they lie here), or the only one (a spawned worker imported the module that makes it).
     """
-    tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(tracker)
+    tracked = getattr(sys.modules.get("cloudpickle.cloudpickle"), "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(tracker)
     if tracked is not None:
         return tracked  # type: ignore[no-any-return]
     found = _getattr_path(sys.modules.get(module), qualname)

@@ -27,7 +27,15 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.memory.arena import PAGE, round_up
-from sharded_loader.memory.codec import ALIGNMENT, Encoded, dump, is_plain_tensor, reduce_array, reduce_tensor
+from sharded_loader.memory.codec import (
+    ALIGNMENT,
+    Encoded,
+    dump,
+    is_plain_tensor,
+    rebuild_view,
+    reduce_array,
+    reduce_tensor,
+)
 from sharded_loader.memory.limits import free_bytes
 from sharded_loader.memory.mapped import Mapping, as_memmap, describe, memmap_of, view_mapping
 from sharded_loader.memory.segments import Segment, create
@@ -97,16 +105,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         raw = self._storages[key]
         place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _rebuild_view, (raw, str(tensor.dtype).removeprefix("torch."), *place)
-
-
-def _rebuild_view(
-    raw: np.ndarray[Any, Any], dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> Any:
-    import torch
-
-    storage = torch.from_numpy(raw).untyped_storage()
-    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+        return rebuild_view, (raw, str(tensor.dtype).removeprefix("torch."), *place)
 
 
 def publish(job: Any, **parts: Any) -> Encoded:

@@ -13,6 +13,9 @@ Three back ends; ``SHARDED_LOADER_MEMORY`` chooses one, so that all are tested o
 
 A segment is allocated in full when it is created (`posix_fallocate`): memory that is promised and not there
 ends in SIGBUS, in whoever touches it. What may be taken is decided before, by `limits`.
+
+Before Python 3.13 a mapping holds a descriptor of its own, a duplicate that nobody may close: until the last array
+over it has gone, one per segment stays open, also after `close`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,9 @@ from typing import Any
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
 
+
+# From Python 3.13 on no duplicate of the descriptor.
+_MAPPING: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
@@ -84,7 +89,7 @@ def create(number: int, nbytes: int) -> Segment:
     """
     backend = choose_backend()
     if sys.platform == "win32":
-        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
     fd = _open_shm() if backend == "shm" else os.memfd_create(f"{PREFIX}-{number}", os.MFD_CLOEXEC)
     try:
@@ -93,7 +98,7 @@ def create(number: int, nbytes: int) -> Segment:
             # In pieces: before Linux 5.19 any signal made one call start over, and a profiler's timer for ever.
             for offset in range(0, nbytes, ALLOCATED_AT_ONCE):
                 os.posix_fallocate(fd, offset, min(ALLOCATED_AT_ONCE, nbytes - offset))
-        mapping = mmap.mmap(fd, nbytes)
+        mapping = mmap.mmap(fd, nbytes, **_MAPPING)
     except BaseException:
         os.close(fd)
         raise
@@ -104,7 +109,7 @@ def create(number: int, nbytes: int) -> Segment:
 def _open_shm() -> int:
     import _posixshmem  # type: ignore[import-not-found]
 
-    name = f"/{PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+    name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
@@ -131,6 +136,7 @@ def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, privat
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     try:
-        return Segment(number, nbytes, mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        return Segment(number, nbytes, mmap.mmap(fd, nbytes, flags=flags, prot=prot, **_MAPPING))
     finally:
         os.close(fd)

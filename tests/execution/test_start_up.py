@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import PROCESS_POOLS
 from samples import Uneven
 from test_process_pool import run_script
 
-from sharded_loader import SimpleDataset
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.execution.spawned import Connection
+from sharded_loader.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
@@ -166,4 +170,125 @@ def test_all_spawned_workers_start_at_once(tmp_path: Path) -> None:
         assert 1 < time.monotonic() - began < 3, time.monotonic() - began
         """,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )
+
+
+@posix
+def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(
+        "import sys\nclass Data:\n    def __len__(self): return 1\n    def __getitem__(self, i):\n"
+        "        return list(sys.modules)\n"
+    )
+    run_script(
+        tmp_path / "script.py",
+        """
+        from data import Data
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=ProcessPool(1, start_method="spawn")) as loader:
+            loaded = set(next(iter(loader)))
+        heavy = {"multiprocess", "dill", "cloudpickle", "threadpoolctl", "torch", "numpy.random", "hashlib", "json"}
+        assert not loaded & heavy, loaded & heavy
+        ours = [name for name in loaded if name.startswith("sharded_loader")]
+        assert len(ours) < 40, ours
+        """,
+    )
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str) -> None:
+    class Draws:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> float:
+            # A spawned worker meets it in its first sample here.
+            return float(np.random.random())
+
+    def draw(pool: ProcessPool) -> list[float]:
+        with ShardedDataLoader(Draws(), 3, pool=pool, seed=5) as loader:
+            return torch.cat(list(loader)).tolist()
+
+    drawn = draw(ProcessPool(2, start_method=method))
+    assert len(set(drawn)) == 12
+    assert drawn == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
+
+
+@posix
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -> None:
+    import multiprocess
+
+    class Asks:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> object:
+            from multiprocess import current_process
+
+            current = current_process()
+            return {"name": current.name, "daemon": current.daemon, "key": bytes(current.authkey).hex()}
+
+    with ShardedDataLoader(Asks(), 1, pool=ProcessPool(1, start_method=method), batchify_fn=max) as loader:
+        found = next(iter(loader))
+    key = bytes(multiprocess.current_process().authkey).hex()
+    assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
+
+
+@posix
+@pytest.mark.parametrize("size", [0, 1, 16384, 16385, 3_000_000])
+def test_a_worker_s_connection_speaks_as_multiprocess_does(size: int) -> None:
+    import multiprocess
+
+    ours, theirs = multiprocess.Pipe()
+    connection = Connection(os.dup(theirs.fileno()))
+    data = os.urandom(size)
+    buffer = bytearray(size)
+    try:
+        for send, receive in ((ours, connection), (connection, ours)):
+            for read in (receive.recv_bytes, lambda end=receive: buffer[: end.recv_bytes_into(buffer)]):
+                thread = threading.Thread(target=send.send_bytes, args=(data,))
+                thread.start()
+                assert read() == data
+                thread.join()
+        ours.close()
+        with pytest.raises(EOFError):
+            connection.recv_bytes()
+    finally:
+        theirs.close()
+        connection._socket.close()
+
+
+def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_path: Path) -> None:
+    calls: list[int] = []
+    call_after_import("json", lambda: calls.append(1))
+    assert calls == [1]
+    (tmp_path / "comes_later.py").write_text("value = 3\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        call_after_import("comes_later", lambda: calls.append(2))
+        call_after_import("comes_later", lambda: calls.append(sys.modules["comes_later"].value))
+        for _ in range(2):
+            __import__("comes_later")
+        assert calls == [1, 3]
+        call_after_import("never_comes", lambda: calls.append(4))
+        forget_import("never_comes")
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("comes_later", None)
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "sharded_loader.imports"]
+
+
+@linux
+def test_a_spawned_worker_is_the_only_process_that_is_started(tmp_path: Path) -> None:
+    run_script(
+        tmp_path / "script.py",
+        """
+        import os
+        import psutil
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        pool = ProcessPool(2, start_method="spawn")
+        with ShardedDataLoader(range(8), 1, pool=pool) as loader:
+            next(iter(loader))
+            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
+        """,
     )

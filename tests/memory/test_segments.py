@@ -172,3 +172,12 @@ def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path
     done = subprocess.run([sys.executable, str(script)], check=False, timeout=30)
     assert done.returncode == -signal.SIGKILL
     assert names() == before
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="before, a mapping holds a descriptor of its own")
+def test_an_array_that_is_held_after_close_holds_no_descriptor(backend: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    segment = create(0, 4096)
+    array = np.frombuffer(segment.mapping, np.uint8)
+    segment.close()
+    assert len(os.listdir("/proc/self/fd")) == before and not array.any()

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from multiprocess import connection
 
 PORTABLE = sys.platform == "win32" or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
 
@@ -385,6 +384,8 @@ def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any, ti
         # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
         if sys.platform != "win32" or len(watched) + len(ends) <= 63:
             watched += ends
+        from multiprocess import connection  # which a spawned worker does without
+
         ready = connection.wait(watched, timeout)
         return {item for item in ready if isinstance(item, int)}
     poller = select.poll()

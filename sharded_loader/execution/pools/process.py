@@ -52,13 +52,12 @@ from sharded_loader.execution.messages import (
     NewJob,
     Result,
     Task,
-    decode_result,
-    own_pickle,
     pack_head,
     pack_tasks,
     unpack_head,
     unpack_reply,
 )
+from sharded_loader.execution.pools import spawning
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.grouping import HELD, Grouping
@@ -72,6 +71,7 @@ from sharded_loader.execution.pools.starting import (
 )
 from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
 from sharded_loader.execution.pools.template import ForkedWorker, Template
+from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
@@ -327,12 +327,16 @@ class ProcessPool(Pool):
         return handle
 
     def _spawn(self, number: int, conn: Any) -> Any:
-        process = self._context.Process(
-            target=worker.main,
-            args=(conn, number, self.num_workers, None),
-            name=f"sharded_loader-worker-{number}",
-            daemon=True,
-        )
+        process: Any
+        if self.start_method == "spawn" and spawning.AVAILABLE:
+            process = spawning.SpawnedProcess(number, self.num_workers, conn)
+        else:
+            process = self._context.Process(
+                target=worker.main,
+                args=(conn, number, self.num_workers, None),
+                name=f"sharded_loader-worker-{number}",
+                daemon=True,
+            )
         with starting_worker(self.start_method):
             process.start()
         forget_process(process)

@@ -17,9 +17,11 @@ from typing import Any
 
 import multiprocess
 import multiprocess.process
+import threadpoolctl  # noqa: F401 - forked workers inherit it
 from multiprocess import spawn
 
 from sharded_loader.execution import preload
+from sharded_loader.execution.pools import spawning
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -102,7 +104,7 @@ def starting_worker(start_method: str) -> Iterator[None]:
     it would end in a traceback.
     """
     block = hasattr(signal, "pthread_sigmask")
-    if block and start_method != "fork":
+    if block and start_method != "fork" and not (start_method == "spawn" and spawning.AVAILABLE):
         from multiprocess import resource_tracker
 
         resource_tracker.ensure_running()  # its start would unblock the signal again

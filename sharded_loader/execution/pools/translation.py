@@ -1,0 +1,54 @@
+"""The trainer's side of the messages: indices of any kind to send, replies of any kind to read.
+
+    task -> own_pickle -> bytes, where its indices are the user's own objects
+    reply (`messages.pack_reply`) -> decode_result -> Result, its exceptions as exceptions
+
+What cannot be sent or read is the error of its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from sharded_loader.errors import Place
+from sharded_loader.execution.messages import Result, Task, unpack_result
+from sharded_loader.memory.codec import decode, decode_error
+
+
+def own_pickle(task: Task) -> bytes | None:
+    """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
+    if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
+        return None
+    try:
+        return bytes(cloudpickle.dumps(task, protocol=5))
+    except Exception as error:
+        raise TypeError(
+            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
+            f"or strings, or read with threads (thread_pool=True)"
+        ) from error
+
+
+def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
+    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
+    try:
+        reply = decode(pickled, buffers)
+    except Exception as error:
+        failure = TypeError(
+            f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
+            f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+        )
+        failure.__cause__ = error
+        if task is not None:
+            Place(task.epoch, seq).note(failure, samples=task.shards[0])
+        return Result(run, seq, error=failure)
+    if type(reply) is tuple:
+        return unpack_result(run, seq, reply)
+    if reply.error is None and not reply.skipped:
+        return reply.result  # type: ignore[no-any-return]
+    return reply.result._replace(  # type: ignore[no-any-return]
+        error=None if reply.error is None else decode_error(reply.error),
+        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
+    )
