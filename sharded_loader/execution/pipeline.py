@@ -293,7 +293,8 @@ class Pipeline:
                 self._drop_ended()
             if run.dead is not None:
                 self._raise_dead(run)
-            else:
+            # With two batches at hand nobody need ask the pool now: a system call per worker.
+            elif len(window) < 2 or window[0].result is None or window[1].result is None:
                 self._refill(run, self._depth() or 1)
                 if self._waits(run):
                     self._dispatch()
