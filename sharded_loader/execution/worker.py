@@ -20,6 +20,7 @@ import comes later, in the middle of a batch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import os
@@ -70,7 +71,6 @@ from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
 from sharded_loader.imports import call_after_import
 from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_error, encode_packed
-from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
 
@@ -112,7 +112,8 @@ class _Worker:
                 elif kind == BOARD:
                     self._map_board(run, seq, bytes(content).decode() or None)
                 elif kind == DEATH:
-                    _die_with(receive_descriptor(self._conn))
+                    with contextlib.suppress(OSError):  # no descriptors: the receiver thread has to do
+                        _die_with(receive_descriptor(self._conn))
                 elif kind == STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                 elif kind == SEGMENT:
@@ -304,6 +305,7 @@ def _explain(error: OSError) -> str:
     """Why a segment could not be mapped, and what to do."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
+    from sharded_loader.memory.limits import open_files
 
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"

@@ -14,6 +14,7 @@ from conftest import PROCESS_POOLS
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.execution import worker
 from sharded_loader.execution.pools import link
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
@@ -47,6 +48,16 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     assert all("through the pipe" in line and "of open files is reached" in line for line in told)
 
 
+def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(conn: Any) -> int:
+        os.close(link.receive_descriptor(conn))
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(worker, "receive_descriptor", refuse)
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(2, start_method="fork")) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
     data = ArrayDataset(np.zeros(100_000))
@@ -71,7 +82,7 @@ def test_too_many_descriptors_on_their_way_are_sent_later(monkeypatch: pytest.Mo
     real = socket.send_fds
 
     def send_fds(*arguments: Any) -> int:
-        if len(refused) < 3:
+        if arguments[1] == [b"\0"] and len(refused) < 3:  # those of a link
             refused.append(arguments)
             raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
         return real(*arguments)
