@@ -19,10 +19,12 @@ trainer as it is now: a last resort. Exit codes of its workers are unknown from 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import struct
+import time
 import traceback
 import weakref
 from typing import Any
@@ -90,7 +92,7 @@ class Template:
         sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
         try:
             descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
-            socket.send_fds(self._control, [_REQUEST.pack(_FORK, number)], descriptors)
+            self._send_fds(_REQUEST.pack(_FORK, number), descriptors)
             pid = self._answer()
             if pid < 0:
                 raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
@@ -111,6 +113,18 @@ class Template:
         except OSError:
             return None
         return None if code == _UNKNOWN else code
+
+    def _send_fds(self, request: bytes, descriptors: list[int]) -> None:
+        deadline = time.monotonic() + ANSWER
+        while True:
+            try:
+                socket.send_fds(self._control, [request], descriptors)
+                return
+            except OSError as error:
+                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                if error.errno != getattr(errno, "ETOOMANYREFS", None) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
 
     def _answer(self) -> int:
         data = b""
