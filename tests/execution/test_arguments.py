@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(
         ("generator", "seed"),
         ("persistent_workers", "live as long"),
         ("worker_init_fn", "ProcessPool"),
-        ("timeout", "in this version"),
+        ("timeout", "ProcessPool"),
         ("multiprocessing_context", "start_method"),
         ("pin_memory_device", "device"),
         ("in_order", "order"),
