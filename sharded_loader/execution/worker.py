@@ -246,7 +246,7 @@ class _Worker:
         try:
             packed = pack_result(result)
             encoded = encode(_for_travel(result), slot) if packed is None else encode_packed(packed, slot)
-        except Exception as unpicklable:
+        except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"

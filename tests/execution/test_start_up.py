@@ -117,7 +117,7 @@ def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_p
     fails_second_time = f"""
         import pathlib
         count = pathlib.Path(__file__).with_suffix(".count")
-        count.write_text(count.read_text() + "x" if count.exists() else "x")
+        count.open("a").write("x")
         if count.read_text() == "xx": {how}
     """
     (tmp_path / "data.py").write_text("\n".join(map(str.strip, fails_second_time.splitlines())) + DATA)
