@@ -26,7 +26,7 @@ TORCH_SPELLING = {
     "generator": "seed= (an int)",
     "persistent_workers": "no argument for it: workers live as long as the loader",
     "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
-    "timeout": "no argument for it in this version",
+    "timeout": "pool=ProcessPool(n, timeout=...) or ThreadPool(n, timeout=...)",
     "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
     "pin_memory_device": "device= or devices=",
     "in_order": "no argument for it: batches always come in order",

@@ -20,7 +20,6 @@ import comes later, in the middle of a batch.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import faulthandler
 import os
@@ -112,8 +111,7 @@ class _Worker:
                 elif kind == BOARD:
                     self._map_board(run, seq, bytes(content).decode() or None)
                 elif kind == DEATH:
-                    with contextlib.suppress(OSError):  # no descriptors: the receiver thread has to do
-                        _die_with(receive_descriptor(self._conn))
+                    self._take_death_pipe()
                 elif kind == STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                 elif kind == SEGMENT:
@@ -154,6 +152,15 @@ class _Worker:
             raise
         except OSError:
             pass  # no descriptors: errors will not name the sample
+
+    def _take_death_pipe(self) -> None:
+        try:
+            fd = receive_descriptor(self._conn)
+        except EOFError:
+            raise
+        except OSError:
+            return  # no descriptors: this thread has to do
+        _die_with(fd)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class _Worker:
         try:
             packed = pack_result(result)
             encoded = encode(_for_travel(result), slot) if packed is None else encode_packed(packed, slot)
-        except Exception as unpicklable:
+        except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
                 f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"

@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(
         ("generator", "seed"),
         ("persistent_workers", "live as long"),
         ("worker_init_fn", "ProcessPool"),
-        ("timeout", "in this version"),
+        ("timeout", "ProcessPool"),
         ("multiprocessing_context", "start_method"),
         ("pin_memory_device", "device"),
         ("in_order", "order"),
@@ -104,9 +104,16 @@ def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
         (lambda: ProcessPool(1, start_method="forks"), ValueError, "'spawn'"),
         (lambda: ProcessPool(1, worker_init_fn=3), TypeError, "worker_init_fn"),  # type: ignore[arg-type]
         (lambda: ProcessPool(1, restarts=-1), ValueError, "restarts"),
-        (lambda: ProcessPool(1, timeout=3), ValueError, "timeout has no effect"),
+        (lambda: ProcessPool(1, restarts=True), ValueError, "restarts"),
+        (lambda: ProcessPool(1, timeout=0), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=-1.5), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=float("inf")), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=float("nan")), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=True), TypeError, "timeout is True"),
+        (lambda: ProcessPool(1, timeout="3"), TypeError, "timeout is '3'"),  # type: ignore[arg-type]
         (lambda: ThreadPool(-1), ValueError, "at least 1"),
-        (lambda: ThreadPool(1, timeout=3), ValueError, "timeout has no effect"),
+        (lambda: ThreadPool(1, timeout=0), ValueError, "positive number of seconds"),
+        (lambda: ThreadPool(1, timeout=False), TypeError, "timeout is False"),
     ],
 )
 def test_wrong_pools_are_refused(build: Callable[[], Pool], error: type[Exception], message: str) -> None:

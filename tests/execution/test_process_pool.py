@@ -262,16 +262,19 @@ def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -
     run_script(
         tmp_path / "script.py",
         """
-        import os, signal, sys
+        import os, signal, sys, tempfile
         import numpy as np
         from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 
         class Data:
             def __len__(self): return 400_000
             def __getitem__(self, i):
-                if i == 399_999: os.kill(os.getpid(), signal.SIGKILL)
+                if i == 399_999 or i == 49_999 and not os.path.exists(marker):
+                    open(marker, "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return i
 
+        marker = tempfile.mktemp()
         def pool(): return ProcessPool(2, start_method=sys.argv[1])
         with ShardedDataLoader(Data(), 50_000, pool=pool(), prefetch=6, batchify_fn=np.array) as loader:
             died = 0
@@ -285,6 +288,7 @@ def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -
                 except StopIteration:
                     break
             assert (died, seen) == (1, list(range(0, 350_000, 50_000))), (died, seen)
+        os.unlink(marker)
         big = np.random.rand(40, 1000)
         with ShardedDataLoader(big, 4, shuffle=True, seed=1, pool=pool()) as loader:
             whole = np.concatenate([batch.numpy() for batch in loader])

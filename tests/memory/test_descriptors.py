@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import sys
 from typing import Any
@@ -25,10 +24,8 @@ def allow_no_more(number: int) -> None:
     """As a ``worker_init_fn``: this process has all the descriptors that it may have."""
     import resource
 
-    lowest = os.dup(0)
-    os.close(lowest)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # also if another thread closes one in this moment
 
 
 @METHODS

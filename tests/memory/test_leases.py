@@ -22,7 +22,6 @@ from conftest import PROCESS_POOLS, make_pool
 from memory_samples import SHAPE, DiesInTheMiddle, Filled, SlowAgain
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.errors import WorkerDiedError
 from sharded_loader.memory.arena import Arena, Slot
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -321,17 +320,10 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
             give(slot)
 
         crew.arena.give = checked
-        while True:
-            try:
-                batch = next(iterator)
-            except WorkerDiedError:
-                continue
-            except StopIteration:
-                break
-            number = int(batch[0, 0]) // BATCH
+        for number, batch in enumerate(iterator):
             assert is_batch(batch, BATCH * number)
             got[number] = batch
-        assert set(range(60)) - set(got) <= {25}
+        assert len(got) == 60
         assert all(is_batch(batch, BATCH * number) for number, batch in got.items())
         assert not given_early
         # The slot of the batch that died is free again.

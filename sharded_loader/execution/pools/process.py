@@ -351,7 +351,7 @@ class ProcessPool(Pool):
             try:
                 return template.fork(number, conn)
             except OSError:
-                if not template.ended:
+                if not template.lost:
                     raise
                 template.close()
         raise RuntimeError(

@@ -19,10 +19,12 @@ trainer as it is now: a last resort. Exit codes of its workers are unknown from 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import struct
+import time
 import traceback
 import weakref
 from typing import Any
@@ -50,6 +52,9 @@ class Template:
         new_job: what the workers are to read.
         num_workers: how many the pool has.
 
+    Attributes:
+        lost: whether it has died, or stopped answering: another is needed.
+
     Raises:
         OSError: the process cannot be forked.
     """
@@ -73,6 +78,7 @@ class Template:
         finally:
             theirs.close()
         self._process = process
+        self.lost = False
         self._control.settimeout(ANSWER)
         self._pid = os.getpid()
         _templates.add(self)
@@ -90,7 +96,7 @@ class Template:
         sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
         try:
             descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
-            socket.send_fds(self._control, [_REQUEST.pack(_FORK, number)], descriptors)
+            self._send_fds(_REQUEST.pack(_FORK, number), descriptors)
             pid = self._answer()
             if pid < 0:
                 raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
@@ -112,19 +118,33 @@ class Template:
             return None
         return None if code == _UNKNOWN else code
 
+    def _send_fds(self, request: bytes, descriptors: list[int]) -> None:
+        deadline = time.monotonic() + ANSWER
+        while True:
+            try:
+                socket.send_fds(self._control, [request], descriptors)
+                return
+            except (ConnectionError, TimeoutError):
+                self.lost = True
+                raise
+            except OSError as error:
+                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                if error.errno != getattr(errno, "ETOOMANYREFS", None) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
+
     def _answer(self) -> int:
         data = b""
-        while len(data) < _ANSWER.size:
-            part = self._control.recv(_ANSWER.size - len(data))
-            if not part:
-                raise ConnectionResetError("the template process has ended")
-            data += part
+        try:
+            while len(data) < _ANSWER.size:
+                part = self._control.recv(_ANSWER.size - len(data))
+                if not part:
+                    raise ConnectionResetError("the template process has ended")
+                data += part
+        except OSError:
+            self.lost = True  # also if it was too slow: its next answer would be to the last question
+            raise
         return int(_ANSWER.unpack(data)[0])
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process is over."""
-        return bool(connection.wait([self._process.sentinel], 0))
 
     def close(self) -> None:
         """End the process; its workers have ended before."""
@@ -132,7 +152,8 @@ class Template:
             return
         self.close_descriptors()
         with contextlib.suppress(ValueError):
-            self._process.join(0.1)
+            if not self.lost:  # else its workers may live, which hold what a join with a timeout waits for
+                self._process.join(0.1)
             if self._process.exitcode is None:
                 self._process.kill()
                 self._process.join()
