@@ -275,13 +275,10 @@ class ShardedDataLoader:
 
     def _new_run(self) -> Run:
         self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
-        reading = self._progress.begin()
-        number = self._pipeline.new_number()
+        reading, number = self._progress.begin(), self._pipeline.new_number()
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
-        given = self._order.given_batches
-        plan = EpochPlan(
-            number, reading.epoch, reading, reading.position, size, self._split, may_shard=given, start=reading.first
-        )
+        options = {"may_shard": self._order.given_batches, "start": reading.first}
+        plan = EpochPlan(number, reading.epoch, reading, reading.position, size, self._split, **options)
         return Run(number, reading.epoch, plan, reading, delivered=reading.first)
 
     def _job(self) -> Job:

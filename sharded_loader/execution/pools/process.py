@@ -35,18 +35,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import multiprocess
-
-from sharded_loader.execution import worker
-from sharded_loader.execution.board import IDLE, IN_BULK, SAMPLE, board_in, is_at
+from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
-    BOARD,
     CANCEL,
-    DEATH,
     FAILED,
     JOB,
     READY,
-    SEGMENT,
     TASKS,
     Job,
     NewJob,
@@ -57,24 +51,20 @@ from sharded_loader.execution.messages import (
     unpack_head,
     unpack_reply,
 )
-from sharded_loader.execution.pools import spawning
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.grouping import HELD, Grouping
-from sharded_loader.execution.pools.link import PORTABLE, Link, make_link, wait_for_any
+from sharded_loader.execution.pools.launching import launch, send_segment
+from sharded_loader.execution.pools.link import Link, wait_for_any
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
-    forget_process,
     start_forkserver,
-    starting_worker,
     uninterrupted,
 )
 from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
-from sharded_loader.execution.pools.template import ForkedWorker, Template
 from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
-from sharded_loader.memory.segments import Segment
 from sharded_loader.memory.sizes import RecentSizes
 
 SLOT_BYTES = 32768
@@ -131,7 +121,6 @@ class ProcessPool(Pool):
         self.start_method = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
         self.restarts = restarts
-        self._context = multiprocess.get_context(self.start_method)
         self._new_job: NewJob | None = None
         self._published: publish.Published | None = None
         self._crew = Crew(max_bytes)
@@ -307,56 +296,8 @@ class ProcessPool(Pool):
     # -- workers --------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> WorkerHandle:
-        ours, theirs = multiprocess.Pipe(duplex=True)
-        link = make_link(ours)
-        try:
-            process = self._fork(number, theirs) if self.start_method == "fork" else self._spawn(number, theirs)
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            theirs.close()
-        handle = WorkerHandle(number, process, link)
-        crew = self._crew
-        if crew.board is not None:
-            handle.board = board_in(crew.board.mapping, number)
-            handle.board[SAMPLE] = IDLE
-            _send_segment(link, crew.board, BOARD, number)
-        if crew.death_reader is not None and not PORTABLE:
-            link.send(pack_head(DEATH), descriptor=crew.death_reader)
-        return handle
-
-    def _spawn(self, number: int, conn: Any) -> Any:
-        process: Any
-        if self.start_method == "spawn" and spawning.AVAILABLE:
-            process = spawning.SpawnedProcess(number, self.num_workers, conn)
-        else:
-            process = self._context.Process(
-                target=worker.main,
-                args=(conn, number, self.num_workers, None),
-                name=f"sharded_loader-worker-{number}",
-                daemon=True,
-            )
-        with starting_worker(self.start_method):
-            process.start()
-        forget_process(process)
-        return process
-
-    def _fork(self, number: int, conn: Any) -> ForkedWorker:
-        """From the template; from another one if that is dead."""
         assert self._new_job is not None  # the pool is being started, or has been
-        for template in (self._crew.template, None):
-            if template is None:
-                template = self._crew.template = Template(self._new_job, self.num_workers)
-            try:
-                return template.fork(number, conn)
-            except OSError:
-                if not template.lost:
-                    raise
-                template.close()
-        raise RuntimeError(
-            "the template process of the worker pool dies as soon as it is made: see its output on stderr"
-        )
+        return launch(number, self.num_workers, self.start_method, self._crew, self._new_job)
 
     def _send_jobs(self) -> None:
         for handle in self._workers:
@@ -366,7 +307,7 @@ class ProcessPool(Pool):
         published = self._published
         if published is not None:
             if published.segment is not None:
-                _send_segment(link, published.segment)
+                send_segment(link, published.segment)
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
     def _take(self, handle: WorkerHandle) -> Iterator[Result]:
@@ -415,7 +356,7 @@ class ProcessPool(Pool):
     def _send_segments(self, handle: WorkerHandle, number: int) -> None:
         """Let the worker know the segments up to this one."""
         for segment in self._crew.arena.segments[handle.segments : number + 1]:
-            _send_segment(handle.link, segment)
+            send_segment(handle.link, segment)
             handle.segments = segment.number + 1
 
     def _replace(self, handle: WorkerHandle) -> None:
@@ -487,9 +428,3 @@ class ProcessPool(Pool):
                 handle.dump_stacks()
                 handle.process.kill()
             self._ended.add(handle.sentinel)
-
-
-def _send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:
-    name = (segment.name or "").encode()
-    number = segment.number if number is None else number
-    link.send(pack_head(kind, number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
