@@ -87,8 +87,15 @@ def seconds_until_gone(pids: Iterable[int]) -> float:
     return time.monotonic() - began
 
 
-@METHODS
-@pytest.mark.parametrize("ending", ["alone", "child", "_exit", "return"])
+# Programs of their own take seconds each: most are left to `make test-all`.
+@pytest.mark.parametrize(
+    ("method", "ending"),
+    [
+        pytest.param(method, ending, marks=() if ending == "alone" else pytest.mark.slow)
+        for ending in ("alone", "child", "_exit", "return")
+        for method in PROCESS_POOLS
+    ],
+)
 def test_workers_that_hold_the_gil_go_with_their_trainer(
     method: str, ending: str, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
