@@ -41,7 +41,7 @@ def expected(where: str) -> list[Any]:
     ("where", "how", "restarts", "doing", "index"),
     [
         ("reading", hangs, 1, "reading sample 17", 17),
-        ("reading", hangs, 3, "reading sample 17", 17),
+        pytest.param("reading", hangs, 3, "reading sample 17", 17, marks=pytest.mark.slow),
         ("reading", hangs_with_the_gil, 1, "reading sample 17", 17),
         ("batchify_fn", hangs, 1, "making the batch (batchify_fn)", None),
         ("get_batch", hangs, 1, "reading several samples at once", None),
@@ -80,8 +80,17 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
 
 
 @FORK_FIRST
-@pytest.mark.parametrize("how", [hangs, hangs_with_the_gil])
-@pytest.mark.parametrize("where", ["reading", "get_batch", "batchify_fn"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("reading", hangs_with_the_gil),
+        ("get_batch", hangs),
+        ("batchify_fn", hangs),
+        pytest.param("reading", hangs, marks=pytest.mark.slow),
+        pytest.param("get_batch", hangs_with_the_gil, marks=pytest.mark.slow),
+        pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
+    ],
+)
 def test_a_hang_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
