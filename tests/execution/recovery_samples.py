@@ -63,7 +63,8 @@ def hangs() -> None:
 
 
 def hangs_with_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(30)
+    while True:  # a signal, such as the one that asks for stacks, ends one sleep
+        ctypes.PyDLL(None).sleep(30)
 
 
 class Fails:

@@ -216,8 +216,8 @@ class Killer:
         self._thread.join()
 
 
-def random_stream(pool: Any, num_shards: int | None, seconds: float) -> Iterator[list[Any]]:
-    with ShardedDataLoader(Random(seconds=seconds), 4, True, seed=8, pool=pool, num_shards=num_shards) as loader:
+def random_stream(pool: Any, num_shards: int | None, seconds: float, length: int = 200) -> Iterator[list[Any]]:
+    with ShardedDataLoader(Random(length, seconds), 4, True, seed=8, pool=pool, num_shards=num_shards) as loader:
         for _ in range(2):
             yield from map(values_of, loader)
 
@@ -225,11 +225,12 @@ def random_stream(pool: Any, num_shards: int | None, seconds: float) -> Iterator
 @FORK_FIRST
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int | None) -> None:
-    whole = list(random_stream(make_pool("fork"), num_shards, 0))
+    length = 60 if method == "spawn" else 200  # workers take longer to start than they are left to live
+    whole = list(random_stream(make_pool("fork"), num_shards, 0, length))
     pool = make_pool(method, restarts=100)  # the same batch may be hit again and again
     assert isinstance(pool, ProcessPool)
     with Killer(pool, 0.15) as killer:
-        assert list(random_stream(pool, num_shards, 0.01)) == whole
+        assert list(random_stream(pool, num_shards, 0.01, length)) == whole
     assert killer.deaths >= 5
 
 

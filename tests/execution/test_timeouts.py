@@ -1,0 +1,254 @@
+"""P8: a worker that stands still for ``timeout`` seconds is an error or a retry, never a wait for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROCESS_POOLS, make_pool
+from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
+
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader.errors import WorkerTimeoutError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
+
+TIMEOUT = 0.5
+BATCH_SIZE = 5
+BAD = 3  # the batch of sample 17
+FORK_FIRST = pytest.mark.parametrize(
+    "method", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS]
+)
+
+
+def expected(where: str) -> list[Any]:
+    with ShardedDataLoader(**loader_arguments(where, nothing), batch_size=BATCH_SIZE, seed=2) as loader:
+        return [values_of(batch) for batch in loader]
+
+
+# -- processes ------------------------------------------------------------------------------------------------
+
+
+@FORK_FIRST
+@pytest.mark.parametrize(
+    ("where", "how", "restarts", "doing", "index"),
+    [
+        ("reading", hangs, 1, "reading sample 17", 17),
+        pytest.param("reading", hangs, 3, "reading sample 17", 17, marks=pytest.mark.slow),
+        ("reading", hangs_with_the_gil, 1, "reading sample 17", 17),
+        ("batchify_fn", hangs, 1, "making the batch (batchify_fn)", None),
+        ("get_batch", hangs, 1, "reading several samples at once", None),
+        ("get_batch", hangs, 2, "reading sample 17", 17),  # the second worker reads them one by one
+        ("__getitems__", hangs, 2, "reading sample 17", 17),
+        ("encoding", hangs, 1, "sending the batch", None),
+    ],
+)
+def test_a_batch_that_always_hangs_is_one_error_in_its_place(
+    method: str,
+    where: str,
+    how: Callable[[], Any],
+    restarts: int,
+    doing: str,
+    index: int | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fail = Fails(how, tmp_path / "count")
+    pool = make_pool(method, timeout=TIMEOUT, restarts=restarts)
+    with ShardedDataLoader(**loader_arguments(where, fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+        batches, errors = until_the_end(iter(loader))
+    whole = expected(where)
+    assert batches == whole[:BAD] + whole[BAD + 1 :]
+    (error,) = errors
+    assert isinstance(error, WorkerTimeoutError) and isinstance(error, TimeoutError)
+    assert (error.epoch, error.batch, error.index) == (0, BAD, index)
+    assert f"no progress for 0.5 s. It was {doing}, in epoch 0, batch {BAD}" in str(error)
+    notes = error.__notes__
+    assert f"batch {BAD}" in notes[0]
+    assert notes[-1].endswith("loader.read(17, epoch=0)" if index else "for i in (15, 16, 17, 18, 19)]")
+    assert fail.count == restarts
+    if method != "forkserver":  # whose output is elsewhere
+        stacks = capfd.readouterr().err
+        assert f"in {how.__name__}" in stacks and "recovery_samples.py" in stacks
+
+
+@FORK_FIRST
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("reading", hangs_with_the_gil),
+        ("get_batch", hangs),
+        ("batchify_fn", hangs),
+        pytest.param("reading", hangs, marks=pytest.mark.slow),
+        pytest.param("get_batch", hangs_with_the_gil, marks=pytest.mark.slow),
+        pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
+    ],
+)
+def test_a_hang_that_does_not_come_again_is_not_seen(
+    method: str, where: str, how: Callable[[], Any], tmp_path: Path
+) -> None:
+    fail = Fails(how, tmp_path / "count", times=1)
+    pool = make_pool(method, timeout=TIMEOUT)
+    with ShardedDataLoader(**loader_arguments(where, fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+        assert until_the_end(iter(loader)) == (expected(where), [])
+    assert fail.count >= 2
+
+
+def test_a_worker_that_somebody_has_stopped_is_replaced() -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.001)
+            return index
+
+    pool = make_pool("fork", timeout=TIMEOUT)
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(Numbers(), 2, pool=pool) as loader:
+        iterator = iter(loader)
+        found = next(iterator).tolist()
+        victim = pool.pids[0]
+        os.kill(victim, signal.SIGSTOP)
+        for batch in iterator:
+            found += batch.tolist()
+        assert found == list(range(200))
+
+
+@pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
+def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
+    class Slow:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.15)
+            return index
+
+    with ShardedDataLoader(Slow(), 6, pool=make_pool(name, timeout=TIMEOUT)) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("name", ["thread", "fork"])
+def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+
+    class Slow:
+        """Sample 2 takes longer than the timeout."""
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index == 2 and not done.exists():
+                time.sleep(2 * TIMEOUT)
+                done.touch()
+            return index
+
+    with ShardedDataLoader(Slow(), 1, pool=make_pool(name, timeout=TIMEOUT), prefetch=4) as loader:
+        for _ in range(2):
+            iterator = iter(loader)
+            first = next(iterator).tolist()
+            while not done.exists():
+                time.sleep(0.01)
+            time.sleep(TIMEOUT * 1.2)  # that is what a long step is; workers are idle
+            assert [first, *(batch.tolist() for batch in iterator)] == [[0], [1], [2], [3]]
+            time.sleep(TIMEOUT * 1.2)
+
+
+def test_without_a_timeout_nobody_is_late() -> None:
+    class Slow:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.7)
+            return index
+
+    with ShardedDataLoader(Slow(), 1, pool=make_pool("fork")) as loader:
+        assert len(list(loader)) == 2
+
+
+# -- threads --------------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """Sample 3 waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[threading.Thread] = []
+        self.readers: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        self.readers[index] = threading.current_thread().name
+        if index == 3 and not self.go_on.is_set():
+            self.begun.append(threading.current_thread())
+            self.go_on.wait()
+        return np.array([index])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: int) -> None:
+    data = Stuck()
+    with ShardedDataLoader(data, 2, pool=ThreadPool(num_workers, timeout=TIMEOUT)) as loader:
+        iterator = iter(loader)
+        batches, errors = until_the_end(iterator)
+        assert [batch[0] for batch in batches] == [[[0], [1]], [[4], [5]], [[6], [7]], [[8], [9]]]
+        (error,) = errors
+        assert isinstance(error, WorkerTimeoutError)
+        assert (error.epoch, error.batch, error.index) == (0, 1, 3)
+        assert "reading sample 3" in str(error) and "another has its place" in str(error)
+        assert error.__notes__[-1].endswith("loader.read(3, epoch=0)")
+        # It is let go, and what it made late is in nobody's stream.
+        data.go_on.set()
+        for thread in data.begun:
+            thread.join(5)
+            assert not thread.is_alive()
+        for _ in range(2):
+            assert [int(value) for batch in loader for value in batch] == list(range(10))
+
+
+def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
+    go_on = threading.Event()
+
+    def batchify(samples: list[int]) -> list[int]:
+        if 2 in samples:
+            go_on.wait()
+        return samples
+
+    with ShardedDataLoader(range(6), 2, pool=ThreadPool(1, timeout=TIMEOUT), batchify_fn=batchify) as loader:
+        iterator = iter(loader)
+        assert next(iterator) == [0, 1]
+        with pytest.raises(
+            WorkerTimeoutError, match=r"making the batch \(batchify_fn\), in epoch 0, batch 1"
+        ) as caught:
+            next(iterator)
+        assert caught.value.index is None
+        assert next(iterator) == [4, 5]
+        go_on.set()
+
+
+def test_all_threads_may_hang() -> None:
+    data = Stuck()
+
+    class All(Stuck):
+        def __getitem__(self, index: int) -> Any:
+            data.go_on.wait()
+            return index
+
+    with ShardedDataLoader(All(), 5, pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
+        batches, errors = until_the_end(iter(loader))
+        assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
+        data.go_on.set()
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
