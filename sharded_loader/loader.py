@@ -277,8 +277,9 @@ class ShardedDataLoader:
         self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
         reading, number = self._progress.begin(), self._pipeline.new_number()
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
-        options = {"may_shard": self._order.given_batches, "start": reading.first}
-        plan = EpochPlan(number, reading.epoch, reading, reading.position, size, self._split, **options)
+        given, first = self._order.given_batches, reading.first
+        at = reading.position
+        plan = EpochPlan(number, reading.epoch, reading, at, size, self._split, may_shard=given, start=first)
         return Run(number, reading.epoch, plan, reading, delivered=reading.first)
 
     def _job(self) -> Job:
