@@ -31,7 +31,7 @@ from sharded_loader.execution.pools.template import Template
 from sharded_loader.memory.arena import PAGE, Arena, Slot, round_up
 from sharded_loader.memory.segments import Segment, create
 
-CLOSING_GRACE = 0.03
+CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; one in the user's code
 would not notice before the end of its sample."""
 
