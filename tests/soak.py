@@ -1,0 +1,544 @@
+"""Loaders of every kind, disturbed at random for as long as one likes, against undisturbed ones.
+
+    python -m tests.soak --minutes 10 [--seed N] [--round N]
+
+    Recipe (drawn from seed and round)  --InlinePool-->  Reference: what each epoch must be, read once
+                                        --any pool---->  a loader  <-- faults
+    Round: takes batches from it, compares each, disturbs it between them
+
+A round is one recipe: dataset, order, errors, and then up to 60 steps. Pools, workers and prefetch change with every
+resume. Seed and round give the recipe and the faults again, not their timing; ``--round`` runs one of them alone.
+
+Prints a line every 10 s and a table at the end. Exit status 1: a batch differed, something was left behind, or a
+step took a minute; then every thread's stack is printed. Not part of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from sharded_loader import (
+    ArrayDataset,
+    FixedBucketSampler,
+    LoaderClosedError,
+    RandomSampler,
+    SequentialSampler,
+    ShardedDataLoader,
+    SortedBucketSampler,
+    WeightedRandomSampler,
+    batchify,
+    sample_rng,
+)
+from sharded_loader.iterator import EpochIterator
+from tests import conftest
+
+HANG = 60.0
+"""Seconds for one step. The slowest in order, a first batch from spawned workers on a busy machine, takes five."""
+
+RESTARTS = 1000
+"""Kills at random strike the same batch more than three times now and then; that is not the batch's fault."""
+
+
+# -- datasets: each sample tells its index, what it draws, and the state of the dataset ------------------------------
+
+
+class Plain:
+    """Samples are (index, drawn number, version); some are slow, those in ``bad`` raise."""
+
+    def __init__(self, length: int, bad: frozenset[int] = frozenset()) -> None:
+        self.length, self.bad, self.version = length, bad, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def numbers(self, index: int, rng: np.random.Generator) -> Any:
+        if index in self.bad:
+            raise ValueError(f"bad sample {index}")
+        if index % 17 == 3:
+            time.sleep(0.002)
+        return np.array([index, rng.integers(1 << 30), self.version])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.numbers(index, sample_rng())
+
+
+class Wide(Plain):
+    """Samples that fill slots of shared memory."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.resize(super().__getitem__(index), 4000), index
+
+
+class Dicts(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return {"numbers": super().__getitem__(index), "name": f"sample {index}", "float": index / 7}
+
+
+class Ragged(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return np.resize(super().__getitem__(index), 3 + index % 5 * 40)
+
+
+class Batches(Plain):
+    """Read in bulk: whole batches."""
+
+    def get_batch(self, indices: Sequence[int]) -> Any:
+        return torch.from_numpy(np.stack([self.numbers(index, sample_rng(index)) for index in map(int, indices)]))
+
+
+class Items(Plain):
+    """Read in bulk: lists of samples."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.numbers(index, sample_rng(index)) for index in indices]
+
+
+def _columns(length: int, bad: frozenset[int]) -> Any:
+    return ArrayDataset(np.arange(length * 50, dtype=np.float32).reshape(length, 50), list(range(length)))
+
+
+LEFT = ("processes", "threads", "descriptors", "shared memory")
+
+DATASETS: tuple[Any, ...] = (Plain, Wide, Dicts, Ragged, Batches, Items, _columns)
+
+
+# -- one configuration, and what it must deliver ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the stream; pool, workers and prefetch do not."""
+
+    kind: Any
+    length: int
+    bad: frozenset[int]
+    seed: int
+    on_error: str
+    num_shards: int | None
+    order: str
+    batch_size: int
+    last_batch: str
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Recipe:
+        length = rng.choice([1, 7, 40, 100, 300])
+        bad = frozenset(i for i in range(length) if rng.random() < 0.03) if rng.random() < 0.4 else frozenset()
+        orders = ["in order", "shuffled", "sampler", "weighted", "buckets", "sorted buckets", "torch"]
+        return cls(
+            kind=rng.choice(DATASETS),
+            length=length,
+            bad=bad,
+            seed=rng.randrange(1 << 40),
+            on_error=rng.choice(["raise", "skip", "replace"]),
+            num_shards=rng.choice([None, None, 1, 2, 3]),
+            order=rng.choice(orders),
+            batch_size=rng.choice([1, 3, 4, 16, 64]),
+            last_batch=rng.choice(["keep", "discard", "rollover"]),
+        )
+
+    def dataset(self) -> Any:
+        return self.kind(self.length, self.bad)
+
+    def loader(self, dataset: Any, **reading: Any) -> ShardedDataLoader:
+        order: dict[str, Any] = {"batch_size": self.batch_size, "last_batch": self.last_batch}
+        lengths = [3 + index % 5 * 40 for index in range(self.length)]
+        if self.order == "shuffled":
+            order["shuffle"] = True
+        elif self.order == "sampler":
+            order["sampler"] = RandomSampler(self.length) if self.seed % 2 else SequentialSampler(self.length)
+        elif self.order == "weighted":
+            order["sampler"] = WeightedRandomSampler([1.0 + i % 3 for i in range(self.length)], self.length)
+        elif self.order == "torch":
+            order["sampler"] = torch.utils.data.RandomSampler(range(self.length))
+        elif self.order == "buckets":
+            order = {"batch_sampler": FixedBucketSampler(lengths, self.batch_size, num_buckets=3, shuffle=True)}
+        elif self.order == "sorted buckets":
+            order = {"batch_sampler": SortedBucketSampler(lengths, self.batch_size, shuffle=True)}
+        if self.kind is Ragged:
+            order["batchify_fn"] = batchify.Pad(pad_val=-1)
+        return ShardedDataLoader(
+            dataset, num_shards=self.num_shards, seed=self.seed, on_error=self.on_error, **order, **reading
+        )
+
+
+def frozen(batch: Any) -> Any:
+    """A batch as a value that can be compared, and that no later write can change."""
+    if isinstance(batch, torch.Tensor):
+        return str(batch.dtype), tuple(batch.shape), batch.numpy().tobytes()
+    if isinstance(batch, dict):
+        return {name: frozen(part) for name, part in batch.items()}
+    return [frozen(part) for part in batch] if isinstance(batch, list) else batch
+
+
+def outcome(iterator: Iterator[Any], take: Callable[[Any], object] = lambda batch: None) -> Any:
+    """The next batch, frozen, or the error in its place; None at the end."""
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return None
+    except ValueError as error:
+        return f"ValueError: {error}"
+    take(batch)
+    return frozen(batch)
+
+
+class Reference:
+    """What each epoch must deliver, read by an `InlinePool` that nothing disturbs."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._epochs: dict[tuple[int, int], list[Any]] = {}
+
+    def epoch(self, epoch: int, version: int) -> list[Any]:
+        if (epoch, version) not in self._epochs:
+            dataset = self._recipe.dataset()
+            dataset.version = version
+            with self._recipe.loader(dataset, pool="inline") as loader:
+                loader.set_epoch(epoch)
+                iterator = iter(loader)
+                self._epochs[epoch, version] = list(iter(lambda: outcome(iterator), None))
+        return self._epochs[epoch, version]
+
+
+# -- a loader that is disturbed --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What has happened in all rounds."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    pools: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    batches: int = 0
+    held: int = 0
+    differences: list[str] = field(default_factory=list)
+    workers: dict[int, psutil.Process] = field(default_factory=dict)
+    now: str = "starting"
+    step_began: float = field(default_factory=time.monotonic)
+
+    def step(self) -> None:
+        self.step_began = time.monotonic()
+        faulthandler.dump_traceback_later(HANG + 10, exit=True)  # if even the monitor cannot run
+
+
+@dataclass
+class Reading:
+    """An iterator that is alive, and how far it is."""
+
+    iterator: Any
+    epoch: int
+    expected: list[Any]
+    at: int = 0
+    ended: bool = False
+
+
+class Round:
+    """One recipe. `run` takes batches and disturbs the loader between them, or while it waits for them."""
+
+    def __init__(self, name: str, recipe: Recipe, rng: random.Random, tally: Tally) -> None:
+        self.name, self.recipe, self.rng, self.tally = name, recipe, rng, tally
+        self.reference = Reference(recipe)
+        self.version = 0
+        self.next_epoch = 0
+        self.readings: list[Reading] = []
+        self.last: Reading | None = None
+        self.held: deque[tuple[Any, Any]] = deque()
+        self.timers: list[threading.Timer] = []
+        self.closing = False
+        self.make_loader()
+
+    def make_loader(self) -> None:
+        rng = self.rng
+        method = rng.choice(["inline", "thread", "thread", *conftest.PROCESS_POOLS * 2])
+        workers = rng.choice([1, 2, 2, 3, 5])
+        options = {"restarts": RESTARTS} if method in conftest.PROCESS_POOLS else {}
+        prefetch = rng.choice([None, None, 0, 1, 2, 7, 30])
+        self.dataset = self.recipe.dataset()
+        self.dataset.version = self.version
+        pool = conftest.make_pool(method, workers, **options)
+        self.loader = self.recipe.loader(self.dataset, pool=pool, prefetch=prefetch)
+        self.tally.pools[method] += 1
+        self.tally.now = f"{self.name}: {self.recipe}, {pool!r}, prefetch {prefetch}"
+
+    def run(self) -> None:
+        faults = [self.kill, self.kill_template, self.resume, self.leave, self.refresh, self.another, self.stop_beside]
+        try:
+            for _ in range(self.rng.choice([5, 20, 60])):
+                self.tally.step()
+                if not self.readings:
+                    self.begin()
+                self.note_workers()
+                if self.rng.random() < 0.25:
+                    self.rng.choice(faults)()
+                if self.rng.random() < 0.2:
+                    self.later(self.rng.choice([self.interrupt, self.kill]))
+                if self.readings:
+                    self.take(self.rng.choice(self.readings))
+        finally:
+            for timer in self.timers:
+                timer.cancel()
+                timer.join()
+            self.readings.clear()
+            self.loader.close()
+            while self.held:
+                self.check_held()
+
+    def begin(self, at: int = 0) -> None:
+        expected = self.reference.epoch(self.next_epoch, self.version)
+        if (self.loader.epoch, self.loader.position) != self.place():
+            self.differ(f"at {(self.loader.epoch, self.loader.position)} instead of {self.place()}")
+        self.last = Reading(iter(self.loader), self.next_epoch, expected, at)
+        self.readings.append(self.last)
+        self.next_epoch += 1
+
+    def take(self, reading: Reading) -> None:
+        batches: list[Any] = []
+        while True:
+            try:
+                got = outcome(reading.iterator, batches.append)
+                break
+            except KeyboardInterrupt:
+                self.tally.faults["Ctrl-C in next()"] += 1
+            except LoaderClosedError:
+                if not self.closing:
+                    raise
+                return self.resume()
+        self.last = reading
+        expected = reading.expected[reading.at] if reading.at < len(reading.expected) else None
+        self.tally.batches += 1
+        if got != expected:
+            self.differ(f"epoch {reading.epoch}, batch {reading.at}: {got!r:.400}\n    expected: {expected!r:.400}")
+        if got is None:
+            reading.ended = True
+        else:
+            reading.at += 1
+        if got is None or got != expected:
+            self.readings.remove(reading)
+        if batches and self.rng.random() < 0.4:
+            self.held.append((batches[0], got))
+        while self.held and (len(self.held) > 30 or self.rng.random() < 0.3):
+            self.check_held()
+        if self.closing:
+            self.resume()
+
+    def check_held(self) -> None:
+        batch, as_it_was = self.held.popleft()
+        self.tally.held += 1
+        if frozen(batch) != as_it_was:
+            self.differ(f"a batch that was held has changed: {as_it_was!r:.400}\n    now: {frozen(batch)!r:.400}")
+
+    def differ(self, what: str) -> None:
+        self.tally.differences.append(f"{self.tally.now}\n    {what}")
+        print(self.tally.differences[-1], flush=True)
+
+    # -- faults ---------------------------------------------------------------------------------------------
+
+    def note_workers(self) -> None:
+        for pid in self._pids():
+            if pid not in self.tally.workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.tally.workers[pid] = psutil.Process(pid)
+
+    def _pids(self) -> list[int]:
+        return getattr(self.loader.pool, "pids", [])
+
+    def later(self, fault: Callable[[], None]) -> None:
+        """While the loop waits in ``next``, with luck."""
+        self.timers = [timer for timer in self.timers if timer.is_alive()]
+        self.timers.append(threading.Timer(self.rng.choice([0.0, 0.001, 0.005, 0.03]), fault))
+        self.timers[-1].start()
+
+    def kill(self) -> None:
+        pids = self._pids()
+        if pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(random.choice(pids), signal.SIGKILL)
+                self.tally.faults["worker killed"] += 1
+
+    def kill_template(self) -> None:
+        crew = getattr(self.loader.pool, "_crew", None)
+        if crew is not None and crew.template is not None:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                crew.template._process.kill()
+                self.tally.faults["template killed"] += 1
+
+    def interrupt(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def leave(self) -> None:
+        """Break out of an epoch; the next one begins."""
+        if self.readings:
+            self.readings.remove(self.rng.choice(self.readings))
+            self.tally.faults["epoch left in the middle"] += 1
+
+    def another(self) -> None:
+        """A second iterator over the same loader."""
+        if len(self.readings) < 3:
+            self.tally.faults["epoch begun beside another"] += bool(self.readings)
+            self.begin()
+
+    def refresh(self) -> None:
+        """The dataset changes; epochs under way would see some of it, so they are left."""
+        self.readings.clear()
+        if self.rng.random() < 0.7:
+            self.version += 1
+            self.dataset.version = self.version
+        self.loader.refresh()
+        self.tally.faults["refresh"] += 1
+
+    def resume(self) -> None:
+        """The state goes into a new loader, in another pool; all iterators of the old one are left."""
+        if self.closing:
+            self.closer.join()
+            self.closing = False
+        state, (epoch, at) = self.loader.state_dict(), self.place()
+        self.readings.clear()
+        if self.rng.random() < 0.8:
+            self.loader.close()  # else it is left to the garbage collector
+        self.make_loader()
+        self.loader.load_state_dict(json.loads(json.dumps(state)))
+        self.tally.faults["resumed elsewhere"] += 1
+        self.next_epoch = epoch
+        self.begin(at)
+
+    def place(self) -> tuple[int, int]:
+        """Epoch and batch where the loader must say that it is."""
+        last = self.last
+        if last is not None and not last.ended and (last.epoch + 1 == self.next_epoch or last in self.readings):
+            return last.epoch, last.at
+        return self.next_epoch, 0
+
+    def stop_beside(self) -> None:
+        """``close()`` from another thread, in the middle of an epoch; then resumed elsewhere."""
+        if self.readings and not self.closing:
+            self.closing = True
+            self.closer = threading.Timer(self.rng.choice([0.0, 0.001, 0.01]), self.loader.close)
+            self.closer.start()
+            self.tally.faults["closed by another thread"] += 1
+
+
+def interrupt_in_next(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, but only where the loader can do something about it: outside of ``next`` Python may lose the batch."""
+    while frame is not None:
+        if frame.f_code is EpochIterator.__next__.__code__:
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+
+# -- the whole run ---------------------------------------------------------------------------------------------------
+
+
+def watch(tally: Tally, began: float, over: threading.Event) -> None:
+    """Say every 10 s how far it is; end the program when a step hangs."""
+    said = time.monotonic()
+    while not over.wait(1.0):
+        now = time.monotonic()
+        if now - tally.step_began > HANG:
+            print(f"HANG of {HANG:.0f} s in {tally.now}", flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            show(tally, {})
+            sys.stdout.flush()
+            os._exit(1)
+        if now - said >= 10:
+            said = now
+            print(
+                f"{now - began:5.0f} s: {tally.rounds} rounds, {tally.batches} batches, "
+                f"{sum(tally.faults.values())} faults, {len(tally.differences)} differences",
+                flush=True,
+            )
+
+
+def show(tally: Tally, left: dict[str, Any]) -> None:
+    """The table."""
+    rows = [
+        ("rounds", tally.rounds),
+        *((f"loaders, {name}", count) for name, count in sorted(tally.pools.items())),
+        *sorted(tally.faults.items()),
+        ("batches compared", tally.batches),
+        ("held batches compared again", tally.held),
+        ("differences", len(tally.differences)),
+        *((f"{kind} left at the end", len(left.get(kind, ()))) for kind in LEFT),
+    ]
+    for name, count in rows:
+        print(f"{name:32}{count:>10,}")
+
+
+def everything_left(tally: Tally, before: Any) -> dict[str, Any]:
+    """What is still there although every loader is closed or garbage, after a grace for what is ending."""
+    deadline = time.monotonic() + conftest.PATIENCE
+    while True:
+        gc.collect()
+        left = conftest.remains(*before)
+        # Those whose template was killed are nobody's children any more.
+        alive = {pid for pid, worker in tally.workers.items() if _lives(worker)}
+        if alive:
+            left["processes"] = left.get("processes", set()) | alive
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--round", type=int, help="only this one, again and again")
+    arguments = parser.parse_args()
+    print(f"python -m tests.soak --minutes {arguments.minutes:g} --seed {arguments.seed}", flush=True)
+    warnings.simplefilter("ignore")  # batches that are left out
+    signal.signal(signal.SIGINT, interrupt_in_next)
+    conftest.start_helpers()
+    tally, over, began = Tally(), threading.Event(), time.monotonic()
+    before = conftest.here()
+    monitor = threading.Thread(target=watch, args=(tally, began, over))
+    monitor.start()
+    try:
+        while time.monotonic() - began < 60 * arguments.minutes:
+            number = tally.rounds if arguments.round is None else arguments.round
+            rng = random.Random(f"{arguments.seed} {number}")
+            Round(f"round {number}", Recipe.draw(rng), rng, tally).run()
+            tally.rounds += 1
+    except BaseException:
+        print(f"in {tally.now}:", flush=True)
+        raise
+    finally:
+        over.set()
+        monitor.join()
+        faulthandler.cancel_dump_traceback_later()
+    left = everything_left(tally, before)
+    show(tally, left)
+    for kind, items in left.items():
+        print(f"left: {kind}: {items}")
+    return 1 if left or tally.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
