@@ -71,7 +71,7 @@ from sharded_loader.execution.pools.starting import (
     uninterrupted,
 )
 from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
-from sharded_loader.execution.pools.template import ForkedWorker, Template
+from sharded_loader.execution.pools.template import ForkedWorker, Template, TemplateGone
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
@@ -307,15 +307,14 @@ class ProcessPool(Pool):
     # -- workers --------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> WorkerHandle:
-        ours, theirs = multiprocess.Pipe(duplex=True)
-        link = make_link(ours)
+        """A worker; from another template if this one is dead."""
         try:
-            process = self._fork(number, theirs) if self.start_method == "fork" else self._spawn(number, theirs)
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            theirs.close()
+            process, link = self._start_process(number)
+        except TemplateGone:
+            template, self._crew.template = self._crew.template, None
+            if template is not None:
+                template.close()
+            process, link = self._start_process(number)
         handle = WorkerHandle(number, process, link)
         crew = self._crew
         if crew.board is not None:
@@ -325,6 +324,18 @@ class ProcessPool(Pool):
         if crew.death_reader is not None and not PORTABLE:
             link.send(pack_head(DEATH), descriptor=crew.death_reader)
         return handle
+
+    def _start_process(self, number: int) -> tuple[Any, Link]:
+        # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
+        ours, theirs = multiprocess.Pipe(duplex=True)
+        link = make_link(ours)
+        try:
+            return (self._fork(number, theirs) if self.start_method == "fork" else self._spawn(number, theirs)), link
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            theirs.close()
 
     def _spawn(self, number: int, conn: Any) -> Any:
         process = self._context.Process(
@@ -339,20 +350,10 @@ class ProcessPool(Pool):
         return process
 
     def _fork(self, number: int, conn: Any) -> ForkedWorker:
-        """From the template; from another one if that is dead."""
         assert self._new_job is not None  # the pool is being started, or has been
-        for template in (self._crew.template, None):
-            if template is None:
-                template = self._crew.template = Template(self._new_job, self.num_workers)
-            try:
-                return template.fork(number, conn)
-            except OSError:
-                if not template.ended:
-                    raise
-                template.close()
-        raise RuntimeError(
-            "the template process of the worker pool dies as soon as it is made: see its output on stderr"
-        )
+        if self._crew.template is None:
+            self._crew.template = Template(self._new_job, self.num_workers)
+        return self._crew.template.fork(number, conn)
 
     def _send_jobs(self) -> None:
         for handle in self._workers:
