@@ -344,7 +344,7 @@ class Round:
         else:
             reading.at += 1
         if got is None or got != expected:
-            self.readings.remove(reading)
+            self.drop(reading)
         if batches and self.rng.random() < 0.4:
             self.held.append((batches[0], got))
         while self.held and (len(self.held) > 30 or self.rng.random() < 0.3):
@@ -358,6 +358,10 @@ class Round:
             return outcome(reading.iterator, batches.append)
         finally:
             self.tally.taking = False
+
+    def drop(self, reading: Reading) -> None:
+        self.readings.remove(reading)
+        reading.iterator = None
 
     def check_held(self) -> None:
         batch, as_it_was = self.held.popleft()
@@ -406,7 +410,7 @@ class Round:
     def leave(self) -> None:
         """Break out of an epoch; the next one begins."""
         if self.readings:
-            self.readings.remove(self.rng.choice(self.readings))
+            self.drop(self.rng.choice(self.readings))
             self.tally.faults["epoch left in the middle"] += 1
 
     def another(self) -> None:
@@ -417,7 +421,8 @@ class Round:
 
     def refresh(self) -> None:
         """The dataset changes; epochs under way would see some of it, so they are left."""
-        self.readings.clear()
+        for reading in list(self.readings):
+            self.drop(reading)
         if self.rng.random() < 0.7:
             self.version += 1
             self.dataset.version = self.version
