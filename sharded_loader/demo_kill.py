@@ -25,7 +25,7 @@ EVERY = 0.1
 """Seconds between two kills, on average."""
 
 RESTARTS = 1000
-"""By default a batch is given up when it has killed three workers; now and then, kills at random strike one so often."""
+"""By default a batch is given up when it has killed three workers, which kills at random do now and then."""
 
 # On Windows os.kill with any signal but two is TerminateProcess.
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
