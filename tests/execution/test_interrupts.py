@@ -182,7 +182,7 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot(monkeypatch: pytest.
 def test_nothing_follows_a_message_whose_sending_was_interrupted(
     kind: type[Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A descriptor that was sent, but not taken out of the outbox, went out again: the worker read nonsense after it."""
+    """A descriptor that was sent, but not yet taken out of the outbox, went out again: the worker read nonsense."""
     ours, theirs = multiprocess.Pipe(duplex=True)
     link = kind(ours)
     send_fds = socket.send_fds
