@@ -142,7 +142,7 @@ class Round:
         expected = self.reference.epoch(self.next_epoch, self.version)
         place = self.loader.epoch, self.loader.position
         # Batches of which no sample is good are counted, but not delivered.
-        if place[0] != self.place()[0] or (place != self.place() and self.recipe.on_error != "skip"):
+        if place[0] != self.place()[0] or (place != self.place() and self.recipe.on_error == "raise"):
             self.differ(f"at {place} instead of {self.place()}")
         self.last = Reading(iter(self.loader), self.next_epoch, expected, self.pending)
         self.pending = 0

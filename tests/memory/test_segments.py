@@ -172,3 +172,24 @@ def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path
     done = subprocess.run([sys.executable, str(script)], check=False, timeout=30)
     assert done.returncode == -signal.SIGKILL
     assert names() == before
+
+
+def test_a_ctrl_c_while_a_segment_is_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one between the system call and the note of its result; the fixture looks for what is left."""
+    memfd_create = os.memfd_create
+
+    def interrupted(*arguments: Any) -> int:
+        fd = memfd_create(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return fd
+
+    monkeypatch.setattr(os, "memfd_create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create(0, 4096)
+
+
+def test_a_segment_that_nobody_has_noted_closes_its_descriptor() -> None:
+    fd = create(0, 4096).fd
+    assert fd is not None
+    with pytest.raises(OSError):
+        os.fstat(fd)

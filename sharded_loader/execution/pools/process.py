@@ -68,10 +68,10 @@ from sharded_loader.execution.pools.starting import (
     forget_process,
     start_forkserver,
     starting_worker,
-    uninterrupted,
 )
 from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
 from sharded_loader.execution.pools.template import ForkedWorker, Template, TemplateGone
+from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Segment
