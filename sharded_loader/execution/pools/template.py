@@ -19,10 +19,12 @@ the trainer as it is now: a last resort. Exit codes of its workers are unknown f
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import struct
+import time
 import traceback
 import weakref
 from typing import Any
@@ -96,7 +98,7 @@ class Template:
         try:
             descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
             try:
-                socket.send_fds(self._control, [_REQUEST.pack(_FORK, number)], descriptors)
+                self._send(_REQUEST.pack(_FORK, number), descriptors)
                 pid = self._answer()
             except OSError as error:
                 raise TemplateGone(f"the template process is gone: {error}") from error
@@ -110,6 +112,18 @@ class Template:
             if held is not None:
                 os.close(held)
         return ForkedWorker(self, pid, sentinel)
+
+    def _send(self, request: bytes, descriptors: list[int]) -> None:
+        deadline = time.monotonic() + ANSWER
+        while True:
+            try:
+                socket.send_fds(self._control, [request], descriptors)
+                return
+            except OSError as error:
+                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                if error.errno != getattr(errno, "ETOOMANYREFS", None) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
 
     def reap(self, pid: int) -> int | None:
         """Exit code of a worker that has ended; None if it is not known."""
