@@ -115,7 +115,7 @@ class _Worker:
                 elif kind == BOARD:
                     self._map_board(run, seq, bytes(content).decode() or None)
                 elif kind == DEATH:
-                    _die_with(receive_descriptor(self._conn))
+                    self._end_with_trainer()
                 elif kind == STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                 elif kind == SEGMENT:
@@ -156,6 +156,13 @@ class _Worker:
             raise
         except OSError:
             pass  # no descriptors: errors will not name the sample
+
+    def _end_with_trainer(self) -> None:
+        try:
+            fd = receive_descriptor(self._conn)
+        except OSError:
+            return  # no descriptors: the end-of-file that this thread sees has to do
+        _die_with(fd)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
