@@ -5,7 +5,7 @@
 Each subcommand is an entry of `make_parser` and a function here; what it does lies in a module of its own (`demo`),
 imported when it runs, so that ``--help`` and ``--version`` wait neither for torch nor for an extra.
 
-Exit codes: 0 done; 1 a resumed run came out otherwise than the undisturbed one; 2 the command cannot run as typed
+Exit codes: 0 done; 1 a disturbed run came out otherwise than the undisturbed one; 2 the command cannot run as typed
 (unknown option, absent device, missing extra), with one line on stderr that says why; 130 Ctrl-C. Any other failure is
 a bug or the machine's, and keeps its traceback.
 """
@@ -105,6 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="afterwards train again, kill that run in mid-epoch, resume it, and compare",
     )
+    demo.add_argument(
+        "--kill",
+        action="store_true",
+        help="afterwards train again while workers are killed at random, and compare",
+    )
     demo.set_defaults(run=run_demo)
     return parser
 
@@ -135,6 +140,11 @@ def run_demo(arguments: argparse.Namespace) -> int:
         raise CannotRun(
             "demo: --pool inline reads in the training loop and has no workers: leave out --workers, "
             "or choose --pool thread or process"
+        )
+    if arguments.pool != "process" and arguments.kill:
+        raise CannotRun(
+            f"demo: --kill kills worker processes, and --pool {arguments.pool} has none: leave out --pool, "
+            f"or choose --pool process"
         )
     try:
         import sklearn.datasets  # noqa: F401
@@ -175,15 +185,32 @@ def run_demo(arguments: argparse.Namespace) -> int:
     console.print(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
     console.print(f"samples per second  {report.stats.samples_per_second:,.0f}")
     console.print(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
-    return _stop_and_resume(options, report, console.print) if arguments.stop_resume else 0
+    codes = [
+        compare(options, report, console.print)
+        for asked, compare in ((arguments.stop_resume, _stop_and_resume), (arguments.kill, _train_and_kill))
+        if asked
+    ]
+    return max(codes, default=0)
 
 
 def _stop_and_resume(options: Options, undisturbed: Report, say: Callable[[str], object]) -> int:
     from sharded_loader.demo_stop import stop_and_resume
 
     accuracy, losses, step = stop_and_resume(options)
-    same = (accuracy, losses) == (undisturbed.accuracy, undisturbed.losses)
     say(f"killed and resumed  {accuracy:.2%}: saved after step {step}, killed in mid-epoch, resumed in a new process")
+    return _compare(accuracy, losses, undisturbed, say)
+
+
+def _train_and_kill(options: Options, undisturbed: Report, say: Callable[[str], object]) -> int:
+    from sharded_loader.demo_kill import train_and_kill
+
+    report, killed = train_and_kill(options)
+    say(f"with workers killed {report.accuracy:.2%}: {killed} killed at random while it trained")
+    return _compare(report.accuracy, report.losses, undisturbed, say)
+
+
+def _compare(accuracy: float, losses: tuple[float, ...], undisturbed: Report, say: Callable[[str], object]) -> int:
+    same = (accuracy, losses) == (undisturbed.accuracy, undisturbed.losses)
     say(f"                    {'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
     return 0 if same else DIFFERENT
 

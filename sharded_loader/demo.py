@@ -17,7 +17,7 @@ What can go wrong: scikit-learn is not installed (ImportError); what the loader,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from torch import nn
 
 from sharded_loader.data.datasets import ArrayDataset, Dataset
 from sharded_loader.devices.placement import accelerators
+from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.process import ProcessPool
+from sharded_loader.execution.pools.thread import ThreadPool
 from sharded_loader.loader import ShardedDataLoader
 from sharded_loader.parallel import Replicas
 from sharded_loader.rng import sample_rng
@@ -50,6 +53,7 @@ class Options:
         workers: how many threads or processes; 0 with ``"inline"``.
         epochs: passes over the training set.
         seed: of weights, order and shifts.
+        restarts: of the process pool: a batch that kills so many workers is given up.
     """
 
     devices: tuple[torch.device, ...]
@@ -57,6 +61,13 @@ class Options:
     workers: int = 2
     epochs: int = 20
     seed: int = 0
+    restarts: int = 3
+
+    def make_pool(self) -> Pool | str:
+        """Who reads, not started."""
+        if self.pool == "process":
+            return ProcessPool(self.workers, restarts=self.restarts)
+        return ThreadPool(self.workers) if self.pool == "thread" else self.pool
 
 
 @dataclass(frozen=True)
@@ -267,6 +278,7 @@ def run(
     options: Options,
     on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
     checkpoint: Checkpoint | None = None,
+    beside: Callable[[ShardedDataLoader], AbstractContextManager[object]] = nullcontext,
 ) -> Report:
     """Train on the digits and test on those held out.
 
@@ -274,6 +286,7 @@ def run(
         options: devices, pool and so on.
         on_batch: called after each step with the epoch and the loss of the batch.
         checkpoint: where to go on from and to save to.
+        beside: makes, of the loader, a context that lasts as long as the training.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -292,11 +305,11 @@ def run(
             BATCH_SIZE,
             shuffle=True,
             devices=options.devices,
-            pool=options.pool,
-            num_workers=options.workers,
+            pool=options.make_pool(),
             seed=options.seed,
         ) as loader:
-            losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
+            with beside(loader):
+                losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats = loader.stats()
         return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
 

@@ -118,11 +118,11 @@ def _shared_memory() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail the test that leaves a process, a thread, a descriptor or a shared-memory name."""
-    _start_helpers()
-    before = _threads(), _descriptors(), _shared_memory()
+    start_helpers()
+    before = here()
     yield
     deadline = time.monotonic() + PATIENCE
-    while left := _left(*before):
+    while left := remains(*before):
         if time.monotonic() > deadline:
             for pid in _processes():
                 psutil.Process(pid).kill()  # or the next test would be blamed too
@@ -131,7 +131,12 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.01)  # what is ending may still be in the process table
 
 
-def _left(threads: set[threading.Thread], descriptors: dict[int, str], shared_memory: set[str]) -> dict[str, Any]:
+def here() -> tuple[set[threading.Thread], dict[int, str], set[str]]:
+    """Threads, descriptors and shared-memory names of this process."""
+    return _threads(), _descriptors(), _shared_memory()
+
+
+def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_memory: set[str]) -> dict[str, Any]:
     left = {
         "processes": _processes(),
         "threads": _threads() - threads,
@@ -144,7 +149,7 @@ def _left(threads: set[threading.Thread], descriptors: dict[int, str], shared_me
 _helpers_started = False
 
 
-def _start_helpers() -> None:
+def start_helpers() -> None:
     """Start the forkserver and the resource tracker once, so that no test is blamed for their descriptors."""
     global _helpers_started
     if not _helpers_started and sys.platform != "win32":

@@ -199,7 +199,8 @@ class Arena:
         if segment is None:
             self._paused_until = self._taken + PAUSE
             return False
-        self.segments.append(segment)
+        # In the place of one that an interruption between these two lines has left there.
+        self.segments[len(self._free) :] = [segment]
         self._free.append([(0, segment.nbytes)])
         return True
 
@@ -207,7 +208,7 @@ class Arena:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
         while True:
             try:
-                return create(len(self.segments), size)
+                return create(len(self._free), size)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 if full and size > least:

@@ -24,8 +24,10 @@ import contextlib
 import mmap
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from sharded_loader.interrupts import uninterrupted
 
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
@@ -67,6 +69,12 @@ class Segment:
     mapping: mmap.mmap
     fd: int | None = None
     name: str | None = None
+    _pid: int = field(default_factory=os.getpid, repr=False)
+
+    def __del__(self) -> None:
+        # A Ctrl-C may have come before anybody could note that it is there.
+        if self.fd is not None and os.getpid() == self._pid:
+            self.close_descriptor()
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
@@ -91,19 +99,20 @@ def create(number: int, nbytes: int) -> Segment:
     if sys.platform == "win32":
         name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
-    fd = _open_shm() if backend == "shm" else os.memfd_create(f"{PREFIX}-{number}", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, nbytes)
-        if hasattr(os, "posix_fallocate"):
-            # In pieces: before Linux 5.19 any signal made one call start over, and a profiler's timer for ever.
-            for offset in range(0, nbytes, ALLOCATED_AT_ONCE):
-                os.posix_fallocate(fd, offset, min(ALLOCATED_AT_ONCE, nbytes - offset))
-        mapping = mmap.mmap(fd, nbytes, **_MAPPING)
-    except BaseException:
-        os.close(fd)
-        raise
-    name = f"/proc/{os.getpid()}/fd/{fd}" if backend == "named" else None
-    return Segment(number, nbytes, mapping, fd, name)
+    with uninterrupted():
+        fd = _open_shm() if backend == "shm" else os.memfd_create(f"{PREFIX}-{number}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                # In pieces: before Linux 5.19 any signal made one call start over, and a profiler's timer for ever.
+                for offset in range(0, nbytes, ALLOCATED_AT_ONCE):
+                    os.posix_fallocate(fd, offset, min(ALLOCATED_AT_ONCE, nbytes - offset))
+            mapping = mmap.mmap(fd, nbytes, **_MAPPING)
+        except BaseException:
+            os.close(fd)
+            raise
+        name = f"/proc/{os.getpid()}/fd/{fd}" if backend == "named" else None
+        return Segment(number, nbytes, mapping, fd, name)
 
 
 def _open_shm() -> int:

@@ -212,7 +212,9 @@ class _Fixed:
         self._source, self._epoch, self._done = source, epoch, done
         self._step = source.replicas * (source.batch_size or 1)
         self._sized = sized
-        self.first = done // self._step
+        at_end = done > 0 and sized and done >= len_epoch(source.items, epoch)
+        # At the end a short last batch counts as one.
+        self.first = -(-done // self._step) if at_end else done // self._step
 
     def open(self, skip: int) -> Iterator[Any]:
         return self._source.open(self._epoch, skip, self._done)

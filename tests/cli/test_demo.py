@@ -101,6 +101,26 @@ def test_a_resumed_run_that_differs_is_an_exit_code(
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
+def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--kill", "--epochs", "3", "--seed", "2"]) == 0
+    *_, undisturbed, _, _, disturbed, compared = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"with workers killed ([\d.]+%): (\d+) killed at random while it trained", disturbed)
+    assert found and int(found[2]) >= 1
+    assert undisturbed.split()[2] == found[1]
+    assert compared.strip() == "the same accuracy and losses as undisturbed"
+
+
+def test_a_disturbed_run_that_differs_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sharded_loader.demo_kill.train_and_kill",
+        lambda options: (demo.Report(0.5, 359, (1.0,), None), 4),  # type: ignore[arg-type]
+    )
+    assert main(["demo", "--kill", "--epochs", "1"]) == 1
+    assert "NOT the same accuracy and losses" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -111,6 +131,8 @@ def test_a_resumed_run_that_differs_is_an_exit_code(
         (["--pool", "ray"], r"invalid choice: 'ray' \(choose from '?inline'?, '?thread'?, '?process'?\)"),
         (["--workers", "0"], r"--workers: 0 is out of range: give a number from 1"),
         (["--pool", "inline", "--workers", "2"], r"leave out --workers"),
+        (["--kill", "--pool", "thread"], r"--kill kills worker processes, and --pool thread has none"),
+        (["--kill", "--pool", "inline"], r"--kill kills worker processes, and --pool inline has none"),
         (["--epochs", "0"], r"--epochs: 0 is out of range"),
         (["--epochs", "many"], r"--epochs: 'many' is not a whole number"),
         (["--seed", "-1"], r"--seed: -1 is out of range"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,11 +12,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import multiprocess
 import numpy as np
 import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
 
 PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
 
@@ -172,3 +175,32 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot(monkeypatch: pytest.
         free = sum(end - start for parts in arena._free for start, end in parts)
         taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a descriptor")
+@pytest.mark.parametrize("kind", [SocketLink, PortableLink])
+def test_nothing_follows_a_message_whose_sending_was_interrupted(
+    kind: type[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that was sent, but not yet taken out of the outbox, went out again: the worker read nonsense."""
+    ours, theirs = multiprocess.Pipe(duplex=True)
+    link = kind(ours)
+    send_fds = socket.send_fds
+
+    def interrupted(*arguments: Any) -> int:
+        send_fds(*arguments)
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(socket, "send_fds", interrupted)
+            link.send(b"head", descriptor=theirs.fileno())
+        link.send(b"next")
+        link.flush()
+        assert link.torn
+        assert receive_message(theirs).head == b"head"
+        os.close(receive_descriptor(theirs))
+        assert not theirs.poll()
+    finally:
+        link.close()
+        theirs.close()

@@ -72,6 +72,19 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_a_state_after_the_last_batch_has_all_batches_behind_it(last_batch: str) -> None:
+    with (
+        ShardedDataLoader(range(7), 3, last_batch=last_batch) as loader,
+        ShardedDataLoader(range(7), 3, last_batch=last_batch) as other,
+    ):
+        length, iterator = len(loader), iter(loader)
+        batches(iterator, length)
+        other.load_state_dict(through_json(loader.state_dict()))
+        assert (other.epoch, other.position, len(other)) == (0, length, length)
+        assert batches(iter(other)) == []
+
+
 # -- samplers -----------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import socket
 import sys
 from typing import Any
 
+import multiprocess
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS
@@ -15,6 +16,7 @@ from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.execution import worker
+from sharded_loader.execution.messages import CANCEL, DEATH, pack_head
 from sharded_loader.execution.pools import link
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
@@ -89,3 +91,29 @@ def test_too_many_descriptors_on_their_way_are_sent_later(monkeypatch: pytest.Mo
     with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(1, start_method="fork")) as loader:
         assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
     assert len(refused) == 3
+
+
+def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None:
+    """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
+    ours, theirs = multiprocess.Pipe(duplex=True)
+    trainer = link.make_link(ours)
+    reader = worker._Worker(theirs, 0, 1)
+    read, write = os.pipe()
+    try:
+        trainer.send(pack_head(DEATH), descriptor=read)
+        trainer.send(pack_head(CANCEL, 7))
+        trainer.close()  # end-of-file after that
+
+        def refuse(conn: Any) -> int:
+            os.close(link.receive_descriptor(conn))
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(worker, "receive_descriptor", refuse)
+            reader._finished.set()
+            reader._receive()
+        assert reader._cancelled == {7}
+    finally:
+        theirs.close()
+        os.close(read)
+        os.close(write)

@@ -181,3 +181,24 @@ def test_an_array_that_is_held_after_close_holds_no_descriptor(backend: str) -> 
     array = np.frombuffer(segment.mapping, np.uint8)
     segment.close()
     assert len(os.listdir("/proc/self/fd")) == before and not array.any()
+
+
+def test_a_ctrl_c_while_a_segment_is_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one between the system call and the note of its result; the fixture looks for what is left."""
+    memfd_create = os.memfd_create
+
+    def interrupted(*arguments: Any) -> int:
+        fd = memfd_create(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return fd
+
+    monkeypatch.setattr(os, "memfd_create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create(0, 4096)
+
+
+def test_a_segment_that_nobody_has_noted_closes_its_descriptor() -> None:
+    fd = create(0, 4096).fd
+    assert fd is not None
+    with pytest.raises(OSError):
+        os.fstat(fd)

@@ -25,9 +25,10 @@ from sharded_loader.execution import worker
 from sharded_loader.execution.board import WORDS, new_board
 from sharded_loader.execution.messages import STACKS, Result, Task, pack_head
 from sharded_loader.execution.pools.link import Link
-from sharded_loader.execution.pools.starting import is_starting_worker, uninterrupted
+from sharded_loader.execution.pools.starting import is_starting_worker
 from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
+from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Slot, round_up
 from sharded_loader.memory.segments import Segment, create
 

@@ -3,7 +3,7 @@
     launch(number, ...) -> WorkerHandle        spawn: an interpreter of its own; forkserver: forked from that;
                                                fork: forked from the template (`pools.template`)
 
-What can go wrong: no process, no descriptor (OSError); a template that dies at once (RuntimeError).
+What can go wrong: no process, no descriptor (OSError). A template that is dead is replaced once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sharded_loader.execution.pools import spawning
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.link import PORTABLE, Link, make_link
 from sharded_loader.execution.pools.starting import forget_process, starting_worker
-from sharded_loader.execution.pools.template import ForkedWorker, Template
+from sharded_loader.execution.pools.template import Template, TemplateGone
 from sharded_loader.memory.segments import Segment
 
 
@@ -31,18 +31,13 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
         crew: gets the template, and has the board and the death pipe.
         new_job: what it inherits under fork; otherwise it has yet to be sent.
     """
-    ours, theirs = multiprocess.Pipe(duplex=True)
-    link = make_link(ours)
     try:
-        if start_method == "fork":
-            process: Any = _fork(number, num_workers, crew, new_job, theirs)
-        else:
-            process = _spawn(number, num_workers, start_method, theirs)
-    except BaseException:
-        link.close()
-        raise
-    finally:
-        theirs.close()
+        process, link = _start(number, num_workers, start_method, crew, new_job)
+    except TemplateGone:
+        template, crew.template = crew.template, None
+        if template is not None:
+            template.close()
+        process, link = _start(number, num_workers, start_method, crew, new_job)
     handle = WorkerHandle(number, process, link)
     if crew.board is not None:
         handle.board = board_in(crew.board.mapping, number)
@@ -51,6 +46,23 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
     if crew.death_reader is not None and not PORTABLE:
         link.send(pack_head(DEATH), descriptor=crew.death_reader)
     return handle
+
+
+def _start(number: int, num_workers: int, start_method: str, crew: Crew, new_job: NewJob) -> tuple[Any, Link]:
+    # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
+    ours, theirs = multiprocess.Pipe(duplex=True)
+    link = make_link(ours)
+    try:
+        if start_method == "fork":
+            if crew.template is None:
+                crew.template = Template(new_job, num_workers)
+            return crew.template.fork(number, theirs), link
+        return _spawn(number, num_workers, start_method, theirs), link
+    except BaseException:
+        link.close()
+        raise
+    finally:
+        theirs.close()
 
 
 def _spawn(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
@@ -68,20 +80,6 @@ def _spawn(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
         process.start()
     forget_process(process)
     return process
-
-
-def _fork(number: int, num_workers: int, crew: Crew, new_job: NewJob, conn: Any) -> ForkedWorker:
-    """From the template; from another one if that is dead."""
-    for template in (crew.template, None):
-        if template is None:
-            template = crew.template = Template(new_job, num_workers)
-        try:
-            return template.fork(number, conn)
-        except OSError:
-            if not template.lost:
-                raise
-            template.close()
-    raise RuntimeError("the process that workers are forked from dies as soon as it is made: see its output on stderr")
 
 
 def send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:

@@ -11,8 +11,9 @@ could be made non-blocking). Its sends block for as long as the worker's receive
 which is never long, because that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
 
 Interruptions. A KeyboardInterrupt between a system call and the note of what it did leaves the stream at
-an unknown place. `torn` is True in between, and stays True after one: such a link cannot be used again, its
-worker is replaced. Complete messages lie in `inbox` until the caller has dealt with them and takes them out.
+an unknown place. `torn` is True in between, and stays True after one: such a link sends and receives nothing more,
+its worker is replaced, and what that had to do is done again. Complete messages lie in `inbox` until the caller has
+dealt with them and takes them out.
 
 Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` must stay unchanged until sent.
 """
@@ -152,7 +153,7 @@ class Link(ABC):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        """Send a message, or as much of it as goes now. A worker that is gone is noticed by `receive`.
+        """Send a message, or as much of it as goes now; nothing if torn. `receive` notices a worker that is gone.
 
         Args:
             head: kind, run, seq and content.
@@ -224,6 +225,8 @@ class SocketLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
+        if self.torn:
+            return
         frames: list[memoryview] = []
         first = head_frame(head, piped(buffers) if places is None else places)
         for frame in (memoryview(first), *buffers):
@@ -239,6 +242,8 @@ class SocketLink(Link):
         self.flush()
 
     def flush(self) -> None:
+        if self.torn:
+            return
         self.torn = True
         while self._outbox:
             item = self._outbox[0]
@@ -261,6 +266,8 @@ class SocketLink(Link):
         self.torn = False
 
     def receive(self) -> None:
+        if self.torn:
+            return
         self.torn = True
         while self._fill():
             self._advance()
@@ -338,6 +345,8 @@ class PortableLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
+        if self.torn:
+            return
         self.torn = True
         try:
             send_message(self._conn, head, piped(buffers) if places is None else places, buffers)
@@ -352,6 +361,8 @@ class PortableLink(Link):
         pass
 
     def receive(self) -> None:
+        if self.torn:
+            return
         self.torn = True
         try:
             while self._conn.poll():

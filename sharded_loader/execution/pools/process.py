@@ -59,10 +59,10 @@ from sharded_loader.execution.pools.link import Link, wait_for_any
 from sharded_loader.execution.pools.starting import (
     choose_start_method,
     start_forkserver,
-    uninterrupted,
 )
 from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
 from sharded_loader.execution.pools.translation import decode_result, own_pickle
+from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.sizes import RecentSizes

@@ -76,27 +76,6 @@ def is_starting_worker() -> bool:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Inside, a Ctrl-C is noted; it is raised at the end of the block.
-
-    For the few places where half a job leaks a process or a descriptor. Blocking the signal would not do:
-    another thread of the process (OpenBLAS starts some) takes it, and Python raises in the main thread.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    noted: list[Any] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if noted:
-            before(*noted[-1])
-
-
-@contextlib.contextmanager
 def starting_worker(start_method: str) -> Iterator[None]:
     """Inside, this thread's processes start without the user's script, and with SIGINT blocked.
 

@@ -12,8 +12,8 @@ locks and a GPU context, and its dataset may have changed. The template has one 
 It reaps a child only when it is told to, so a pid that the trainer knows is that of its worker until then. It ends
 with the pipe to the trainer, when the trainer closes it or dies; its workers have pipes of their own.
 
-What can go wrong: it is killed. Then the next `fork` raises OSError, and the pool makes another template out of the
-trainer as it is now: a last resort. Exit codes of its workers are unknown from then on (None).
+What can go wrong: it is killed. Then the next `fork` raises TemplateGone, and the pool makes another template out of
+the trainer as it is now: a last resort. Exit codes of its workers are unknown from then on (None).
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ _REQUEST = struct.Struct("!cq")
 _ANSWER = struct.Struct("!q")
 _FORK, _REAP = b"F", b"R"
 _UNKNOWN = 1 << 32
+
+
+class TemplateGone(Exception):
+    """The template is dead, or does not answer. It may have forked a worker, which ends with its pipe."""
 
 
 class Template:
@@ -91,13 +95,17 @@ class Template:
             conn: its end of the pipe; the caller closes its own copy.
 
         Raises:
-            OSError: the template is gone, or cannot fork.
+            OSError: the template cannot fork.
+            TemplateGone: it is gone: close it, and ``conn``, which a worker may have.
         """
         sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
         try:
             descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
-            self._send_fds(_REQUEST.pack(_FORK, number), descriptors)
-            pid = self._answer()
+            try:
+                self._send_fds(_REQUEST.pack(_FORK, number), descriptors)
+                pid = self._answer()
+            except OSError as error:
+                raise TemplateGone(f"the template process is gone: {error}") from error
             if pid < 0:
                 raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
         except BaseException:
