@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else 
 POOLS = ("inline", "thread", *PROCESS_POOLS)
 
 
+def _quick_first(names: Iterable[str]) -> list[Any]:
+    """Parameters of a fixture: the forkserver, which shares most of its code with spawn, is left to the slow tests."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name == "forkserver" else name for name in names]
+
+
 def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     """A pool by the name that tests are parametrised with."""
     if name == "inline":
@@ -35,25 +40,25 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     return ProcessPool(num_workers, start_method=name, **options)
 
 
-@pytest.fixture(params=POOLS)
+@pytest.fixture(params=_quick_first(POOLS))
 def pool(request: pytest.FixtureRequest) -> Pool:
     """Every pool and start method, one after the other, with two workers."""
     return make_pool(request.param)
 
 
-@pytest.fixture(params=[name for name in POOLS if name != "inline"])
+@pytest.fixture(params=_quick_first(name for name in POOLS if name != "inline"))
 def worker_pool(request: pytest.FixtureRequest) -> Pool:
     """Every pool that has workers."""
     return make_pool(request.param)
 
 
-@pytest.fixture(params=PROCESS_POOLS)
+@pytest.fixture(params=_quick_first(PROCESS_POOLS))
 def process_pool(request: pytest.FixtureRequest) -> ProcessPool:
     """Every start method."""
     return ProcessPool(2, start_method=request.param)
 
 
-@pytest.fixture(params=POOLS)
+@pytest.fixture(params=_quick_first(POOLS))
 def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
     """Makes pools of one kind, for tests that need several."""
     return lambda num_workers=2, **options: make_pool(request.param, num_workers, **options)
