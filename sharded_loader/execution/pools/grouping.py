@@ -34,9 +34,9 @@ class Grouping:
 
     Example:
         >>> grouping = Grouping()
-        >>> for _ in range(100): grouping.note(20e-6)
+        >>> for _ in range(100): grouping.note(29e-6)
         >>> grouping.size
-        15
+        10
         >>> for _ in range(100): grouping.note(5e-3)
         >>> grouping.size
         1
