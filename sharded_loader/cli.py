@@ -217,7 +217,7 @@ def _compare(accuracy: float, losses: tuple[float, ...], undisturbed: Report, sa
 
 def _parse_devices(text: str) -> tuple[torch.device, ...]:
     from sharded_loader import demo
-    from sharded_loader.devices.placement import find_device
+    from sharded_loader.devices.names import find_device
 
     if text.strip() == "auto":
         return demo.default_devices()

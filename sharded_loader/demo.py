@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from sharded_loader.data.datasets import ArrayDataset, Dataset
-from sharded_loader.devices.placement import accelerators
+from sharded_loader.devices.names import accelerators
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.process import ProcessPool
 from sharded_loader.execution.pools.thread import ThreadPool

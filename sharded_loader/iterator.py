@@ -1,6 +1,7 @@
 """One way through one epoch of a loader.
 
-    pipeline.next -> entry -> placement -> pipeline.done -> the user
+    pipeline.next -> entry -> placement.begin, finish -> pipeline.done -> the user
+                     and placement.begin for the next ones, where they are copied by streams
 
 An iterator owns its place in the epoch, nothing else; it keeps its loader open by holding it. Handing out is
 the last step: interrupted before it is over, the batch is the next one again. What goes wrong with a batch
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import NOTHING, Result
 from sharded_loader.execution.pipeline import Entry, Pipeline, Run
@@ -122,11 +124,45 @@ class EpochIterator(Iterator[Any]):
         assert result is not None  # the pipeline returns finished entries
         if result.error is not None or result.batch is NOTHING or entry.task is None:
             return result, None
+        placement = self._placement
         try:
-            return result, self._placement.finish(self._placement.begin(result.batch, entry.task.sharded))
+            if entry.begun is None:
+                entry.begun = self._begin(entry, result)
+            if placement.ahead:
+                self._begin_behind()
+            return result, placement.finish(entry.begun)
         except Exception as error:
             Place(self.run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
             return Result(result.run, result.seq, error=error), None
+
+    def _begin(self, entry: Entry, result: Result) -> Any:
+        """Send the next batch on its way, at the expense of those behind it where a device has no memory for all."""
+        assert entry.task is not None  # it has a result
+        placement = self._placement
+        try:
+            return placement.begin(result.batch, entry.task.sharded)
+        except OUT_OF_MEMORY:
+            for other in self._pipeline.finished(self.run, placement.ahead):
+                other.begun = None
+            placement.make_room()
+            return placement.begin(result.batch, entry.task.sharded)
+
+    def _begin_behind(self) -> None:
+        """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
+        placement = self._placement
+        for entry in self._pipeline.finished(self.run, placement.ahead):
+            result = entry.result
+            if entry.begun is not None or entry.task is None or result is None or result.error is not None:
+                continue
+            if result.batch is NOTHING:
+                continue
+            try:
+                entry.begun = placement.begin(result.batch, entry.task.sharded)
+            except OUT_OF_MEMORY:
+                placement.make_room()
+                return
+            except Exception:
+                return
 
     def _warn_of_lost(self, batch: int, result: Result) -> None:
         where = f"epoch {self.run.epoch}, batch {batch}"

@@ -35,7 +35,8 @@ from sharded_loader.arguments import (
 )
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.foreign import takes_arrays
-from sharded_loader.devices.placement import Placement, find_devices
+from sharded_loader.devices.names import find_devices
+from sharded_loader.devices.placement import Placement
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
 from sharded_loader.execution.messages import Job, OnError
 from sharded_loader.execution.pipeline import Pipeline, Run
@@ -160,11 +161,13 @@ class ShardedDataLoader:
         self._pipeline = Pipeline(workers, 0)
         self.prefetch = prefetch
         claim(workers)
+        workers.use_memory(self._placement.empty, self._placement.register)
+        self._pipeline.at_hand = max(2, 1 + self._placement.ahead)
         self._meter = Meter()
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._progress = Progress(self._order, self._live)
         self._stale = False
-        self._closer = weakref.finalize(self, workers.closer())
+        self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
 
     # -- plain attributes -----------------------------------------------------------------------------------
 
@@ -435,6 +438,7 @@ class ShardedDataLoader:
             tensor([0, 1])
         """
         self._pipeline.close()
+        self._placement.closer()()
         self._closer.detach()
 
     def __enter__(self) -> ShardedDataLoader:
@@ -449,3 +453,8 @@ class ShardedDataLoader:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
         return describe(self, self._split, self._placement, self._meter.looks, self._progress.resumes)
+
+
+def _close_both(close_pool: Callable[[], None], close_placement: Callable[[], None]) -> None:
+    close_pool()
+    close_placement()

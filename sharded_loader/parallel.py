@@ -39,7 +39,7 @@ from sharded_loader.data.structure import (
     rebuild_sequence,
     to_torch,
 )
-from sharded_loader.devices.placement import find_devices
+from sharded_loader.devices.names import find_devices, indexed
 
 DeviceLike = str | int | torch.device
 
@@ -190,15 +190,7 @@ def _mover(device: torch.device) -> Callable[[Any], Any]:
 def _resolve(devices: Any) -> list[torch.device]:
     """The devices that are meant, each with its index, so that equal ones compare equal."""
     found, _ = find_devices(None, devices)
-    return [_indexed(device) for device in found or ()]
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.index is None and device.type in ("cuda", "xpu"):
-        return torch.device(device.type, getattr(torch, device.type).current_device())
-    return device
+    return [indexed(device) for device in found or ()]
 
 
 class Replicas:

@@ -1,97 +1,40 @@
 """From a batch as a worker made it to tensors where the user wants them.
 
-    batch of NumPy arrays and tensors  --begin, finish-->  tensors in host memory, or on a device
-    list of such (shards)              --begin, finish-->  shards[i] on devices[i]
+    batch of NumPy arrays and tensors  --begin-->  on its way  --finish-->  tensors in host memory, or on a device
+    list of such (shards)                  "                       "        shards[i] on devices[i]
 
-Towards an accelerator a tensor is pinned first, in memory that torch's own pinned allocator owns, and then
-copied without blocking the host: torch keeps that memory until the copy has passed.
+A shard's copy goes by the lane of its device (`devices.lane`), each with a stream of its own, all at the same time,
+none by way of another device. `begin` is called ahead, for `ahead` batches behind the one that is handed out next. What
+is page-locked, and what the batches of threads lie in, is in `devices.pinning`. Lanes are made at the first batch, so
+that a loader that is only constructed touches no device.
 
-Anything that is no array, tensor or structure of them stays as it is, except that an object with a ``to``
-method (a ``PackedSequence``, a tokenizer's encoding) is asked to move itself.
+Anything that is no array, tensor or structure of them stays as it is, except that an object with a ``to`` method (a
+tokenizer's encoding) is asked to move itself. An array that stands in several places of a batch is copied once.
+
+What can go wrong: no memory on a device. Then no more than one batch is copied ahead from there on, what torch has
+cached is given back, and the copy is tried again; if that fails, it is that batch's error.
 """
 
 from __future__ import annotations
 
+import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sharded_loader.data.structure import map_leaves, to_torch
+from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.names import accelerators, indexed
+from sharded_loader.devices.pinning import Drain, PinnedMemory, Registrar
+from sharded_loader.devices.streams import Streams, streams_of
+from sharded_loader.errors import add_note
 
-
-def accelerators() -> list[torch.device]:
-    """The accelerators that this process can see."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
-    if accelerator is not None and accelerator.is_available():
-        kind = accelerator.current_accelerator().type
-        return [torch.device(kind, i) for i in range(accelerator.device_count())]
-    if torch.backends.mps.is_available():
-        return [torch.device("mps", 0)]
-    return []
-
-
-def find_device(name: Any) -> torch.device:
-    """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
-
-    Raises:
-        ValueError: there is no such device; the message lists those that there are.
-        TypeError: ``name`` is none of these.
-    """
-    present = [torch.device("cpu"), *accelerators()]
-    listed = ", ".join(map(str, present))
-    if isinstance(name, bool) or not isinstance(name, (str, int, torch.device)):
-        raise TypeError(f"device {name!r} is a {type(name).__name__}; give a name, an index or a torch.device")
-    if isinstance(name, int):
-        if not 0 <= name < len(present) - 1:
-            raise ValueError(f"there is no accelerator {name}; this process sees: {listed}")
-        return present[1 + name]
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is unknown; this process sees: {listed}") from None
-    # The meta device holds no data: only who makes the object himself can mean it (as a stand-in, in tests).
-    if device.type == "cpu" or name == torch.device("meta"):
-        return device
-    same_kind = [one for one in present if one.type == device.type]
-    if not same_kind or (device.index is not None and device.index >= len(same_kind)):
-        raise ValueError(f"device {str(device)!r} is not there; this process sees: {listed}")
-    return device
-
-
-def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, bool]:
-    """The devices that the loader's arguments ask for.
-
-    Returns:
-        The devices, or None for host memory; and whether batches are lists of shards.
-
-    Raises:
-        ValueError, TypeError: both are given, an int alone, an empty list, or an unknown device.
-    """
-    if device is not None and devices is not None:
-        raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
-    for name, value in (("device", device), ("devices", devices)):
-        if isinstance(value, int):
-            raise ValueError(
-                f"{name}={value!r}: an int alone could be an index or a count; "
-                f'say device="cuda:{value}" for one device, devices=[0, 1] for several, devices="auto" for all'
-            )
-    if device is not None:
-        return [find_device(device)], False
-    if devices is None:
-        return None, False
-    if devices == "auto":
-        return accelerators() or [torch.device("cpu")], True
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f'devices is {devices!r}; give a list such as ["cuda:0", "cuda:1"], or "auto"; device= takes one'
-        )
-    if not devices:
-        raise ValueError('devices is empty; name at least one, or give "auto"')
-    return [find_device(one) for one in devices], True
+AHEAD = 2
+"""Batches copied ahead: one is being copied while the one before it waits for the consumer."""
 
 
 class Placement:
@@ -100,6 +43,9 @@ class Placement:
     Args:
         devices: of the shards, or of plain batches (the first); None: host memory.
         pin_memory: without devices, put batches into pinned host memory.
+
+    Attributes:
+        ahead: how many batches to begin behind the next one; 0 where nothing is copied by a stream.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool) -> None:
@@ -108,6 +54,32 @@ class Placement:
         if pin_memory and not accelerators():
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
             self._pin = False
+        self._on_host = all(one.type == "cpu" for one in devices or ())
+        self._asynchronous = [one for one in devices or () if streams_of(one) is not None]
+        self.ahead = AHEAD if self._asynchronous else 0
+        self._lanes: dict[torch.device, Lane] = {}
+        self._registrar: Registrar | None = None
+        self._memory: PinnedMemory | None = None
+
+    # -- memory that batches come from ----------------------------------------------------------------------
+
+    def register(self, mapping: mmap.mmap) -> Drain | None:
+        """Make a segment readable for the devices; what undoes that, or None."""
+        if not self._asynchronous:
+            return None
+        if self._registrar is None:
+            self._registrar = Registrar(_streams(self._asynchronous[0]), self.closer())
+        return self._registrar.register(mapping)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        """Memory for the batches of threads, and of the loop itself: pinned, if they are going to be copied."""
+        if not self._asynchronous:
+            return np.empty(shape, dtype)
+        if self._memory is None:
+            self._memory = PinnedMemory(_streams(self._asynchronous[0]))
+        return self._memory.empty(shape, dtype)
+
+    # -- batches --------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any, sharded: bool) -> Any:
         """Start to put ``batch`` where it belongs. Copies to an accelerator may still be under way after this.
@@ -118,33 +90,98 @@ class Placement:
 
         Returns:
             What `finish` makes the user's batch of.
+
+        Raises:
+            Exception: a device has no memory for it, or an object in it cannot be moved.
         """
-        devices = self.devices
-        if devices is None:
-            host = to_torch(batch)
+        host = to_torch(batch)
+        if self.devices is None:
             return map_leaves(_pin, host) if self._pin else host
-        if not sharded:
-            return self._move(batch, devices[0])
-        return [self._move(shard, device) for shard, device in zip(batch, devices, strict=False)]
+        if self._on_host:
+            return host
+        shards = host if sharded else [host]
+        # Shards of one device in one go: an array that stands in several of them is copied once.
+        groups: dict[torch.device, list[int]] = {}
+        for number, device in zip(range(len(shards)), self.devices, strict=False):
+            groups.setdefault(device, []).append(number)
+        parts = [(numbers, self._send(device, [shards[n] for n in numbers])) for device, numbers in groups.items()]
+        return Begun(parts, len(shards), sharded)
 
     def finish(self, begun: Any) -> Any:
-        """The batch, ready on the current stream of this thread (here copies run on that stream anyway)."""
-        return begun
+        """The batch, ready on the current stream of this thread."""
+        if type(begun) is not Begun:
+            return begun
+        batch: list[Any] = [None] * begun.count
+        for numbers, part in begun.parts:
+            lane, part = part if isinstance(part, tuple) else (None, part)
+            for number, shard in zip(numbers, part if lane is None else lane.finish(part), strict=True):
+                batch[number] = shard
+        return batch if begun.sharded else batch[0]
 
-    @staticmethod
-    def _move(batch: Any, device: torch.device) -> Any:
-        host = to_torch(batch)
-        if device.type == "cpu":
-            return host
-        return map_leaves(lambda leaf: _to_device(leaf, device), host)
+    def make_room(self) -> None:
+        """A device has no memory left: copy less ahead from here on, and give back what is not used."""
+        self.ahead = min(self.ahead, 1)
+        for lane in self._lanes.values():
+            lane.make_room()
+
+    def closer(self) -> Callable[[], None]:
+        """What waits for the copies under way, as a function that does not hold this object."""
+        lanes = self._lanes
+        return lambda: _drain(lanes)
+
+    def _send(self, device: torch.device, shards: list[Any]) -> Any:
+        """Begin to copy the shards of one device: the lane and the transit, or the shards where there is no stream."""
+        try:
+            if device.type == "cpu":
+                # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not
+                # know of it.
+                return map_leaves(_clone, shards)
+            lane = self._lanes.get(device)
+            if lane is None:
+                streams = streams_of(indexed(device))
+                if streams is None:
+                    return map_leaves(lambda leaf: _to(leaf, device), shards)
+                lane = self._lanes[device] = Lane(streams)
+            return lane, lane.begin(shards)
+        except Exception as error:
+            add_note(error, f"raised while the batch was copied to {device}")
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A batch of which some shards are on their way.
+
+    Attributes:
+        parts: for each device the numbers of its shards, and the shards, or the lane and the transit that they are in.
+        count: how many shards.
+        sharded: whether the batch is the list of them.
+    """
+
+    parts: list[tuple[list[int], Any]]
+    count: int
+    sharded: bool
+
+
+def _streams(device: torch.device) -> Streams:
+    found = streams_of(indexed(device))
+    assert found is not None  # asked for devices that have some
+    return found
+
+
+def _drain(lanes: dict[torch.device, Lane]) -> None:
+    for lane in list(lanes.values()):
+        lane.drain()
 
 
 def _pin(leaf: Any) -> Any:
+    # By torch, one copy: only memory of its own does it guard when the user copies from it and drops the batch at once.
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
-def _to_device(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        pinned = leaf.pin_memory() if device.type == "cuda" and leaf.device.type == "cpu" else leaf
-        return pinned.to(device, non_blocking=True)
-    return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _to(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sharded_loader.errors import LoaderClosedError, Place
 from sharded_loader.execution.messages import Job, Result, Task
@@ -38,12 +38,13 @@ from sharded_loader.sampling.reading import EpochReading
 
 @dataclass(slots=True)
 class Entry:
-    """A batch in flight: planned, perhaps dispatched, perhaps finished."""
+    """A batch in flight: planned, perhaps dispatched, perhaps finished, perhaps on its way to the devices (`begun`)."""
 
     seq: int
     task: Task | None
     result: Result | None = None
     dispatched: bool = False
+    begun: Any = None
 
 
 @dataclass
@@ -80,12 +81,16 @@ class Pipeline:
         pool: who reads.
         prefetch: how many batches of a run are kept in flight. May be changed at any time.
         deepens: keep so many groups in flight, where batches are so cheap that several are submitted together.
+
+    Attributes:
+        at_hand: the pool is asked for more when not so many batches are finished.
     """
 
     def __init__(self, pool: Pool, prefetch: int, *, deepens: bool = False) -> None:
         self.pool = pool
         self.prefetch = prefetch
         self.deepens = deepens
+        self.at_hand = 2
         self.closed = False
         self._pid = os.getpid()
         self._numbers = itertools.count()
@@ -254,6 +259,12 @@ class Pipeline:
                 if self.closed:
                     self.shut()
 
+    def finished(self, run: Run, count: int) -> list[Entry]:
+        """Of the ``count`` batches behind the next one, those that are finished up to the first that is not."""
+        with self._lock:
+            behind = itertools.islice(run.window, 1, 1 + count)
+            return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
+
     def undo(self, run: Run, entry: Entry) -> None:
         """Handing out was interrupted: the batch is the next one again."""
         with self._lock:
@@ -293,8 +304,8 @@ class Pipeline:
                 self._drop_ended()
             if run.dead is not None:
                 self._raise_dead(run)
-            # With two batches at hand nobody need ask the pool now: a system call per worker.
-            elif len(window) < 2 or window[0].result is None or window[1].result is None:
+            # With some batches at hand nobody need ask the pool now: a system call per worker.
+            elif not self._has_at_hand(window):
                 self._refill(run, self._depth() or 1)
                 if self._waits(run):
                     self._dispatch()
@@ -311,6 +322,9 @@ class Pipeline:
         finally:
             if self.closed:
                 self.shut()
+
+    def _has_at_hand(self, window: deque[Entry]) -> bool:
+        return len(window) >= self.at_hand and all(window[i].result is not None for i in range(self.at_hand))
 
     @staticmethod
     def _raise_dead(run: Run) -> NoReturn:

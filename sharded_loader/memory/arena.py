@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import bisect
 import errno
+import mmap
 import os
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,9 @@ PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
 
+Register = Callable[[mmap.mmap], Callable[[], None] | None]
+
+
 def round_up(nbytes: int, multiple: int) -> int:
     """The least multiple that holds ``nbytes``."""
     return -(-nbytes // multiple) * multiple
@@ -64,9 +69,13 @@ class Arena:
     Args:
         max_bytes: bound on all segments together; None: a quarter of what is free when the first is made,
             shared by the processes of this machine (LOCAL_WORLD_SIZE).
+        register: called with the memory of each new segment (a device is to read it by itself); returns what is to be
+            called before that memory goes, or None.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, register: Register | None = None) -> None:
+        self.register = register
+        self._registered: list[Callable[[], None]] = []
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
@@ -140,6 +149,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
+        undo, self._registered = self._registered, []
+        for function in undo:
+            function()
         segments, self.segments, self._free = self.segments, [], []
         # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
         self._returned, self._out, self._retired = deque(), {}, set()
@@ -202,6 +214,8 @@ class Arena:
         # In the place of one that an interruption between these two lines has left there.
         self.segments[len(self._free) :] = [segment]
         self._free.append([(0, segment.nbytes)])
+        if self.register is not None and (undo := self.register(segment.mapping)) is not None:
+            self._registered.append(undo)
         return True
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:

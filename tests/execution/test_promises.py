@@ -441,18 +441,13 @@ def test_a_batch_that_cannot_be_moved_is_one_batch_s_error(pool: Pool) -> None:
     def batchify(samples: list[int]) -> Any:
         return Immovable() if 0 in samples else samples
 
-    with ShardedDataLoader(range(4), 2, batchify_fn=batchify, pool=pool) as loader:
-        loader._placement._move = move_all  # type: ignore[method-assign]
-        loader._placement.devices = [torch.device("cpu")]
+    with ShardedDataLoader(range(4), 2, batchify_fn=batchify, pool=pool, device=torch.device("meta")) as loader:
         iterator = iter(loader)
         with pytest.raises(Boom) as caught:
             next(iterator)
-        assert "epoch 0, batch 0" in notes(caught.value)[0]
+        assert "copied to meta" in notes(caught.value)[0]
+        assert "epoch 0, batch 0" in notes(caught.value)[1]
         assert next(iterator) == [2, 3]
-
-
-def move_all(batch: Any, device: torch.device) -> Any:
-    return batch.to(device) if isinstance(batch, Immovable) else batch
 
 
 def test_a_batch_that_cannot_be_looked_at_is_delivered(pool: Pool) -> None:

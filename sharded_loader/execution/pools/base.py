@@ -19,7 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sharded_loader.data.errors import Empty, new_array
 from sharded_loader.execution.messages import Job, Result, Task
+from sharded_loader.memory.arena import Register
 
 
 class Pool(ABC):
@@ -29,12 +31,23 @@ class Pool(ABC):
         num_workers: how many workers read at the same time; 0 if the caller does.
         group: how many tasks are best submitted together, more than one while batches are cheap.
         shares_dataset: whether the samples are read from the trainer's own dataset object.
+        empty: gives the memory that batches are put together in, where that is this process's own.
     """
 
     num_workers: int = 0
     group: int = 1
     shares_dataset: bool = True
     worker_init_fn: Callable[[int], Any] | None = None
+    empty: Empty = staticmethod(new_array)
+
+    def use_memory(self, empty: Empty, register: Register) -> None:
+        """Say where batches are to lie; before the pool is started.
+
+        Args:
+            empty: gives the memory that batches are put together in, where that is this process's own.
+            register: to be called with each stretch of shared memory that batches come through.
+        """
+        self.empty = empty
 
     @property
     @abstractmethod

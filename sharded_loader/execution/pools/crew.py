@@ -29,7 +29,7 @@ from sharded_loader.execution.pools.starting import is_starting_worker
 from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
-from sharded_loader.memory.arena import PAGE, Arena, Slot, round_up
+from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
 from sharded_loader.memory.segments import Segment, create
 
 CLOSING_GRACE = 0.02
@@ -43,6 +43,7 @@ class Crew:
     def __init__(self, max_bytes: int | None) -> None:
         self.handles: list[WorkerHandle] = []
         self.max_bytes = max_bytes
+        self.register: Register | None = None
         self.arena = Arena(max_bytes)
         self.wake_reader: Any = None
         self._wake_writer: Any = None
@@ -82,7 +83,7 @@ class Crew:
             board, self.board = self.board, None
             if board is not None:
                 board.close()
-            arena, self.arena = self.arena, Arena(self.max_bytes)
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
             arena.close()
 
     def close_death_pipe(self) -> None:

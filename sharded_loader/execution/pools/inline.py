@@ -45,7 +45,7 @@ class InlinePool(Pool):
     def read(self, task: Task) -> Result | None:
         """The batch of a task; None if the pool has been closed."""
         with self._reading:
-            return None if self._reader is None else self._reader.read(task)
+            return None if self._reader is None else self._reader.read(task, empty=self.empty)
 
     def close(self) -> None:
         self._reader = None

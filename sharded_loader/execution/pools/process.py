@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sharded_loader.data.errors import Empty
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
     CANCEL,
@@ -64,6 +65,7 @@ from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died
 from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
+from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.sizes import RecentSizes
 
@@ -147,6 +149,9 @@ class ProcessPool(Pool):
             max_bytes=self._crew.max_bytes,
         )
         return make, ()
+
+    def use_memory(self, empty: Empty, register: Register) -> None:
+        self._crew.register = self._crew.arena.register = register
 
     @property
     def _workers(self) -> list[WorkerHandle]:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sharded_loader.data.errors import Empty
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.execution.messages import Job, Result, Task
@@ -54,7 +55,8 @@ class _Seat:
 class _Shared:
     """What the threads of one start of the pool see. They do not see the pool, so it can be collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Empty) -> None:
+        self.empty = empty
         self.tasks: queue.SimpleQueue[tuple[Reader, Task] | None] = queue.SimpleQueue()
         self.cancelled: set[int] = set()
         self.results: deque[Result | Exception] = deque()
@@ -133,7 +135,7 @@ class ThreadPool(Pool):
         self._reader = Reader(job)
         if self._shared is not None:
             return
-        shared = _Shared()
+        shared = _Shared(self.empty)
         self._number = next(_pool_numbers)
         shared.seats = [self._seat(shared, number) for number in range(self.num_workers)]
         self._shared = shared
@@ -238,7 +240,7 @@ def _work(shared: _Shared, seat: _Seat, init: list[Callable[[int], Any] | None])
         if task.run not in shared.cancelled:
             board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
             seat.task = task
-            result = reader.read(task, f"thread {number}", board=board)
+            result = reader.read(task, f"thread {number}", shared.empty, board)
             board[SAMPLE], seat.task = IDLE, None
             if shared.closing or seat.written_off:
                 return

@@ -1,0 +1,102 @@
+"""Which devices the user means.
+
+    device=, devices=  --find_devices-->  torch.device objects, or None for host memory
+
+What can go wrong: a device that is not there, an int alone, an empty list (ValueError, TypeError; the messages list
+the devices that there are). Looking creates no context on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def accelerators() -> list[torch.device]:
+    """The accelerators that this process can see."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
+    if accelerator is not None and accelerator.is_available():
+        kind = accelerator.current_accelerator().type
+        return [torch.device(kind, i) for i in range(accelerator.device_count())]
+    if torch.backends.mps.is_available():
+        return [torch.device("mps", 0)]
+    return []
+
+
+def find_device(name: Any) -> torch.device:
+    """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
+
+    Raises:
+        ValueError: there is no such device; the message lists those that there are.
+        TypeError: ``name`` is none of these.
+    """
+    present = [torch.device("cpu"), *accelerators()]
+    listed = ", ".join(map(str, present))
+    if isinstance(name, bool) or not isinstance(name, (str, int, torch.device)):
+        raise TypeError(f"device {name!r} is a {type(name).__name__}; give a name, an index or a torch.device")
+    if isinstance(name, int):
+        if not 0 <= name < len(present) - 1:
+            raise ValueError(f"there is no accelerator {name}; this process sees: {listed}")
+        return present[1 + name]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is unknown; this process sees: {listed}") from None
+    # The meta device holds no data: only who makes the object himself can mean it (as a stand-in, in tests).
+    if device.type == "cpu" or name == torch.device("meta"):
+        return device
+    same_kind = [one for one in present if one.type == device.type]
+    if not same_kind or (device.index is not None and device.index >= len(same_kind)):
+        raise ValueError(f"device {str(device)!r} is not there; this process sees: {listed}")
+    return device
+
+
+def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, bool]:
+    """The devices that the loader's arguments ask for.
+
+    Returns:
+        The devices, or None for host memory; and whether batches are lists of shards.
+
+    Raises:
+        ValueError, TypeError: both are given, an int alone, an empty list, or an unknown device.
+    """
+    if device is not None and devices is not None:
+        raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
+    for name, value in (("device", device), ("devices", devices)):
+        if isinstance(value, int):
+            raise ValueError(
+                f"{name}={value!r}: an int alone could be an index or a count; "
+                f'say device="cuda:{value}" for one device, devices=[0, 1] for several, devices="auto" for all'
+            )
+    if device is not None:
+        return [find_device(device)], False
+    if devices is None:
+        return None, False
+    if devices == "auto":
+        return accelerators() or [torch.device("cpu")], True
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(
+            f'devices is {devices!r}; give a list such as ["cuda:0", "cuda:1"], or "auto"; device= takes one'
+        )
+    if not devices:
+        raise ValueError('devices is empty; name at least one, or give "auto"')
+    return [find_device(one) for one in devices], True
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its number, so that equal ones compare equal: ``cuda`` is the current one.
+
+    Example:
+        >>> indexed(torch.device("cpu", 0))
+        device(type='cpu')
+    """
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None or device.type == "meta":
+        return device
+    module = torch.get_device_module(device)
+    return torch.device(device.type, module.current_device()) if hasattr(module, "current_device") else device

@@ -1,0 +1,115 @@
+"""What an accelerator offers for copies that wait for nobody: streams, events, pinned host memory.
+
+    Streams(device)   of torch's module for its kind (torch.cuda, torch.xpu): one code path for all of them
+    streams_of(device) -> Streams, or None where there are none (CPU, mps)
+
+Nothing here decides anything: when to copy and what waits for what is said in `devices.lane`. Tests put a device
+in this place that carries its streams' work out late and in odd orders.
+
+What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (RuntimeError of torch).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,)
+"""What torch raises when an accelerator has no memory left."""
+
+
+class Streams:
+    """One accelerator, as far as copies to it are concerned.
+
+    Args:
+        device: with its number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the device current: pinning and events belong to whichever is."""
+        return self._module.device(self.device)  # type: ignore[no-any-return]
+
+    def new_stream(self) -> Any:
+        return self._module.Stream(self.device)
+
+    def caller_stream(self) -> Any:
+        """The current stream of the calling thread."""
+        return self._module.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Give the work in the block to ``stream``."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def record(self, stream: Any) -> Any:
+        """An event that passes when all work that ``stream`` has been given is done."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Work that ``stream`` is given from now on waits for the event; the host does not."""
+        stream.wait_event(event)
+
+    def has_passed(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def block(self, event: Any) -> None:
+        """Let the host wait for the event."""
+        event.synchronize()
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Memory on the device for a host tensor, in its layout; taken on the caller's stream."""
+        return torch.empty_like(host, device=self.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from pinned host memory, on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The tensor's memory is not to be reused before what ``stream`` has been given by its end is done."""
+        tensor.record_stream(stream)
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return host.is_pinned()
+
+    def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """A copy in pinned memory with these strides; torch uses that again when the copies from it have passed."""
+        pinned = torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(host)
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        """So much pinned memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def runtime(self) -> Any:
+        """What page-locks memory in place (``cudaHostRegister``, ``cudaHostUnregister``); None where nothing does."""
+        return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def empty_cache(self) -> None:
+        """Give unused memory back to the device."""
+        self._module.empty_cache()
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free on the device, with what torch holds and does not use; and bytes in all."""
+        free, total = self._module.mem_get_info(self.device)
+        unused = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
+        return int(free + unused), int(total)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; None where it has none.
+
+    Example:
+        >>> streams_of(torch.device("cpu")) is None
+        True
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return Streams(device) if hasattr(module, "Stream") and hasattr(module, "current_stream") else None

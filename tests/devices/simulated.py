@@ -1,0 +1,275 @@
+"""An accelerator that does its work late: streams, events, device memory and page-locked memory, without any hardware.
+
+Work given to a stream waits in a queue and reads and writes memory only when `Machine.run` gets to it, in an order that
+a seed chooses among those that streams and events allow. Copies and kernels know addresses and hold nothing, like those
+of a real device, so memory that is used again too early shows as wrong values. Device memory is handed out as torch's
+allocator does it: a block that is dropped may be used again at once by work on the stream that it was allocated on, and
+after the ends of the streams that it was recorded on.
+
+`Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
+unmapped under a copy, and so on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from sharded_loader.devices.streams import Streams
+
+KIND = "privateuseone"
+"""The kind of device that torch leaves to others."""
+
+
+class Event:
+    def __init__(self) -> None:
+        self.passed = False
+
+
+class Stream:
+    """A queue of work: (what, whether it can be done now)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: deque[tuple[Callable[[], None], Callable[[], bool], range | None]] = deque()
+
+    def give(self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None) -> None:
+        self.queue.append((work, ready, reads))
+
+
+class Machine:
+    """All devices, and the host memory that they read.
+
+    Args:
+        seed: of the order in which work is done.
+        blocks: device memory, in allocations; None: without end.
+    """
+
+    def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None) -> None:
+        self.devices = [torch.device(KIND, number) for number in range(count)]
+        self.streams: dict[torch.device, list[Stream]] = {one: [Stream(f"{one} default")] for one in self.devices}
+        self.registered: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self.blocks = blocks
+        self.faults: list[str] = []
+        self.log: list[tuple[Any, ...]] = []
+        self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
+        self.refuse: int = 0
+        self.memory_bytes = (1 << 30, 1 << 30)
+        self._random = random.Random(seed)
+        self.recorded: dict[int, list[Stream]] = {}
+        self._current = threading.local()
+        self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
+        self._pending: list[tuple[list[Event], Stream, np.ndarray]] = []
+        self._lock = threading.RLock()
+
+    # -- streams --------------------------------------------------------------------------------------------
+
+    def stream(self, device: torch.device) -> Stream:
+        """The calling thread's current stream."""
+        return getattr(self._current, str(device), self.streams[device][0])
+
+    @contextmanager
+    def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
+        before = self.stream(device)
+        setattr(self._current, str(device), stream)
+        try:
+            yield
+        finally:
+            setattr(self._current, str(device), before)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        self.streams[device].append(Stream(f"{device} {len(self.streams[device])}"))
+        return self.streams[device][-1]
+
+    def run(self, steps: int) -> int:
+        """Do up to so many pieces of work; how many there were."""
+        for done in range(steps):
+            able = [s for streams in self.streams.values() for s in streams if s.queue and s.queue[0][1]()]
+            if not able:
+                return done
+            stream = self._random.choice(able)
+            stream.queue[0][0]()
+            stream.queue.popleft()
+        return steps
+
+    def finish(self) -> None:
+        """Do all of it."""
+        while self.run(1000):
+            pass
+        stuck = [s.name for streams in self.streams.values() for s in streams if s.queue]
+        assert not stuck, f"streams that wait for ever: {stuck}"
+
+    def record(self, stream: Stream) -> Event:
+        event = Event()
+        stream.give(lambda: setattr(event, "passed", True))
+        return event
+
+    def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], None]) -> None:
+        """Give the current stream something that reads a tensor: ``use`` gets its values at that time."""
+        address, nbytes, dtype, shape = tensor.data_ptr(), tensor.nbytes, tensor.numpy().dtype, tuple(tensor.shape)
+        self.stream(device).give(lambda: use(np.frombuffer(ctypes.string_at(address, nbytes), dtype).reshape(shape)))
+
+    # -- device memory --------------------------------------------------------------------------------------
+
+    def allocate(self, device: torch.device, host: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            layout = torch.empty_like(host)
+            stream, size = self.stream(device), max(8, layout.nbytes)
+            for item in list(self._pending):
+                events, home, block = item
+                if all(event.passed for event in events):
+                    self._pending.remove(item)
+                    self._free.setdefault((home, block.nbytes), []).append(block)
+            free = self._free.setdefault((stream, size), [])
+            if free:
+                block = free.pop()
+            else:
+                if self.blocks is not None and self.allocated >= self.blocks:
+                    raise torch.OutOfMemoryError(f"simulated: {self.allocated} blocks on {device} are all there are")
+                block = np.full(size, 0xAB, np.uint8)
+                self.allocated += 1
+                self.peak = max(self.peak, self.allocated)
+            exporter = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block), np.uint8)
+            recorded: list[Stream] = []
+            weakref.finalize(exporter, self._freed, stream, block, recorded).atexit = False
+            self.log.append(("allocate", stream.name))
+            self.recorded[block.ctypes.data] = recorded
+            raw = torch.from_numpy(exporter)[: layout.nbytes]
+            return raw.view(host.dtype).as_strided(host.shape, layout.stride())
+
+    def _freed(self, stream: Stream, block: np.ndarray, recorded: list[Stream]) -> None:
+        if recorded:
+            self._pending.append(([self.record(one) for one in recorded], stream, block))
+        else:
+            self._free.setdefault((stream, block.nbytes), []).append(block)
+
+    def empty_cache(self) -> None:
+        self.caches_emptied += 1
+        self.finish()
+        self.allocated -= sum(map(len, self._free.values())) + len(self._pending)
+        self._free.clear()
+        self._pending.clear()
+
+    # -- host memory ----------------------------------------------------------------------------------------
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether host memory is page-locked in place."""
+        return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if self.refuse:
+            return self.refuse
+        if address in self.registered:
+            self.faults.append("registered twice")
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        nbytes = self.registered.pop(address)
+        for streams in self.streams.values():
+            for stream in streams:
+                if any(r is not None and address <= r.start < address + nbytes for _, _, r in stream.queue):
+                    self.faults.append("memory was unregistered under a copy")
+        return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802 - CUDA's name
+        self.cleared += 1
+        return 0
+
+
+class SimulatedStreams(Streams):
+    """The machine, as the library sees it."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        self.device = device
+        self.machine = machine
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+    def new_stream(self) -> Stream:
+        return self.machine.new_stream(self.device)
+
+    def caller_stream(self) -> Stream:
+        return self.machine.stream(self.device)
+
+    def on(self, stream: Stream) -> Any:
+        return self.machine.on(self.device, stream)
+
+    def record(self, stream: Stream) -> Event:
+        self.machine.log.append(("record", stream.name))
+        return self.machine.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.machine.log.append(("wait", stream.name))
+        stream.give(lambda: None, lambda: event.passed)
+
+    def has_passed(self, event: Event) -> bool:
+        return event.passed
+
+    def block(self, event: Event) -> None:
+        if not event.passed:
+            self.machine.blocked += 1
+        while not event.passed:
+            assert self.machine.run(1), "the host waits for an event that never passes"
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return self.machine.allocate(self.device, host)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        machine, stream = self.machine, self.caller_stream()
+        machine.log.append(("copy", stream.name))
+        start, nbytes = source.data_ptr(), source.nbytes
+        if nbytes and not self.is_pinned(source):
+            machine.faults.append("a copy from memory that is not pinned: the host waits for it")
+        if source.stride() != target.stride():
+            machine.faults.append("a copy between layouts: the host makes one first, and waits")
+        # Memory that torch pins it guards itself; of registered memory it knows nothing.
+        guard = None if machine.holds(start, nbytes) else source
+        to = target.data_ptr()
+
+        def move(guard: Any = guard) -> None:
+            ctypes.memmove(to, start, nbytes)
+
+        stream.give(move, reads=range(start, start + nbytes))
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.machine.log.append(("used_on", stream.name))
+        self.machine.recorded[tensor.data_ptr()].append(stream)
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        machine, address = self.machine, host.data_ptr()
+        own = any(start <= address < start + size for start, size in machine.pinned.items())
+        return own or machine.holds(address, host.nbytes)
+
+    def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        layout = torch.empty_strided(host.shape, stride, dtype=host.dtype)
+        raw = self.pinned_bytes(layout.untyped_storage().nbytes())
+        return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        array, pinned = np.frombuffer(bytearray(max(1, nbytes)), np.uint8), self.machine.pinned
+        address = array.__array_interface__["data"][0]
+        pinned[address] = max(1, nbytes)
+        weakref.finalize(array, pinned.pop, address, None).atexit = False
+        return torch.from_numpy(array)[:nbytes]
+
+    def runtime(self) -> Any:
+        return self.machine
+
+    def empty_cache(self) -> None:
+        self.machine.empty_cache()
+
+    def memory(self) -> tuple[int, int]:
+        return self.machine.memory_bytes

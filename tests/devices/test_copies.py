@@ -1,0 +1,236 @@
+"""Batches reach the devices ahead of the consumer, past the host, and intact: on a device that does its work late."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+
+from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.devices.lane import HOST_AHEAD, Lane
+from sharded_loader.execution.pools.base import Pool
+
+ROWS, WIDTH = 256, 1024
+
+
+def dataset(rows: int = ROWS) -> ArrayDataset:
+    return ArrayDataset(np.arange(rows * WIDTH, dtype=np.float32).reshape(rows, WIDTH), np.arange(rows))
+
+
+class Consumer:
+    """Gives a device's streams work that reads batches, and compares what it finds when it is done."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.seen = 0
+        self.wrong = 0
+
+    def use(self, device: torch.device, shard: list[torch.Tensor], indices: list[int]) -> None:
+        expected = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)[indices]
+        self.machine.kernel(device, shard[0], self._compare(expected))
+        self.machine.kernel(device, shard[1], self._compare(np.array(indices)))
+
+    def _compare(self, expected: np.ndarray) -> Callable[[np.ndarray], None]:
+        def compare(found: np.ndarray) -> None:
+            self.seen += 1
+            self.wrong += not np.array_equal(found, expected)
+
+        return compare
+
+
+def order_of(loader: ShardedDataLoader, epoch: int) -> list[list[int]]:
+    """The indices of the batches of an epoch, by a loader of the row numbers."""
+    twin = ShardedDataLoader(range(ROWS), loader.batch_size, shuffle=True, seed=loader.seed)
+    twin.set_epoch(epoch)
+    return [batch.tolist() for batch in twin]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_intact_whatever_the_device_does_when(machine: Machine, pool: Pool, seed: int) -> None:
+    rng, consumer, held = random.Random(seed), Consumer(machine), []
+    machine._random.seed(seed)
+    devices = machine.devices
+    with ShardedDataLoader(dataset(), 32, shuffle=True, seed=seed, devices=devices, pool=pool) as loader:
+        for epoch in range(6):
+            order, leave = order_of(loader, epoch), rng.choice([None, None, 3, 5])
+            for number, shards in enumerate(loader):
+                if number == leave:
+                    break
+                for device, shard, begin in zip(devices, shards, (0, 16), strict=True):
+                    if rng.random() < 0.9:  # else dropped at once
+                        consumer.use(device, shard, order[number][begin : begin + 16])
+                    if rng.random() < 0.2:
+                        held.append((device, shard, order[number][begin : begin + 16]))
+                del shard, shards
+                while len(held) > 4:
+                    consumer.use(*held.pop(rng.randrange(len(held))))
+                machine.run(rng.choice([0, 0, 1, 5, 40]))
+        machine.finish()
+    assert consumer.seen > 100
+    assert (consumer.wrong, machine.faults) == (0, [])
+    assert machine.registered == {}
+
+
+def test_the_host_never_waits_for_a_device_that_keeps_step(machine: Machine, pool: Pool) -> None:
+    with ShardedDataLoader(dataset(), 8, devices=machine.devices, pool=pool) as loader:
+        for _ in loader:
+            machine.finish()
+    assert (machine.blocked, machine.faults) == (0, [])
+
+
+def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
+    with ShardedDataLoader(dataset(64), 8, device=machine.devices[0], pool=worker_pool, prefetch=4) as loader:
+        batches = iter(loader)
+        next(batches)
+        while any(entry.result is None for entry in batches.run.window):
+            loader.pool.wait()
+            with loader._pipeline._lock:
+                loader._pipeline._receive(batches.run)
+        next(batches)
+        assert [entry.begun is not None for entry in batches.run.window][:3] == [True, True, False]
+        del batches
+
+
+def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine) -> None:
+    steps, device = 2000, machine.devices[0]
+    consumer = Consumer(machine)
+    with ShardedDataLoader(dataset(), 8, device=device, seed=0) as loader:
+        done = 0
+        while done < steps:
+            for batch in loader:
+                consumer.use(device, batch, list(range(done % 32 * 8, done % 32 * 8 + 8)))
+                done += 1  # and the device is left to itself until the host has to wait for it
+        machine.finish()
+    assert (consumer.seen, consumer.wrong) == (2 * done, 0)
+    # In the consumer's hands, and on its way; two tensors each.
+    assert machine.peak <= 2 * 2
+    assert machine.faults == []
+
+
+def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machine, worker_pool: Pool) -> None:
+    device = machine.devices[0]
+    with ShardedDataLoader(dataset(), 8, device=device, pool=worker_pool) as loader:
+        for _ in range(10):
+            for batch in loader:
+                machine.kernel(device, batch[1], lambda found: None)
+        machine.finish()
+    # In the consumer's hands, being handed out, and two ahead; two tensors each.
+    assert machine.peak <= 2 * 4
+
+
+def test_a_host_far_ahead_waits_before_sources_pile_up(machine: Machine) -> None:
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0]) as loader:
+        for _ in loader:
+            lane = next(iter(loader._placement._lanes.values()))
+            assert len(lane.kept) <= HOST_AHEAD + 1
+    assert machine.blocked > 0
+
+
+def test_a_copy_waits_for_what_the_consumer_did_before(machine: Machine) -> None:
+    with ShardedDataLoader(dataset(), 8, device=machine.devices[0]) as loader:
+        next(iter(loader))
+    home, side = (stream.name for stream in machine.streams[machine.devices[0]])
+    assert machine.log == [
+        ("allocate", home),
+        ("allocate", home),
+        ("record", home),  # after the allocations
+        ("wait", side),
+        ("copy", side),
+        ("copy", side),
+        ("record", side),
+        ("wait", home),
+    ]
+
+
+def test_the_user_s_choice_of_stream_is_respected(machine: Machine) -> None:
+    device = machine.devices[0]
+    mine = machine.new_stream(device)
+    with ShardedDataLoader(dataset(), 8, device=device) as loader, machine.on(device, mine):
+        next(iter(loader))
+    assert ("wait", mine.name) in machine.log
+    assert not any(name.endswith("default") for _, name in machine.log)
+
+
+def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_there(machine: Machine) -> None:
+    device = machine.devices[0]
+    other = machine.new_stream(device)
+    lane = Lane(loader_streams(machine, device))
+    transit = lane.begin([torch.arange(1000)])
+    with machine.on(device, other):
+        (batch,) = lane.finish(transit)
+        del transit
+        found = []
+        machine.kernel(device, batch, lambda values: found.append(values.sum()))
+        del batch
+    # Its memory must not be had by anybody yet.
+    again = lane.begin([torch.zeros(1000, dtype=torch.int64)])
+    machine.finish()
+    assert found == [499500]
+    assert ("used_on", other.name) in machine.log
+    lane.finish(again)
+
+
+def loader_streams(machine: Machine, device: torch.device) -> Any:
+    from sharded_loader.devices import placement
+
+    return placement.streams_of(device)
+
+
+def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
+    device = machine.devices[0]
+    lane = Lane(loader_streams(machine, device))
+    source = torch.arange(1000)
+    abandoned = lane.begin([source])
+    del abandoned
+    gc.collect()
+    mine = machine.allocate(device, torch.empty(1000, dtype=torch.int64))
+    mine.zero_()
+    machine.finish()
+    assert mine.sum() == 0
+    lane.drain()
+
+
+def test_nothing_is_shared_between_the_streams_of_two_devices(machine: Machine) -> None:
+    with ShardedDataLoader(dataset(), 8, devices=machine.devices) as loader:
+        for _ in loader:
+            machine.run(3)
+    names = {name for kind, name in machine.log if kind == "copy"}
+    assert len(names) == 2
+    assert all(len(streams) == 2 for streams in machine.streams.values())  # the default one, and one for copies
+
+
+def test_epochs_share_one_stream(machine: Machine, pool: Pool) -> None:
+    with ShardedDataLoader(dataset(), 64, device=machine.devices[1], pool=pool) as loader:
+        for _ in range(5):
+            list(loader)
+    assert [len(streams) for streams in machine.streams.values()] == [1, 2]
+
+
+def test_two_shards_may_go_to_one_device(machine: Machine, pool: Pool) -> None:
+    device = machine.devices[0]
+    with ShardedDataLoader(dataset(), 8, devices=[device, device], pool=pool) as loader:
+        first, second = next(iter(loader))
+        machine.finish()
+        assert (first[1].tolist(), second[1].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+
+
+def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine) -> None:
+    shared = np.arange(10)
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"a": shared, "b": [shared, "text"], "n": None}
+
+    device = machine.devices[0]
+    with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[device, device]) as loader:
+        first, second = next(iter(loader))
+        machine.finish()
+    assert sum(kind == "copy" for kind, _ in machine.log) == 1
+    assert first["a"] is first["b"][0] is second["a"]
+    assert (first["b"][1], first["n"]) == ("text", None)
+    assert first["a"].tolist() == list(range(10))
