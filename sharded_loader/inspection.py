@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.resident import Residence
 from sharded_loader.execution.messages import NOTHING
 from sharded_loader.execution.pipeline import Run
 from sharded_loader.execution.plan import Split
@@ -40,7 +41,9 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
     raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
 
-def describe(loader: ShardedDataLoader, split: Split, placement: Placement, looks: str | None, resumes: bool) -> str:
+def describe(
+    loader: ShardedDataLoader, split: Split, placement: Placement | Residence, looks: str | None, resumes: bool
+) -> str:
     """The repr of a loader.
 
     Args:
@@ -57,6 +60,8 @@ def describe(loader: ShardedDataLoader, split: Split, placement: Placement, look
         parts.append("batches without number")
     if placement.devices is not None:
         parts.append("on " + ", ".join(map(str, placement.devices)))
+        if isinstance(placement, Residence) and placement.resident:
+            parts.append("resident on " + ", ".join(map(str, placement.resident)))
     elif split.num_shards is not None:
         parts.append(f"{split.num_shards} shards")
     parts.append(repr(loader.pool))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import NOTHING, Result
@@ -40,7 +41,7 @@ class EpochIterator(Iterator[Any]):
         owner: object,
         run: Run,
         pipeline: Pipeline,
-        placement: Placement,
+        placement: Placement | Residence,
         meter: Meter,
         progress: Progress,
     ) -> None:

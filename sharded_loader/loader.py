@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -37,11 +38,13 @@ from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.foreign import takes_arrays
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
 from sharded_loader.execution.messages import Job, OnError
 from sharded_loader.execution.pipeline import Pipeline, Run
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.inline import InlinePool
 from sharded_loader.execution.reader import Reader
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
@@ -82,7 +85,9 @@ class ShardedDataLoader:
         seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
             their place; or a callable ``(SampleError) -> sample``.
-        resident: reserved (columns kept on the device); this version takes only False.
+        resident: keep the columns of an `ArrayDataset` on the devices, and gather batches there: no workers, no work
+            per sample. ``"auto"``: where they can be kept and there is room; True: the same, with an error if they
+            cannot be kept, and a warning if there is no room.
 
     Attributes:
         dataset, batch_size, sampler, batch_sampler, num_workers, drop_last: as other loaders name them.
@@ -134,8 +139,6 @@ class ShardedDataLoader:
         refuse_unknown(unknown, type(self).__init__)
         check_dataset(dataset)
         check_on_error(on_error)
-        if resident is not False:
-            raise ValueError(f"resident={resident!r} has no effect in this version; leave it out")
         check_batchify_fn(batchify_fn)
         self.dataset = dataset
         self._batch_size = batch_size
@@ -157,6 +160,10 @@ class ShardedDataLoader:
         self._split = make_split(found, sharded, num_shards)
         self.shard_weights = shard_weights
         self._placement = Placement(found, pin_memory)
+        self._residence: Residence | None = None
+        if check_resident(resident, dataset, found, self._batchify_fn):
+            self._residence = Residence(dataset, found or [], resident is True, self._placement)
+        self._gathering = Pipeline(InlinePool(), 0)
         workers = make_pool(pool, num_workers, thread_pool)
         self._pipeline = Pipeline(workers, 0)
         self.prefetch = prefetch
@@ -265,16 +272,24 @@ class ShardedDataLoader:
         self._pipeline.check_open()
         began = time.perf_counter()
         self._order.settle_replicas()
+        pipeline, placement, job = self._source()
         run = self._new_run()
-        if self._pipeline.pool.shares_dataset:
+        if pipeline.pool.shares_dataset:
             begin_epoch(self.dataset, run.epoch, self._runs())
-        self._pipeline.open(run, self._job(), renew=self._stale)
+        pipeline.open(run, job, renew=self._stale)
         self._stale = False
         self._progress.begun(run)
-        iterator = EpochIterator(self, run, self._pipeline, self._placement, self._meter, self._progress)
+        iterator = EpochIterator(self, run, pipeline, placement, self._meter, self._progress)
         self._live.add(iterator)
         self._meter.waited(time.perf_counter() - began)
         return iterator
+
+    def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
+        """Where an epoch's batches come from: read and sent, or gathered on the devices."""
+        residence, job = self._residence, self._job()
+        if residence is None or not residence.settle():
+            return self._pipeline, self._placement, job
+        return self._gathering, residence, replace(job, dataset=RowNumbers(len(self.dataset)))
 
     def _new_run(self) -> Run:
         self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
@@ -414,6 +429,8 @@ class ShardedDataLoader:
         """
         self._pipeline.check_open()
         self._stale = True
+        if self._residence is not None:
+            self._residence.stale = True
         self._order.resize(length(self.dataset))
 
     def stats(self) -> LoaderStats:
@@ -438,7 +455,10 @@ class ShardedDataLoader:
             tensor([0, 1])
         """
         self._pipeline.close()
+        self._gathering.close()
         self._placement.closer()()
+        if self._residence is not None:
+            self._residence.forget()
         self._closer.detach()
 
     def __enter__(self) -> ShardedDataLoader:
@@ -452,7 +472,9 @@ class ShardedDataLoader:
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
-        return describe(self, self._split, self._placement, self._meter.looks, self._progress.resumes)
+        return describe(
+            self, self._split, self._residence or self._placement, self._meter.looks, self._progress.resumes
+        )
 
 
 def _close_both(close_pool: Callable[[], None], close_placement: Callable[[], None]) -> None:

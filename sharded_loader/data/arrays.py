@@ -110,8 +110,15 @@ class ArrayDataset(Dataset):
         return self._gather(indices, new_array)
 
     def _gather(self, indices: Indices, empty: Empty) -> Any:
-        where = checked_indices(indices, self._length)
-        fields = gather_rows(self._columns, where, empty)
+        return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
+
+    def as_batch(self, fields: list[Any]) -> Any:
+        """The batch whose columns are these, in the order of the dataset's.
+
+        Example:
+            >>> ArrayDataset(x=[1], y=[2]).as_batch(["xs", "ys"])
+            {'x': 'xs', 'y': 'ys'}
+        """
         if self._names is not None:
             return dict(zip(self._names, fields, strict=True))
         return fields[0] if len(fields) == 1 else fields

@@ -104,7 +104,7 @@ class Placement:
         groups: dict[torch.device, list[int]] = {}
         for number, device in zip(range(len(shards)), self.devices, strict=False):
             groups.setdefault(device, []).append(number)
-        parts = [(numbers, self._send(device, [shards[n] for n in numbers])) for device, numbers in groups.items()]
+        parts = [(numbers, self.send(device, [shards[n] for n in numbers])) for device, numbers in groups.items()]
         return Begun(parts, len(shards), sharded)
 
     def finish(self, begun: Any) -> Any:
@@ -129,8 +129,12 @@ class Placement:
         lanes = self._lanes
         return lambda: _drain(lanes)
 
-    def _send(self, device: torch.device, shards: list[Any]) -> Any:
-        """Begin to copy the shards of one device: the lane and the transit, or the shards where there is no stream."""
+    def send(self, device: torch.device, shards: list[Any]) -> Any:
+        """Begin to copy some shards, of tensors, to one device.
+
+        Returns:
+            What stands in a `Begun` for them: the lane and the transit, or the shards where there is no stream.
+        """
         try:
             if device.type == "cpu":
                 # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not

@@ -91,6 +91,21 @@ class Streams:
         """What page-locks memory in place (``cudaHostRegister``, ``cudaHostUnregister``); None where nothing does."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    def load(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, for use by any stream: the host waits for it."""
+        loaded = host.to(self.device)
+        self.block(self.record(self.caller_stream()))
+        return loaded
+
+    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a column on the device, gathered by the current stream.
+
+        Args:
+            column: on the device.
+            rows: their numbers, on the device.
+        """
+        return column.index_select(0, rows)
+
     def empty_cache(self) -> None:
         """Give unused memory back to the device."""
         self._module.empty_cache()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from simulated import KIND, Machine, SimulatedStreams
 
-from sharded_loader.devices import names, placement
+from sharded_loader.devices import names, placement, resident
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         return SimulatedStreams(made, device) if device.type == KIND else None
 
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
-    monkeypatch.setattr(placement, "streams_of", streams_of)
-    monkeypatch.setattr(placement, "indexed", lambda device: device)
+    for module in (placement, resident):
+        monkeypatch.setattr(module, "streams_of", streams_of)
+        monkeypatch.setattr(module, "indexed", lambda device: device)
     return made

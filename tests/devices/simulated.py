@@ -42,7 +42,9 @@ class Stream:
         self.name = name
         self.queue: deque[tuple[Callable[[], None], Callable[[], bool], range | None]] = deque()
 
-    def give(self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None) -> None:
+    def give(
+        self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None
+    ) -> None:
         self.queue.append((work, ready, reads))
 
 
@@ -166,7 +168,7 @@ class Machine:
         """Whether host memory is page-locked in place."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.refuse:
             return self.refuse
         if address in self.registered:
@@ -174,7 +176,7 @@ class Machine:
         self.registered[address] = nbytes
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostUnregister(self, address: int) -> int:
         nbytes = self.registered.pop(address)
         for streams in self.streams.values():
             for stream in streams:
@@ -182,7 +184,7 @@ class Machine:
                     self.faults.append("memory was unregistered under a copy")
         return 0
 
-    def cudaGetLastError(self) -> int:  # noqa: N802 - CUDA's name
+    def cudaGetLastError(self) -> int:
         self.cleared += 1
         return 0
 
@@ -267,6 +269,23 @@ class SimulatedStreams(Streams):
 
     def runtime(self) -> Any:
         return self.machine
+
+    def load(self, host: torch.Tensor) -> torch.Tensor:
+        loaded = self.empty_like(host)
+        return loaded.copy_(host)
+
+    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        taken = self.empty_like(torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype))
+        source, to = column.numpy(), taken.data_ptr()
+        at, count = rows.data_ptr(), len(rows)
+
+        def gather() -> None:
+            numbers = np.frombuffer(ctypes.string_at(at, count * 8), np.int64)
+            values = np.ascontiguousarray(source[numbers])
+            ctypes.memmove(to, values.ctypes.data, values.nbytes)
+
+        self.caller_stream().give(gather)
+        return taken
 
     def empty_cache(self) -> None:
         self.machine.empty_cache()

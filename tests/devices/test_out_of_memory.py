@@ -1,0 +1,54 @@
+"""A device without memory: less is copied ahead, it is tried again, and at last it is that batch's error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+
+from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.execution.pools.base import Pool
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.arange(64))
+
+
+def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> None:
+    machine.blocks = 2  # one in the consumer's hands, and one more
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=worker_pool) as loader:
+        seen = []
+        for batch in loader:
+            machine.finish()
+            seen.append(batch.tolist())
+        assert seen == [list(range(i, i + 4)) for i in range(0, 64, 4)]
+        assert loader._placement.ahead == 1
+
+
+def test_the_error_stands_in_its_batch_s_place_and_says_where(machine: Machine, pool: Pool) -> None:
+    machine.blocks = 1
+    with ShardedDataLoader(dataset(), 4, devices=[machine.devices[1]], pool=pool) as loader:
+        batches = iter(loader)
+        (held,) = next(batches)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            next(batches)
+        notes = "\n".join(getattr(caught.value, "__notes__", []))
+        assert "copied to privateuseone:1" in notes
+        assert "epoch 0, batch 1" in notes
+        assert machine.caches_emptied > 0
+        del held, caught
+        (third,) = next(batches)
+        machine.finish()
+        assert third.tolist() == [8, 9, 10, 11]
+
+
+def test_there_is_always_the_next_batch_even_if_the_one_before_it_is_held(machine: Machine, worker_pool: Pool) -> None:
+    machine.blocks = 3
+    held = []
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=worker_pool) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            held.append(next(batches))
+        machine.finish()
+    assert [batch.tolist() for batch in held] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

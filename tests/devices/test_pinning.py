@@ -1,0 +1,206 @@
+"""Segments are page-locked once and in time; where that is refused, batches still arrive."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine, SimulatedStreams
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.devices import pinning
+from sharded_loader.devices.pinning import PinnedMemory, Registrar, address_of, clear_error
+from sharded_loader.execution.pools.base import Pool
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.arange(256 * 1024, dtype=np.float32).reshape(256, 1024))
+
+
+def read_all(machine: Machine, loader: ShardedDataLoader) -> None:
+    for number, batch in enumerate(loader):
+        machine.finish()
+        assert batch[:, 0].tolist() == [1024.0 * (32 * number + i) for i in range(32)]
+
+
+def test_a_segment_is_locked_once_and_unlocked_when_the_loader_is_closed(
+    machine: Machine, process_pool: ProcessPool
+) -> None:
+    with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool) as loader:
+        for _ in range(3):
+            read_all(machine, loader)
+        assert len(machine.registered) == len(process_pool._crew.arena.segments) > 0
+    assert (machine.registered, machine.faults) == ({}, [])
+
+
+def test_a_loader_that_is_forgotten_unlocks_too(machine: Machine, process_pool: ProcessPool) -> None:
+    batches = iter(ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool))
+    held = [next(batches) for _ in range(5)]
+    assert machine.registered
+    del batches
+    gc.collect()
+    assert (machine.registered, machine.faults) == ({}, [])
+    machine.finish()
+    assert [batch[0, 0].item() for batch in held] == [1024.0 * 32 * number for number in range(5)]
+
+
+def test_memory_is_unlocked_only_when_no_copy_reads_it(machine: Machine, process_pool: ProcessPool) -> None:
+    loader = ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool)
+    batches = iter(loader)
+    held = [next(batches) for _ in range(5)]
+    loader.close()  # in the middle of copies
+    assert machine.faults == []
+    assert [batch[0, 0].item() for batch in held] == [1024.0 * 32 * number for number in range(5)]
+
+
+def test_without_devices_nothing_is_locked(machine: Machine, process_pool: ProcessPool) -> None:
+    with ShardedDataLoader(dataset(), 32, pool=process_pool) as loader:
+        list(loader)
+        assert machine.registered == {}
+
+
+@pytest.mark.parametrize("code", [1, 2, 712, 801])
+def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: Machine, code: int) -> None:
+    machine.refuse = code
+    pool = ProcessPool(2)
+    with (
+        pytest.warns(UserWarning, match=rf"could not be page-locked .*error {code}.*ulimit -l") as caught,
+        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool) as loader,
+    ):
+        for _ in range(3):
+            read_all(machine, loader)
+    assert len(caught) == 1
+    assert machine.cleared == 1  # else it would come up in the next call of somebody else
+    assert machine.faults == []
+
+
+def test_a_runtime_that_cannot_be_had_is_the_same(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runtime(self: SimulatedStreams) -> Any:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(SimulatedStreams, "runtime", runtime)
+    with (
+        pytest.warns(UserWarning, match=r"could not be page-locked \(no driver\)"),
+        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(2)) as loader,
+    ):
+        read_all(machine, loader)
+    assert machine.faults == []
+
+
+def test_devices_that_lock_nothing_in_place_are_no_reason_to_warn(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedStreams, "runtime", lambda self: None)
+    with (
+        warnings.catch_warnings(),
+        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(2)) as loader,
+    ):
+        warnings.simplefilter("error")
+        read_all(machine, loader)
+    assert machine.faults == []
+
+
+def test_threads_and_the_loop_write_into_pinned_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(self: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        raise AssertionError("a batch was copied once more")
+
+    monkeypatch.setattr(SimulatedStreams, "pin", pin)
+    for workers in (0, 2):
+        options: dict[str, Any] = {"num_workers": workers, "thread_pool": workers > 0}
+        with ShardedDataLoader(dataset(), 32, device=machine.devices[0], **options) as loader:
+            read_all(machine, loader)
+    assert machine.faults == []
+
+
+def test_a_host_shard_beside_a_device_s_does_not_lie_in_locked_memory(
+    machine: Machine, process_pool: ProcessPool
+) -> None:
+    devices = [machine.devices[0], torch.device("cpu")]
+    with ShardedDataLoader(dataset(), 32, devices=devices, pool=process_pool) as loader:
+        for number, (_, shard) in enumerate(loader):
+            assert not machine.holds(shard.data_ptr(), shard.nbytes)
+            assert shard[0, 0].item() == 1024.0 * (32 * number + 16)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "u1", "M8[ns]", "U5", "?"])
+def test_pinned_memory_takes_every_dtype(machine: Machine, dtype: str) -> None:
+    array = PinnedMemory(SimulatedStreams(machine, machine.devices[0])).empty((3, 2), np.dtype(dtype))
+    assert (array.shape, array.dtype) == ((3, 2), np.dtype(dtype))
+    assert any(start == array.__array_interface__["data"][0] for start in machine.pinned)
+
+
+def test_pinned_memory_leaves_objects_to_numpy(machine: Machine) -> None:
+    memory = PinnedMemory(SimulatedStreams(machine, machine.devices[0]))
+    assert memory.empty((2,), np.dtype(object)).tolist() == [None, None]
+    assert memory.empty((0, 4), np.dtype("f4")).shape == (0, 4)
+
+
+def test_a_mapping_can_be_closed_after_its_address_was_taken() -> None:
+    mapping = mmap.mmap(-1, 8192)
+    address, nbytes = address_of(mapping)
+    assert (address % mmap.PAGESIZE, nbytes) == (0, 8192)
+    mapping.close()
+
+
+def test_the_error_is_cleared_in_every_runtime_that_is_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 08:01 12 /opt/torch lib/libcudart-5f2a.so.12\n"
+        "7f01-7f02 r-xp 00001000 08:01 12 /opt/torch lib/libcudart-5f2a.so.12\n"
+        "7f02-7f03 r--p 00000000 08:01 13 /usr/lib/libcudart.so.12 (deleted)\n"
+        "7f03-7f04 rw-p 00000000 00:00 0 [heap]\n"
+        "7f04-7f05 rw-p 00000000 00:00 0\n"
+        "7f05-7f06 r--p 00000000 08:01 14 /usr/lib/libcuda.so.1\n"
+    )
+    found = pinning._loaded_runtimes(str(maps))
+    assert found == ["/opt/torch lib/libcudart-5f2a.so.12", "/usr/lib/libcudart.so.12"]
+    assert pinning._loaded_runtimes(str(tmp_path / "none")) == []
+    asked = []
+
+    class Library:
+        def __init__(self, path: str) -> None:
+            if path.startswith("/usr"):
+                raise OSError("no such file")
+            self.cudaGetLastError: Callable[[], None] = lambda: asked.append(path)
+
+    monkeypatch.setattr(pinning.ctypes, "CDLL", Library)
+    monkeypatch.setattr(pinning, "_loaded_runtimes", lambda: found)
+    monkeypatch.setattr(pinning.torch, "zeros", lambda *size, device: asked.append(f"a kernel on {device}"))
+    clear_error(object())
+    assert asked == ["/opt/torch lib/libcudart-5f2a.so.12", "a kernel on cuda"]
+
+
+def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:
+    class Runtime:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            self.calls.append(f"register {nbytes} {flags}")
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            self.calls.append("unregister")
+            return 4
+
+        def cudaGetLastError(self) -> int:
+            self.calls.append("clear")
+            return 4
+
+    runtime = Runtime()
+    streams = SimulatedStreams(machine, machine.devices[0])
+    streams.runtime = lambda: runtime  # type: ignore[method-assign]
+    undo = Registrar(streams, lambda: runtime.calls.append("drain")).register(mmap.mmap(-1, 4096))
+    assert undo is not None
+    undo()
+    assert runtime.calls == ["register 4096 1", "drain", "unregister", "clear"]
+
+
+def test_closing_from_a_pool_that_never_started_is_fine(machine: Machine, pool: Pool) -> None:
+    ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool).close()

@@ -1,0 +1,210 @@
+"""Data that lives on the devices gives the same stream of batches, and falls back where there is no room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+
+from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.execution.pools.base import Pool
+
+
+def dataset(rows: int = 100) -> ArrayDataset:
+    return ArrayDataset(
+        image=np.arange(rows * 12, dtype=">f4").reshape(rows, 3, 4),
+        label=torch.arange(rows, dtype=torch.int16),
+        small=np.arange(rows, dtype=np.uint8)[:, None],
+    )
+
+
+def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: int = 2) -> list[Any]:
+    """All values of some epochs, with dtypes and the number of shards."""
+    seen = []
+    for _ in range(epochs):
+        for shards in loader:
+            if machine is not None:
+                machine.finish()
+            seen.append([{name: (t.dtype, t.tolist()) for name, t in shard.items()} for shard in shards])
+    return seen
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 16},
+    "shuffled": {"batch_size": 16, "shuffle": True},
+    "rolled over": {"batch_size": 16, "shuffle": True, "last_batch": "rollover"},
+    "weighted": {"batch_size": 15, "shard_weights": [2, 1]},
+    "a rank": {"batch_size": 8, "shuffle": True, "num_replicas": 3, "rank": 1},
+    "given batches": {"batch_sampler": [[0, 5, -1], [7], [2, 2, 3, 99]]},
+    "given shards": {"batch_sampler": [[[0, 5], [-1]], [[7]]]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_stream_is_that_of_batches_that_are_sent(machine: Machine, options: dict[str, Any]) -> None:
+    options = {"seed": 5} | options
+    with (
+        ShardedDataLoader(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        ShardedDataLoader(dataset(), devices=["cpu", "cpu"], **options) as sent,
+    ):
+        assert stream(resident, machine) == stream(sent)
+        assert "resident on privateuseone:0, privateuseone:1" in repr(resident)
+    assert machine.faults == []
+
+
+def test_it_resumes_like_any_other_loader(machine: Machine) -> None:
+    def new(**options: Any) -> ShardedDataLoader:
+        return ShardedDataLoader(dataset(), 16, shuffle=True, seed=1, **options)
+
+    with new(devices=machine.devices, resident=True) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+    with new(devices=["cpu", "cpu"]) as sent, new(devices=machine.devices, resident=True) as resident:
+        sent.load_state_dict(state)
+        resident.load_state_dict(state)
+        assert stream(resident, machine) == stream(sent)
+
+
+def test_no_worker_is_started(machine: Machine, worker_pool: Pool) -> None:
+    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto", pool=worker_pool) as loader:
+        for _ in loader:
+            machine.finish()
+        assert not loader.pool.started
+
+
+def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simulated import SimulatedStreams
+
+    first = machine.devices[0]
+    monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (1 << 20 if self.device == first else 1000, 1 << 20))
+    options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
+    with (
+        pytest.warns(UserWarning, match=r"privateuseone:1 does not keep the data \(.* bytes of columns, room for 0\)"),
+        ShardedDataLoader(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        ShardedDataLoader(dataset(), devices=["cpu", "cpu"], **options) as sent,
+    ):
+        assert stream(resident, machine) == stream(sent)
+        assert "resident on privateuseone:0;" in repr(resident).replace(",", ";")
+    assert machine.faults == []
+
+
+def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
+    needed = sum(column.nbytes for column in dataset().columns.values())
+    for total, kept in ((needed * 4 // 3 + 10, True), (needed * 4 // 3 - 10, False)):
+        machine.memory_bytes = (total, total)
+        with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
+            next(iter(loader))
+            assert ("resident on" in repr(loader)) is kept
+
+
+def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
+    machine: Machine, new_pool: Callable[..., Pool]
+) -> None:
+    machine.memory_bytes = (10, 10)
+    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto", pool=new_pool()) as loader:
+        batch = next(iter(loader))
+        machine.finish()
+        assert batch["label"].tolist() == list(range(16))
+        assert loader.pool.started
+
+
+def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(machine: Machine) -> None:
+    machine.blocks = 2  # the third column finds none
+    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
+        with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
+            batches = iter(loader)
+        machine.blocks = None
+        batch = next(batches)
+        machine.finish()
+        assert batch["label"].tolist() == list(range(16))
+
+
+def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Machine) -> None:
+    values = np.arange(8)
+    with ShardedDataLoader(ArrayDataset(values), 4, device=machine.devices[0], resident=True) as loader:
+        under_way = iter(loader)
+        next(under_way)
+        values += 100
+        loader.refresh()
+        second = next(under_way)  # goes on, over what is there
+        machine.finish()
+        assert second.tolist() == [4, 5, 6, 7]
+        first = next(iter(loader))
+        machine.finish()
+        assert first.tolist() == [100, 101, 102, 103]
+
+
+def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
+    with ShardedDataLoader(
+        dataset(), batch_sampler=[[1], [2, 500], [3]], device=machine.devices[0], resident=True
+    ) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(IndexError, match="epoch 0, batch 1: the sampler yielded index 500"):
+            next(batches)
+        third = next(batches)
+        machine.finish()
+        assert third["label"].tolist() == [3]
+
+
+def test_on_the_cpu_batches_are_gathered_in_the_loop(worker_pool: Pool) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3, "devices": ["cpu", "cpu"]}
+    with (
+        ShardedDataLoader(dataset(), resident=True, pool=worker_pool, **options) as resident,
+        ShardedDataLoader(dataset(), **options) as plain,
+    ):
+        assert stream(resident) == stream(plain)
+        assert not resident.pool.started
+
+
+def test_peek_is_the_first_batch(machine: Machine) -> None:
+    with ShardedDataLoader(dataset(), 16, shuffle=True, device=machine.devices[0], resident=True) as loader:
+        peeked, first = loader.peek(), next(iter(loader))
+        machine.finish()
+        assert peeked["label"].tolist() == first["label"].tolist()
+
+
+def test_a_closed_loader_has_no_more_batches(machine: Machine) -> None:
+    from sharded_loader import LoaderClosedError
+
+    loader = ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident=True)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(LoaderClosedError):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (ArrayDataset([1, 2]), {"device": "cpu"}, TypeError, r"column 0 is a list, which a device cannot hold"),
+        (
+            ArrayDataset(x=np.zeros(2), name=np.array(["a", "b"])),
+            {"device": "cpu"},
+            TypeError,
+            r"column 'name' is a ndarray of <U1, which a device cannot hold",
+        ),
+        (SimpleDataset([1, 2]), {"device": "cpu"}, TypeError, "and this is a SimpleDataset: make an ArrayDataset"),
+        (ArrayDataset(np.zeros(2)), {}, ValueError, "give device= or devices= as well"),
+        (ArrayDataset(np.zeros(2)), {"device": "cpu", "batchify_fn": list}, ValueError, "leave it out"),
+    ],
+)
+def test_what_cannot_be_resident_is_refused_or_with_auto_read_as_always(
+    data: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ShardedDataLoader(data, 1, resident=True, **options)
+    with ShardedDataLoader(data, 1, resident="auto", **options) as loader:
+        assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match='it must be True, False or "auto"'):
+        ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device="cpu", resident=value)

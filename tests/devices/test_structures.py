@@ -1,0 +1,158 @@
+"""What a batch is made of arrives in its structure; each part is copied by the way that suits it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+
+from sharded_loader import InlinePool, ShardedDataLoader
+from sharded_loader.devices.placement import Placement
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Batch:
+    image: Any
+    names: list[str]
+
+
+class Encoding:
+    """An object that moves itself, like a tokenizer's."""
+
+    def __init__(self, ids: torch.Tensor, log: list[Any]) -> None:
+        self.ids = ids
+        self.log = log
+
+    def pin_memory(self) -> Encoding:
+        self.log.append("pin")
+        return Encoding(self.ids.clone(), self.log)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Encoding:
+        self.log.append(("to", str(device), non_blocking))
+        return Encoding(self.ids, self.log)
+
+
+class Plain:
+    """An object that moves itself, and knows of nothing else."""
+
+    def __init__(self) -> None:
+        self.where = "host"
+
+    def to(self, device: torch.device) -> Plain:
+        moved = Plain()
+        moved.where = str(device)
+        return moved
+
+
+def put(machine: Machine, batch: Any) -> Any:
+    placement = Placement([machine.devices[0]], pin_memory=False)
+    placed = placement.finish(placement.begin(batch, sharded=False))
+    machine.finish()
+    assert machine.faults == []
+    return placed
+
+
+def test_structures_keep_their_types(machine: Machine) -> None:
+    array = np.arange(3)
+    placed = put(machine, {"a": Pair(array, [array * 2]), "b": Batch(array, ["s"]), "c": OrderedDict(d=(array,))})
+    assert type(placed["a"]) is Pair
+    assert placed["a"].y[0].tolist() == [0, 2, 4]
+    assert type(placed["b"]) is Batch
+    assert (placed["b"].image.tolist(), placed["b"].names) == ([0, 1, 2], ["s"])
+    assert type(placed["c"]) is OrderedDict
+    assert placed["c"]["d"][0] is placed["a"].x
+
+
+@pytest.mark.parametrize("leaf", ["text", b"bytes", 3, 2.5, None, np.array(["a", "b"]), np.array(["2020"], "M8[Y]")])
+def test_what_is_no_tensor_stays_on_the_host(machine: Machine, leaf: Any) -> None:
+    placed = put(machine, [leaf, np.zeros(2)])
+    assert placed[0] is leaf
+    assert sum(kind == "copy" for kind, _ in machine.log) == 1
+
+
+def test_objects_that_can_pin_and_move_do_so(machine: Machine) -> None:
+    log: list[Any] = []
+    placed = put(machine, {"ids": Encoding(torch.arange(3), log)})
+    assert log == ["pin", ("to", "privateuseone:0", True)]
+    assert placed["ids"].ids.tolist() == [0, 1, 2]
+
+
+def test_objects_that_only_move_do_so(machine: Machine) -> None:
+    assert put(machine, Plain()).where == "privateuseone:0"
+
+
+def test_classes_are_no_objects_to_move(machine: Machine) -> None:
+    assert put(machine, [Plain, torch.float32])[0] is Plain
+
+
+LAYOUTS: dict[str, torch.Tensor] = {
+    "channels last": torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.arange(12).reshape(3, 4).T,
+    "gaps": torch.arange(24).reshape(4, 6)[:, ::2],
+    "gaps, transposed": torch.arange(24).reshape(4, 6)[:, ::2].T,
+    "expanded": torch.arange(3).expand(4, 3),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "scalar": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+    "one row": torch.arange(6).reshape(1, 6),
+    "half": torch.arange(5).half(),
+    "bool": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_arrives_with_its_values(machine: Machine, name: str) -> None:
+    host = LAYOUTS[name]
+    placed = put(machine, [host])[0]
+    assert torch.equal(placed, host)
+    assert placed.dtype == host.dtype
+    if name == "channels last":
+        assert placed.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
+    placement = Placement([machine.devices[0]], pin_memory=False)
+    with torch.inference_mode():
+        begun = placement.begin([np.ones(3, np.float32)], sharded=False)
+    (batch,) = placement.finish(begun)
+    machine.finish()
+    weight = torch.ones(3, requires_grad=True)
+    (weight * batch).sum().backward()
+    assert weight.grad is not None
+
+
+def test_fewer_shards_than_devices(machine: Machine) -> None:
+    with ShardedDataLoader(range(3), 2, devices=machine.devices, pool=InlinePool()) as loader:
+        assert [len(shards) for shards in loader] == [2, 1]
+
+
+def test_strings_beside_numbers_through_a_loader(machine: Machine) -> None:
+    data = [(np.float32(i), f"name {i}") for i in range(4)]
+    with ShardedDataLoader(data, 2, device=machine.devices[0]) as loader:
+        numbers, names = next(iter(loader))
+        machine.finish()
+    assert (numbers.tolist(), names) == ([0.0, 1.0], ["name 0", "name 1"])
+
+
+def test_pin_memory_gives_memory_that_torch_owns_also_to_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sharded_loader.devices import placement
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self.clone())
+    log: list[Any] = []
+
+    def batchify(samples: list[int]) -> Any:
+        return {"x": torch.tensor(samples), "e": Encoding(torch.arange(2), log), "s": "text"}
+
+    with ShardedDataLoader(range(2), 2, batchify_fn=batchify, pin_memory=True) as loader:
+        batch = next(iter(loader))
+    assert (len(pinned), log, batch["s"]) == (1, ["pin"], "text")
