@@ -160,3 +160,18 @@ def start_helpers() -> None:
     if not _helpers_started and sys.platform != "win32":
         start_forkserver()
         _helpers_started = True
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two accelerators that do their work late, in the place of those that torch knows."""
+    import simulated
+
+    from sharded_loader.devices import names, placement, resident
+
+    made = simulated.Machine()
+    monkeypatch.setattr(names, "accelerators", lambda: made.devices)
+    for module in (placement, resident):
+        monkeypatch.setattr(module, "streams_of", made.streams_of)
+        monkeypatch.setattr(module, "indexed", lambda device: device)
+    return made

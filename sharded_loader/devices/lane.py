@@ -56,13 +56,15 @@ class Transit:
         batch: of tensors on the device, to be handed out by `Lane.finish` only.
     """
 
+    finished = False
+    event: Any = None
+
     def __init__(self, lane: Lane, batch: Any, targets: list[torch.Tensor], home: Any, event: Any) -> None:
         self.batch = batch
         self.targets = targets
         self.home = home
-        self.event = event
-        self.finished = False
         self._kept = lane.kept
+        self.event = event
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Anywhere, also inside the collector: a deque's append and nothing else.
@@ -131,10 +133,12 @@ class Lane:
                 with streams.on(self._stream):
                     for target, source in zip(targets, sources, strict=True):
                         streams.copy(target, source)
-            finally:
                 event = streams.record(self._stream)
                 self.kept.append((event, sources))
-            return Transit(self, batch, targets, home, event)
+                return Transit(self, batch, targets, home, event)
+            except BaseException:
+                self.kept.append((streams.record(self._stream), (sources, targets)))
+                raise
 
     def finish(self, transit: Transit) -> Any:
         """The batch, ready on the current stream of this thread."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from injection import InterruptAt, next_interrupted
+from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices.lane import HOST_AHEAD, Lane
@@ -160,7 +161,7 @@ def test_the_user_s_choice_of_stream_is_respected(machine: Machine) -> None:
 def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_there(machine: Machine) -> None:
     device = machine.devices[0]
     other = machine.new_stream(device)
-    lane = Lane(loader_streams(machine, device))
+    lane = Lane(SimulatedStreams(machine, device))
     transit = lane.begin([torch.arange(1000)])
     with machine.on(device, other):
         (batch,) = lane.finish(transit)
@@ -176,15 +177,9 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
     lane.finish(again)
 
 
-def loader_streams(machine: Machine, device: torch.device) -> Any:
-    from sharded_loader.devices import placement
-
-    return placement.streams_of(device)
-
-
 def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
     device = machine.devices[0]
-    lane = Lane(loader_streams(machine, device))
+    lane = Lane(SimulatedStreams(machine, device))
     source = torch.arange(1000)
     abandoned = lane.begin([source])
     del abandoned
@@ -234,3 +229,27 @@ def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine)
     assert first["a"] is first["b"][0] is second["a"]
     assert (first["b"][1], first["n"]) == ("text", None)
     assert first["a"].tolist() == list(range(10))
+
+
+MODULES = ("iterator.py", "pipeline.py", "placement.py", "lane.py")
+
+
+def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
+    machine: Machine, new_pool: Callable[..., Pool]
+) -> None:
+    consumer, device = Consumer(machine), machine.devices[0]
+    with ShardedDataLoader(dataset(), 1, device=device, pool=new_pool()) as loader:
+        line, fired, batches, number = 0, True, iter(loader), 0
+        while fired:
+            line += 1
+            got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
+            for batch in (*got, next(batches)):
+                consumer.use(device, batch, [number])
+                number += 1
+                machine.run(2)
+            del batch, got
+            if number > ROWS - 4:
+                batches, number = iter(loader), 0
+        machine.finish()
+    assert (consumer.wrong, machine.faults) == (0, [])
+    assert line > 100

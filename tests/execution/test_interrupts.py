@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -15,46 +16,11 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
+from injection import InterruptAt, next_interrupted
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
-
-PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt before the n-th line of the pump that this thread runs."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self.fired = False
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if os.path.basename(frame.f_code.co_filename) not in PUMP or "sharded_loader" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.fired = True
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
-    """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
-    tracer = interrupt(number)
-    got = []
-    before = sys.gettrace()
-    try:
-        sys.settrace(tracer)
-        got.append(next(iterator))
-    except KeyboardInterrupt:
-        assert tracer.fired
-    finally:
-        sys.settrace(before)
-    return got, tracer.fired
 
 
 def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool]) -> None:
@@ -146,8 +112,7 @@ class InterruptAtSlot(InterruptAt):
         return super().__call__(frame, event, arg)
 
 
-def test_interrupt_while_a_slot_changes_hands_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PUMP", ("process.py", "arena.py"))
+def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
     data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
     with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method="fork"), prefetch=4) as loader:
         arena = loader._pipeline.pool._crew.arena
@@ -156,9 +121,10 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot(monkeypatch: pytest.
         for _ in range(10):  # the first ones are in no slot
             assert int(next(iterator)[0, 0]) == next(expected)
         interrupted = set()
+        at_slot = functools.partial(InterruptAtSlot, modules=("process.py", "arena.py"))
         for line in range(1, 50):
             for _ in range(3):  # how many lines one call runs depends on what has come
-                got, fired = next_interrupted(iterator, line, InterruptAtSlot)
+                got, fired = next_interrupted(iterator, line, at_slot)
                 for batch in got:
                     assert int(batch[0, 0]) == next(expected)
                 if fired:

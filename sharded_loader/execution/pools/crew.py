@@ -1,7 +1,7 @@
 """What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
 
-    Crew            all of it, also the board (`execution.board`), the pipe whose end kills the workers, and the
-                    template that forked ones come from; knows no job, so finalizers may hold it
+    Crew            all of it, also the board (`execution.board`), the pipe whose end kills the workers, the template
+                    that forked ones come from, the memory of the published job; knows no job, so finalizers may hold it
     WorkerHandle    one worker: process, link, the tasks and slots that it has in hand
 
 `Crew.close` ends the workers (end-of-file, then, after `CLOSING_GRACE`, SIGKILL) and frees a slot only when its
@@ -30,6 +30,7 @@ from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
+from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
 
 CLOSING_GRACE = 0.02
@@ -51,6 +52,7 @@ class Crew:
         self.death_reader: int | None = None
         self._death_writer: int | None = None
         self.template: Template | None = None
+        self.published: Published | None = None
         self._pid = os.getpid()
         _crews.add(self)
 
@@ -83,6 +85,9 @@ class Crew:
             board, self.board = self.board, None
             if board is not None:
                 board.close()
+            published, self.published = self.published, None
+            if published is not None:
+                published.close()
             arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
             arena.close()
 

@@ -124,7 +124,6 @@ class ProcessPool(Pool):
         self.worker_init_fn = worker_init_fn
         self.restarts = restarts
         self._new_job: NewJob | None = None
-        self._published: publish.Published | None = None
         self._crew = Crew(max_bytes)
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
         self._publications = itertools.count(1)
@@ -188,7 +187,7 @@ class ProcessPool(Pool):
                     self._workers.append(self._launch(number))
             if self.start_method != "fork":
                 # While they start: that takes as long as to publish 150 MB.
-                if self._published is None:
+                if self._crew.published is None:
                     self._publish(self._new_job)
                 self._send_jobs()
         except BaseException:
@@ -204,7 +203,7 @@ class ProcessPool(Pool):
             on_error=new.job.on_error,
             worker_init_fn=new.worker_init_fn,
         )
-        before, self._published = self._published, publish.share(encoded, -next(self._publications))
+        before, self._crew.published = self._crew.published, publish.share(encoded, -next(self._publications))
         if before is not None:
             before.close()
         return encoded.modules
@@ -291,9 +290,7 @@ class ProcessPool(Pool):
         self._requeued.clear()
         self._ended.clear()
         self._deaths = Deaths(self.restarts)
-        if self._published is not None:
-            self._published.close()
-        self._published = self._new_job = None
+        self._new_job = None
 
     def closer(self) -> Callable[[], None]:
         return self._crew.close
@@ -309,7 +306,7 @@ class ProcessPool(Pool):
             self._send_job(handle.link)
 
     def _send_job(self, link: Link) -> None:
-        published = self._published
+        published = self._crew.published
         if published is not None:
             if published.segment is not None:
                 send_segment(link, published.segment)

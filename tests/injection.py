@@ -1,0 +1,49 @@
+"""KeyboardInterrupts at a chosen line of the library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the n-th line of some of the library's modules that this thread runs."""
+
+    def __init__(self, number: int, modules: Sequence[str] = PUMP) -> None:
+        self.modules = modules
+        self.left = number
+        self.fired = False
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if frame.f_code.co_name == "__del__":
+            return None  # what is raised there nobody gets to see
+        if os.path.basename(name) not in self.modules or "sharded_loader" not in name:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
+    """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
+    tracer = interrupt(number)
+    got = []
+    before = sys.gettrace()
+    try:
+        sys.settrace(tracer)
+        got.append(next(iterator))
+    except KeyboardInterrupt:
+        assert tracer.fired
+    finally:
+        sys.settrace(before)
+    return got, tracer.fired
