@@ -127,11 +127,14 @@ def claim(pool: Pool) -> None:
 
 def check_prefetch(prefetch: Any, num_workers: int) -> int:
     """Batches in flight; None is twice the workers."""
-    if prefetch is None:
-        prefetch = 2 * num_workers
-    if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__"):
-        raise TypeError(f"prefetch is {prefetch!r}; it must be an int, the number of batches in flight")
-    return max(0, int(prefetch))
+    return check_count("prefetch", 2 * num_workers if prefetch is None else prefetch)
+
+
+def check_count(name: str, count: Any) -> int:
+    """A number of batches."""
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise TypeError(f"{name} is {count!r}; it must be an int, the number of batches in flight")
+    return max(0, int(count))
 
 
 def check_shard_weights(weights: Sequence[float] | None, split: Split) -> list[float] | None:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from sharded_loader.arguments import (
     check_batchify_fn,
+    check_count,
     check_dataset,
     check_on_error,
     check_prefetch,
@@ -70,7 +71,7 @@ class ShardedDataLoader:
         num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
         pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
         prefetch: batches in flight. Default ``2 * num_workers``, more while a batch takes a worker less than 0.15 ms.
-            May be changed while iterating.
+            May be changed while iterating, like `device_prefetch`: of them, batches copied to the devices ahead.
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
@@ -169,7 +170,7 @@ class ShardedDataLoader:
         self.prefetch = prefetch
         claim(workers)
         workers.use_memory(self._placement.empty, self._placement.register)
-        self._pipeline.at_hand = max(2, 1 + self._placement.ahead)
+        self.device_prefetch = self._placement.ahead
         self._meter = Meter()
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._progress = Progress(self._order, self._live)
@@ -224,6 +225,18 @@ class ShardedDataLoader:
         self._prefetch = check_prefetch(prefetch, self.num_workers)
         # Without workers nothing is read ahead, whatever was asked for.
         self._pipeline.prefetch = self._prefetch if self.num_workers else 0
+
+    @property
+    def device_prefetch(self) -> int:
+        """Batches copied to the accelerators ahead, from the next batch on; 2, and 0 where there are none."""
+        return self._placement.ahead
+
+    @device_prefetch.setter
+    def device_prefetch(self, ahead: int) -> None:
+        count = check_count("device_prefetch", ahead)
+        self._placement.ahead = count if self._placement.asynchronous else 0
+        # Not asking the pool for more would leave nothing to be copied ahead.
+        self._pipeline.at_hand = max(2, 1 + self._placement.ahead)
 
     @property
     def shard_weights(self) -> list[float] | None:

@@ -334,20 +334,9 @@ class Replicas:
         shares = _shares(sizes, len(self.models))
         columns = zip(*(replica.parameters() for replica in self.models), strict=True)
         for parameter, *others in columns:
-            total = parameter.grad
-            if total is not None and shares[0] != 1:
-                total.mul_(shares[0])
-            for other, share in zip(others, shares[1:], strict=False):
-                if other.grad is None or not parameter.requires_grad:
-                    continue
-                moved = other.grad.to(parameter.device, non_blocking=parameter.device.type != "cpu")
-                if total is None:
-                    # Not in place: on one device ``moved`` is still the other replica's own gradient.
-                    total = parameter.grad = moved * share
-                elif moved.is_sparse == total.is_sparse:
-                    total.add_(moved, alpha=share)
-                else:
-                    total = parameter.grad = total + moved * share
+            if parameter.requires_grad:
+                grads = [replica.grad for replica in (parameter, *others[: len(shares) - 1])]
+                _reduce(parameter, grads, shares)
             for other in others:
                 other.grad = None
 
@@ -385,6 +374,32 @@ class Replicas:
 
     def __repr__(self) -> str:
         return f"Replicas({type(self.model).__name__} on {', '.join(map(str, self.devices))})"
+
+
+def _reduce(parameter: torch.Tensor, grads: list[torch.Tensor | None], shares: list[float]) -> None:
+    """Make the sum of the gradients, each times its share, that of the parameter, whose own is the first."""
+    own, device = grads[0], parameter.device
+    # In bf16 every step of the sum would round to 8 bits.
+    wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+    # In place, but for those narrow ones.
+    total = None if own is None else own.to(wide).mul_(shares[0])
+    for grad, share in zip(grads[1:], shares[1:], strict=True):
+        if grad is None:
+            continue
+        moved = grad.to(device, wide, non_blocking=device.type != "cpu")
+        if total is None:
+            # Not in place: on one device ``moved`` is still the other replica's own gradient.
+            total = moved * share
+        elif moved.is_sparse == total.is_sparse:
+            total.add_(moved, alpha=share)
+        else:
+            total = total + moved * share
+    if total is None or total is own:
+        return
+    if own is None or own.is_sparse or total.is_sparse:
+        parameter.grad = total.to(parameter.dtype)
+    else:
+        own.copy_(total)
 
 
 def _shares(sizes: Sequence[float], num_replicas: int) -> list[float]:

@@ -45,6 +45,7 @@ class Placement:
         pin_memory: without devices, put batches into pinned host memory.
 
     Attributes:
+        asynchronous: the devices that copies go to by a stream.
         ahead: how many batches to begin behind the next one; 0 where nothing is copied by a stream.
     """
 
@@ -55,8 +56,8 @@ class Placement:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
             self._pin = False
         self._on_host = all(one.type == "cpu" for one in devices or ())
-        self._asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        self.ahead = AHEAD if self._asynchronous else 0
+        self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
+        self.ahead = AHEAD if self.asynchronous else 0
         self._lanes: dict[torch.device, Lane] = {}
         self._registrar: Registrar | None = None
         self._memory: PinnedMemory | None = None
@@ -65,18 +66,18 @@ class Placement:
 
     def register(self, mapping: mmap.mmap) -> Drain | None:
         """Make a segment readable for the devices; what undoes that, or None."""
-        if not self._asynchronous:
+        if not self.asynchronous:
             return None
         if self._registrar is None:
-            self._registrar = Registrar(_streams(self._asynchronous[0]), self.closer())
+            self._registrar = Registrar(_streams(self.asynchronous[0]), self.closer())
         return self._registrar.register(mapping)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """Memory for the batches of threads, and of the loop itself: pinned, if they are going to be copied."""
-        if not self._asynchronous:
+        if not self.asynchronous:
             return np.empty(shape, dtype)
         if self._memory is None:
-            self._memory = PinnedMemory(_streams(self._asynchronous[0]))
+            self._memory = PinnedMemory(_streams(self.asynchronous[0]))
         return self._memory.empty(shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------

@@ -253,3 +253,23 @@ def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
         machine.finish()
     assert (consumer.wrong, machine.faults) == (0, [])
     assert line > 100
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_how_many_are_copied_ahead_may_be_chosen(machine: Machine, new_pool: Callable[..., Pool], ahead: int) -> None:
+    with ShardedDataLoader(dataset(64), 8, device=machine.devices[0], pool=new_pool()) as loader:
+        assert loader.device_prefetch == 2
+        loader.device_prefetch = ahead
+        for number, (_, rows) in enumerate(loader):
+            machine.finish()
+            assert rows.tolist() == list(range(8 * number, 8 * number + 8))
+    # In the consumer's hands, being handed out, and ahead; two tensors each.
+    assert machine.peak <= 2 * (2 + ahead)
+
+
+def test_without_accelerators_nothing_is_copied_ahead() -> None:
+    with ShardedDataLoader(dataset(64), 8, devices=["cpu", "cpu"]) as loader:
+        loader.device_prefetch = 3
+        assert loader.device_prefetch == 0
+        with pytest.raises(TypeError, match="device_prefetch is 'many'; it must be an int"):
+            ShardedDataLoader(dataset(64), 8).device_prefetch = "many"  # type: ignore[assignment]

@@ -79,6 +79,31 @@ def test_sparse_gradients_are_reduced():
     assert model.weight.grad.to_dense().flatten().tolist() == [0.25, 0.75, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_summed_without_rounding_in_between(dtype):
+    model = torch.nn.Linear(1, 1, bias=False).to(dtype)
+    replicas = Replicas(model, ["cpu"] * 8)
+    # 1 + 7 * 2**-9: each step would round back to 1.
+    replicas.run(
+        lambda m, x: m(x).sum().backward(),
+        [torch.tensor([[8.0]], dtype=dtype)] + [torch.tensor([[8 * 2.0**-9]], dtype=dtype) for _ in range(7)],
+    )
+    own = model.weight.grad
+    replicas.reduce_grads([1] * 8)
+    assert model.weight.grad is own
+    assert own.dtype == dtype
+    assert own.item() == torch.tensor(1 + 7 * 2.0**-9).to(dtype).item() > 1
+
+
+def test_a_replica_that_alone_has_a_gradient_gives_it():
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    replicas = Replicas(model, ["cpu", "cpu"])
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    replicas.run(lambda m, x: m(x).sum().backward() if x.sum() else None, [one * 0, one])
+    replicas.reduce_grads([1, 1])
+    assert (model.weight.grad.item(), model.weight.grad.dtype) == (0.5, torch.bfloat16)
+
+
 def test_tied_parameters_stay_tied_and_gradients_are_not_copied():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight = model[0].weight
