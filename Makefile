@@ -11,6 +11,8 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
+# A process for each core, but not dozens: some tests watch what happens when.
+PARALLEL = -n logical --maxprocesses 4
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
 .PHONY: help demo test test-all lint clean
@@ -22,10 +24,10 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/sharded-loader demo
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: $(VENV)/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -29,6 +30,31 @@ POOLS = ("inline", "thread", *PROCESS_POOLS)
 def _quick_first(names: Iterable[str]) -> list[Any]:
     """Parameters of a fixture: the forkserver, which shares most of its code with spawn, is left to the slow tests."""
     return [pytest.param(name, marks=pytest.mark.slow) if name == "forkserver" else name for name in names]
+
+
+METHODS = pytest.mark.parametrize("method", _quick_first(PROCESS_POOLS))
+"""Every start method, by name."""
+
+
+def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test with all combinations. Those that bring no new pair of values together are slow.
+
+    Args:
+        strength: 1: no new value, 3: no new three.
+        parameters: the values of each.
+    """
+    rows = list(itertools.product(*parameters.values()))
+    parts = [
+        {tuple((i, id(row[i])) for i in columns) for columns in itertools.combinations(range(len(row)), strength)}
+        for row in rows
+    ]
+    missing, quick = set().union(*parts), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(parts[number] & missing))
+        quick.add(best)
+        missing -= parts[best]
+    marked = [row if n in quick else pytest.param(*row, marks=pytest.mark.slow) for n, row in enumerate(rows)]
+    return pytest.mark.parametrize(tuple(parameters), marked)
 
 
 def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:

@@ -188,3 +188,46 @@ class Shy:
 
     samples: Any
     unset: Any = field(init=False)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class NoNotes(Exception):
+    __notes__ = ()  # type: ignore[assignment]
+
+
+class OwnNew(Exception):
+    def __new__(cls, a: int, b: int) -> OwnNew:
+        return super().__new__(cls)
+
+    def __init__(self, a: int, b: int) -> None:
+        self.both = a, b
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def odd_errors() -> list[Exception]:
+    return [
+        Frozen(3),
+        NoNotes("x"),
+        OwnNew(1, 2),
+        Unprintable(),
+        KeyError((1, object())),
+        ValueError(np.zeros(100_000)),
+    ]
+
+
+class Odd:
+    """Each sample is another of these errors."""
+
+    def __len__(self) -> int:
+        return len(odd_errors())
+
+    def __getitem__(self, index: int) -> Any:
+        raise odd_errors()[index]

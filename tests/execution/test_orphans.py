@@ -14,13 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import PROCESS_POOLS, make_pool
+from conftest import METHODS, PROCESS_POOLS, make_pool
 from recovery_samples import hangs_with_the_gil
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part of it: Linux")
-METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
 
 PATIENCE = 3.0
 """Seconds in which orphans are gone. On an idle machine it is a few hundredths."""

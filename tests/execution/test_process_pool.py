@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from conftest import METHODS, PROCESS_POOLS, covering
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -33,7 +34,6 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
 
 
 # Programs of their own take two seconds each: those under forkserver are left to `make test-all`.
-METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"])
 
 
 # -- no guard, no second run of the script --------------------------------------------------------------------
@@ -401,8 +401,7 @@ def test_workers_go_when_the_trainer_is_killed(tmp_path: Path, method: str) -> N
     assert len(gone) == 2, alive
 
 
-@METHODS
-@pytest.mark.parametrize("ending", ["live", "raise", "exit", "break"])
+@covering(1, method=PROCESS_POOLS, ending=["live", "raise", "exit", "break"])
 def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str, ending: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(

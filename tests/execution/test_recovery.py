@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROCESS_POOLS, make_pool
+from conftest import METHODS, PROCESS_POOLS, covering, make_pool
 from recovery_samples import (
     BadStart,
     DiesInSetState,
@@ -48,7 +48,6 @@ BATCH_SIZE = 5
 BAD = 3  # the batch of sample 17
 
 # Everything under fork; of the others, which take longer, a part.
-METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
 FORK_FIRST = pytest.mark.parametrize(
     "method", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS]
 )
@@ -168,10 +167,7 @@ def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
 # -- a crash that does not come again -------------------------------------------------------------------------
 
 
-@FORK_FIRST
-@pytest.mark.parametrize("num_shards", [None, 2])
-@pytest.mark.parametrize("how", [leaves, killed])
-@pytest.mark.parametrize("where", [*PHASES, "starting"])
+@covering(method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2])
 def test_a_crash_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], num_shards: int | None, tmp_path: Path
 ) -> None:

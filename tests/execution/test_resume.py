@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from conftest import POOLS, make_pool
+from conftest import POOLS, covering, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,10 +339,7 @@ def check_resume(make: Loader, saved_in: Pool, loaded_in: Pool, place: str) -> N
 QUICK = ("inline", "thread", "fork" if "fork" in POOLS else "spawn")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("loaded_in", QUICK)
-@pytest.mark.parametrize("saved_in", QUICK)
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
+@covering(kind=CONFIGURATIONS, saved_in=QUICK, loaded_in=QUICK, place=PLACES)
 def test_a_state_resumes_exactly_in_any_pool(kind: str, saved_in: str, loaded_in: str, place: str) -> None:
     check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 1), place)
 

@@ -10,14 +10,12 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import make_pool
-from samples import Bad, boom
+from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from samples import Bad, Odd, boom, odd_errors
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
@@ -37,7 +35,6 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
 
 
 # Programs of their own take two seconds each: those under forkserver are left to `make test-all`.
-METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"])
 
 
 @unix
@@ -113,8 +110,7 @@ def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_
 
 
 @unix
-@METHODS
-@pytest.mark.parametrize("reaper", ["ignore", "waitpid"])
+@covering(1, method=PROCESS_POOLS, reaper=["ignore", "waitpid"])
 def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
     run_script(
         tmp_path,
@@ -216,49 +212,12 @@ def _runs(pool: Any) -> bool:
 # -- exceptions of odd classes --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
-class NoNotes(Exception):
-    __notes__ = ()  # type: ignore[assignment]
-
-
-class OwnNew(Exception):
-    def __new__(cls, a: int, b: int) -> OwnNew:
-        return super().__new__(cls)
-
-    def __init__(self, a: int, b: int) -> None:
-        self.both = a, b
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def odd_errors() -> list[Exception]:
-    return [
-        Frozen(3),
-        NoNotes("x"),
-        OwnNew(1, 2),
-        Unprintable(),
-        KeyError((1, object())),
-        ValueError(np.zeros(100_000)),
-    ]
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool, number: int) -> None:
-    expected = odd_errors()[number]
-
-    def fail() -> None:
-        raise odd_errors()[number]
-
-    with ShardedDataLoader(Bad(fail), 10, pool=pool) as loader:
-        with pytest.raises(type(expected)) as caught:
-            next(iter(loader))
-        assert type(caught.value) is type(expected)
-        assert getattr(caught.value, "both", None) == getattr(expected, "both", None)
-        assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
+def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool) -> None:
+    with ShardedDataLoader(Odd(), 1, pool=pool) as loader:
+        batches = iter(loader)
+        for expected in odd_errors():
+            with pytest.raises(type(expected)) as caught:
+                next(batches)
+            assert type(caught.value) is type(expected)
+            assert getattr(caught.value, "both", None) == getattr(expected, "both", None)
+            assert getattr(caught.value, "code", None) == getattr(expected, "code", None)

@@ -11,7 +11,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
-from conftest import PROCESS_POOLS
+from conftest import PROCESS_POOLS, covering
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
@@ -20,7 +20,6 @@ from sharded_loader.execution.messages import CANCEL, DEATH, pack_head
 from sharded_loader.execution.pools import link
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
-METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
 
 
 def allow_no_more(number: int) -> None:
@@ -31,8 +30,7 @@ def allow_no_more(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # also if another thread closes one in this moment
 
 
-@METHODS
-@pytest.mark.parametrize("memory", ["memfd", "named"])
+@covering(1, method=PROCESS_POOLS, memory=["memfd", "named"])
 def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     method: str, memory: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

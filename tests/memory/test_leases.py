@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PROCESS_POOLS, make_pool
+from conftest import METHODS, make_pool
 from memory_samples import SHAPE, DiesInTheMiddle, Filled, SlowAgain
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -26,7 +26,6 @@ from sharded_loader.memory.arena import Arena, Slot
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 BACKENDS = ("memfd", "shm", "named") if sys.platform.startswith("linux") else (None,)
-METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
 
 BATCH = 4
 PER_ROW = SHAPE // 4
