@@ -122,6 +122,16 @@ def test_a_worker_that_somebody_has_stopped_is_replaced() -> None:
         assert found == list(range(200))
 
 
+@FORK_FIRST
+def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) -> None:
+    pool = make_pool(method, 1, timeout=TIMEOUT)
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(range(20), 2, pool=pool) as loader:
+        whole = [batch.tolist() for batch in loader]
+        os.kill(pool.pids[0], signal.SIGSTOP)  # it has answered everything
+        assert [batch.tolist() for batch in loader] == whole
+
+
 @pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
 def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
     class Slow:

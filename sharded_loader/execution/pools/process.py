@@ -61,7 +61,7 @@ from sharded_loader.execution.pools.starting import (
     choose_start_method,
     start_forkserver,
 )
-from sharded_loader.execution.pools.supervision import Deaths, Watch, died, died_idle, died_in_start, timed_out
+from sharded_loader.execution.pools.supervision import Deaths, Silent, Watch, died, died_idle, died_in_start, timed_out
 from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
@@ -423,7 +423,12 @@ class ProcessPool(Pool):
 
     def _stop_late(self) -> None:
         """Kill the workers that stand still; their deaths are dealt with as such."""
-        busy = [(handle, handle.silent, handle.board) for handle in self._workers if handle.ready and handle.tasks]
+        busy = []
+        for handle in self._workers:
+            if handle.ready and handle.tasks:
+                busy.append((handle, handle.silent, handle.board))
+            else:
+                handle.silent = Silent()
         for handle in self._watch.late(busy):
             handle.hung = True
             with uninterrupted():

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sharded_loader.errors import Place, WorkerDiedError, WorkerTimeoutError, describe_exit
-from sharded_loader.execution.board import IDLE, SAMPLE, SHARD, phase, sample_in
+from sharded_loader.execution.board import SAMPLE, SHARD, phase, sample_in
 from sharded_loader.execution.messages import Task
 
 
@@ -67,7 +67,10 @@ class Deaths:
 
 
 class Silent:
-    """How long one worker has stood still, as far as anybody has looked."""
+    """How long one worker that has something to do has stood still, as far as anybody has looked.
+
+    Also between batches: a worker that was stopped there never begins the one that it has been sent.
+    """
 
     __slots__ = ("_at", "_words", "seconds")
 
@@ -85,7 +88,7 @@ class Silent:
             step: no more than this is counted between two looks.
         """
         place = tuple(words[: SAMPLE + 1])
-        if place != self._words or place[SAMPLE] == IDLE:
+        if place != self._words:
             self._words, self.seconds = place, 0.0
         else:
             self.seconds += min(now - self._at, step)
