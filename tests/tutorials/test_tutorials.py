@@ -18,6 +18,9 @@ import nbformat
 import pytest
 import torch
 
+# Makes the font cache, once: made by a notebook on a slow machine, it is announced on stderr.
+import matplotlib.font_manager  # isort: skip  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 
@@ -76,6 +79,22 @@ def test_the_committed_outputs_are_whole_and_of_no_machine(path: Path) -> None:
         assert output.get("name") != "stderr"
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/home/|/Users/|/work/|/tmp/|/root/|[A-Z]:\\\\|\bpid \d", text)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_opens_with_what_and_how_long(path: Path) -> None:
+    opening, *others = nbformat.read(path, as_version=4).cells
+    assert opening.cell_type == "markdown"
+    assert re.match(r"# \S", opening.source)
+    assert re.search(r"^After this notebook you can\n\n- ", opening.source, re.MULTILINE)
+    assert re.search(r"^It takes about .*(minutes|hour) to read", opening.source, re.MULTILINE)
+    assert "You need the extra" in opening.source.replace("\n", " ")
+    assert not any(re.match(r"# \S", cell.source) for cell in others if cell.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_is_light_to_download(path: Path) -> None:
+    assert path.stat().st_size < 120_000
 
 
 def readme_blocks(language: str) -> list[str]:
