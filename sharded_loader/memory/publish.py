@@ -122,11 +122,14 @@ def publish(job: Any, **parts: Any) -> Encoded:
         return dump(_Publisher, job)
     except Exception as error:
         culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
-        fork = 'use ProcessPool(start_method="fork"), which does not pickle, or '
+        fork = (
+            '; or use ProcessPool(start_method="fork"), which does not pickle, unless it is an open file or a '
+            "connection: forked workers would share it, and read each other's data"
+        )
         raise TypeError(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
-            f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__), "
-            f"{'' if sys.platform == 'win32' else fork}read with threads: thread_pool=True"
+            f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__), or read with threads: "
+            f"thread_pool=True{'' if sys.platform == 'win32' else fork}"
         ) from error
 
 
