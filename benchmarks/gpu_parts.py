@@ -188,7 +188,7 @@ def bus(run: Run) -> None:
             count = max(3, min(20_000, int(scale.span / max(single, 1e-6))))
             return count * real / float(one(count))
 
-        to = {"device": device.device}
+        to: dict[str, Any] = {"device": device.device}
         run.in_turn(
             f"bus {size_name(nbytes)}",
             {
@@ -230,7 +230,7 @@ def trainer(device: torch.device) -> Callable[[Any], None]:
         scaled = images.to(torch.bfloat16).div_(255).contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = torch.nn.functional.cross_entropy(model(scaled), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -351,7 +351,7 @@ def resident(run: Run) -> None:
     rng, count, size = np.random.default_rng(0), run.scale.samples, 256
     data = ArrayDataset(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), rng.integers(0, 10, count))
     device, depth = run.device.device, Depth(run.workers, 2)
-    shuffled = {"shuffle": True, "seed": 0, "device": device, "last_batch": "discard"}
+    shuffled: dict[str, Any] = {"shuffle": True, "seed": 0, "device": device, "last_batch": "discard"}
 
     def kept() -> Feed:
         feed = ours(data, size, Depth(0, 0), resident=True, **shuffled)

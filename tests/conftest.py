@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,9 @@ def cuda() -> Any:
     import torch
 
     device = torch.device("cuda", 0)
-    with torch.cuda.device(device):
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2)).to(device)
+    with torch.cuda.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of cuBLAS, in the thread of the backward pass: once in a process
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 2)).to(device)
         pinned = torch.ones(8, 3, 8, 8).pin_memory()
         with torch.cuda.stream(torch.cuda.Stream(device)), torch.autocast("cuda", dtype=torch.bfloat16):
             model(pinned.to(device, non_blocking=True)).sum().backward()

@@ -116,7 +116,6 @@ def test_a_failed_registration_is_cleared(cuda: torch.device, segment: Segment, 
     runtime: Any = torch.cuda.cudart()
     code = provoke(segment, kind)
     assert int(code) != 0
-    assert runtime.cudaGetErrorString(runtime.cudaError(int(code)))
     if pinning._loaded_runtimes():  # else the runtime is linked into torch, and a kernel takes the error
         assert any(pending())
     clear_error(runtime)
