@@ -146,12 +146,26 @@ def bars_table(records: Sequence[Record]) -> str:
     """All bars, measured or not."""
     rows = [["work", "bar", "measured", ""]]
     for verdict in (judge(bar, records) for bar in BARS):
-        bar, measured = verdict.bar, verdict.measured
-        shown = "-" if measured is None else microseconds(measured) if bar.of is None else format_ratio(measured)
+        bar = verdict.bar
         named = f"<= {microseconds(bar.limit)}" if bar.of is None else str(bar)
         met = {True: "met", False: "not met", None: "not measured"}[verdict.met]
-        rows.append([bar.workload, named, shown if bar.limit != 0.98 or measured is None else f"{measured:.3f}", met])
+        rows.append([bar.workload, named, measured(verdict), met])
     return markdown(rows)
+
+
+def measured(verdict: Verdict) -> str:
+    """With as many digits as the bars have.
+
+    Example:
+        >>> measured(Verdict(Bar("step", "ideal", 0.98), 0.9786, False))
+        '0.979'
+    """
+    value = verdict.measured
+    if value is None:
+        return "-"
+    if verdict.bar.of is None:
+        return microseconds(value)
+    return f"{value:.3f}" if value < 2 else format_ratio(value)
 
 
 def table(spec: Table, records: Sequence[Record]) -> str:
