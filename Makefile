@@ -2,6 +2,7 @@
 #   make demo      train the demo network
 #   make test      the tests but the slow ones
 #   make test-all  all tests
+#   make test-gpu  the tests that need a GPU, on a machine that has one
 #   make lint      ruff and mypy
 #   make clean     remove everything that the others made
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
@@ -15,7 +16,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all test-gpu lint clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -28,6 +29,9 @@ test: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-gpu: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

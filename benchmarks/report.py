@@ -104,12 +104,13 @@ def values_of(records: Iterable[Record], workload: str, loader: str) -> dict[int
 def ratio(records: Sequence[Record], workload: str, one: str, other: str) -> float | None:
     """How many times as good ``one`` is as ``other``: median over the rounds that have both."""
     ones, others = values_of(records, workload, one), values_of(records, workload, other)
+    return within_rounds(ones, others) if WORKLOADS[workload].higher_is_better else within_rounds(others, ones)
+
+
+def within_rounds(ones: dict[int, float], others: dict[int, float]) -> float | None:
+    """The median over the rounds that have both of one value through the other of the same round."""
     both = sorted(ones.keys() & others.keys())
-    if not both:
-        return None
-    if WORKLOADS[workload].higher_is_better:
-        return statistics.median(ones[number] / others[number] for number in both)
-    return statistics.median(others[number] / ones[number] for number in both)
+    return statistics.median(ones[number] / others[number] for number in both) if both else None
 
 
 def judge(bar: Bar, records: Sequence[Record]) -> Verdict:
@@ -292,10 +293,10 @@ def whole(records: Sequence[Record], about: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def fill(text: str, results: str) -> str | None:
+def fill(text: str, results: str, begin_line: str = BEGIN, end_line: str = END) -> str | None:
     """``text`` with the results between its two marker lines; None if it has no such lines."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(begin_line)
+    _, end, after = rest.partition(end_line)
     return f"{before}{begin}\n\n{results}\n\n{end}{after}" if begin and end else None
 
 

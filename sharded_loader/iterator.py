@@ -143,10 +143,11 @@ class EpochIterator(Iterator[Any]):
         try:
             return placement.begin(result.batch, entry.task.sharded)
         except OUT_OF_MEMORY:
-            for other in self._pipeline.finished(self.run, placement.ahead):
-                other.begun = None
-            placement.make_room()
-            return placement.begin(result.batch, entry.task.sharded)
+            pass  # what follows is not done in here: the error's traceback holds the parts that had found room
+        for other in self._pipeline.finished(self.run, placement.ahead):
+            other.begun = None
+        placement.make_room()
+        return placement.begin(result.batch, entry.task.sharded)
 
     def _begin_behind(self) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
@@ -159,11 +160,13 @@ class EpochIterator(Iterator[Any]):
                 continue
             try:
                 entry.begun = placement.begin(result.batch, entry.task.sharded)
+                continue
             except OUT_OF_MEMORY:
-                placement.make_room()
-                return
+                pass
             except Exception:
                 return
+            placement.make_room()
+            return
 
     def _warn_of_lost(self, batch: int, result: Result) -> None:
         where = f"epoch {self.run.epoch}, batch {batch}"

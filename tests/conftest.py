@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from sharded_loader.execution.pools.starting import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
+# Exempt: CUDA's driver opens its devices as it needs them, and keeps them until the process ends.
+DRIVER = "/dev/nvidia"
 PATIENCE = 3.0
 
 PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
@@ -134,9 +137,11 @@ def _descriptors() -> dict[int, str]:
     found = {}
     for entry in Path("/proc/self/fd").iterdir() if os.path.isdir("/proc/self/fd") else ():
         try:
-            found[int(entry.name)] = os.readlink(entry)
+            to = os.readlink(entry)
         except OSError:
             continue
+        if not to.startswith(DRIVER):
+            found[int(entry.name)] = to
     return found
 
 
@@ -201,3 +206,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "streams_of", made.streams_of)
         monkeypatch.setattr(module, "indexed", lambda device: device)
     return made
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Any:
+    """The first GPU; what CUDA opens and starts at its first use is there before a test is watched."""
+    import torch
+
+    device = torch.device("cuda", 0)
+    with torch.cuda.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of cuBLAS, in the thread of the backward pass: once in a process
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 2)).to(device)
+        pinned = torch.ones(8, 3, 8, 8).pin_memory()
+        with torch.cuda.stream(torch.cuda.Stream(device)), torch.autocast("cuda", dtype=torch.bfloat16):
+            model(pinned.to(device, non_blocking=True)).sum().backward()
+        torch.cuda.synchronize(device)
+    return device

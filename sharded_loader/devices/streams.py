@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,)
-"""What torch raises when an accelerator has no memory left."""
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
+"""What torch raises when an accelerator has no memory left; also called torch.OutOfMemoryError, from 2.5 on."""
 
 
 class Streams:

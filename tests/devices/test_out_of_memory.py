@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.execution.pools.base import Pool
@@ -52,3 +52,25 @@ def test_there_is_always_the_next_batch_even_if_the_one_before_it_is_held(machin
             held.append(next(batches))
         machine.finish()
     assert [batch.tolist() for batch in held] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_second_try_has_the_memory_of_the_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch of two parts the first found room: it must not be in the way of the batch itself."""
+    device, in_use = machine.devices[0], []
+
+    def empty_cache(streams: SimulatedStreams) -> None:
+        machine.finish()
+        in_use.append(machine.allocated - sum(map(len, machine._free.values())))
+        machine.empty_cache()
+
+    monkeypatch.setattr(SimulatedStreams, "empty_cache", empty_cache)
+    pair = ArrayDataset(np.arange(64), np.arange(64.0))
+    machine.blocks = 3
+    with ShardedDataLoader(pair, 4, device=device) as loader:
+        batches = iter(loader)
+        held = next(batches)
+        with pytest.raises(torch.OutOfMemoryError):
+            next(batches)
+        assert in_use == [2]
+        del held
+        next(batches)

@@ -1,0 +1,123 @@
+"""``python -m benchmarks.gpu``: what a loader does for a GPU, in under 8 minutes.
+
+arguments -> Run -> the parts, one after the other -> records -> tables on stdout, gpu.json and tables in --out
+
+One process: a device's context takes seconds to make. What fails is shown in its place, and the rest goes on; if
+something hangs, the stacks are written and the program ends, with what was measured until then in gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import gpu_report, measure, report
+from benchmarks.gpu_device import Device
+from benchmarks.gpu_parts import PARTS, QUICK, SMOKE, Run, Scale
+
+BUDGET = 420
+GRACE = 50
+"""Seconds after the budget's end in which what was begun has to be over."""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line, its defaults filled in."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure the way to a GPU.")
+    parser.add_argument("--device", default="cuda:0", help="default cuda:0; cpu only tries the program")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds, about two minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--workers", type=int, help="of each loader (default 8, at most half of the CPUs)")
+    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds for all of it (default {BUDGET})")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write gpu.json, and the tables, there")
+    parser.add_argument("--note", default="", help="a sentence to stand above the results")
+    chosen = parser.parse_args(arguments)
+    if chosen.workers is None:
+        chosen.workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    if chosen.workers < 1 or chosen.budget <= 0:
+        parser.error("--workers has to be at least 1, --budget above 0")
+    chosen.only = chosen.only or list(PARTS)
+    return chosen
+
+
+def main(arguments: Sequence[str], watched: bool = False) -> int:
+    """Run the benchmark.
+
+    Args:
+        watched: end the process if it hangs.
+
+    Returns:
+        The exit status: 0 whatever was measured, 2 where there is no such device.
+    """
+    chosen = parse(arguments)
+    try:
+        device = Device(chosen.device)
+    except RuntimeError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2
+    scale = SMOKE if not device.is_gpu else QUICK if chosen.quick else Scale()
+    run = Run(
+        device,
+        scale,
+        chosen.workers,
+        time.monotonic() + chosen.budget,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    settings = measure.Settings((), ("ours", "torch"), scale.rounds, chosen.workers, 0, scale.span)
+    about = measure.about(settings, shlex.join(["python", "-m", "benchmarks.gpu", *arguments]), chosen.note)
+    about |= device.about()
+    if watched:
+        faulthandler.dump_traceback_later(chosen.budget + GRACE, exit=True)
+    try:
+        for name in chosen.only:
+            if time.monotonic() > run.deadline:
+                run.fail(name, "ours", 0, "skipped: no time left")
+                continue
+            try:
+                PARTS[name](run)
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                run.fail(name, "ours", 0, f"{type(error).__name__}: {error}")
+            if chosen.out is not None:
+                keep(chosen.out, run, about)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(run.records)} measurements: here is what there is", file=sys.stderr)
+    if watched:
+        faulthandler.cancel_dump_traceback_later()
+    text = gpu_report.whole(run.records, about, device.is_gpu)
+    print(text)
+    if chosen.out is not None:
+        write(chosen.out, run, about, text)
+    return 0
+
+
+def keep(folder: Path, run: Run, about: dict[str, object]) -> None:
+    """gpu.json, as far as it is known."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {"about": about, "records": [dataclasses.asdict(record) for record in run.records]}
+    (folder / "gpu.json").write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def write(folder: Path, run: Run, about: dict[str, object], text: str) -> None:
+    """gpu.json, and the tables: into a README.md with the marker lines (measured on a GPU only), else into gpu.md."""
+    keep(folder, run, about)
+    readme = folder / "README.md"
+    filled = None
+    if run.device.is_gpu and readme.exists():
+        filled = report.fill(readme.read_text(), text, gpu_report.BEGIN, gpu_report.END)
+    if filled is None:
+        (folder / "gpu.md").write_text(f"# Results on a GPU\n\n{text}\n")
+    else:
+        readme.write_text(filled)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], watched=True))

@@ -1,0 +1,205 @@
+"""The benchmark of a GPU, where there is none: its arithmetic on given numbers, and the program on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parts, gpu_report, report
+from benchmarks.gpu_device import Device
+from benchmarks.gpu_feeds import Blocks, Depth, Feed, Images, depth_for, ours, torch_loader
+from benchmarks.measure import Record
+from benchmarks.report import Bar
+
+ABOUT: dict[str, Any] = {
+    "date": "d",
+    "command": "c",
+    "cpu": "p",
+    "cores": 2,
+    "system": "s",
+    "versions": {"torch": "2"},
+    "settings": {"rounds": 2},
+    "note": "",
+    "device": "Some GPU, 80 GB",
+    "driver": "1.2",
+    "cpus": 16,
+}
+
+
+def records_of(workload: str, **values: list[float]) -> list[Record]:
+    return [Record(n, workload, loader, value) for loader, each in values.items() for n, value in enumerate(each)]
+
+
+@pytest.mark.parametrize(
+    ("bar", "values", "measured", "met"),
+    [
+        (Bar("bus 16 MB", "limit", 0.95), {"ours": [48e9, 24e9], "limit": [50e9, 25e9]}, 0.96, True),
+        (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
+        (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
+        (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
+        (Bar("resident", "streamed", 20), {"streamed": [1e6]}, None, None),
+    ],
+)
+def test_bars(bar: Bar, values: dict[str, list[float]], measured: float | None, met: bool | None) -> None:
+    verdict = gpu_report.judge(bar, records_of(bar.workload, **values))
+    assert verdict.measured == (None if measured is None else pytest.approx(measured))
+    assert verdict.met is met
+
+
+def test_every_bar_is_about_something_that_the_parts_measure() -> None:
+    scale = gpu_parts.Scale()
+    names = {f"bus {gpu_parts.size_name(size)}" for size in scale.sizes}
+    names |= {f"host {gpu_parts.size_name(size)}" for size in (gpu_parts.ROW_BYTES, 16 * gpu_parts.MB)}
+    columns = {table.prefix: table.columns for table in gpu_report.TABLES}
+    assert set(columns) == set(gpu_parts.PARTS)
+    for bar in gpu_report.BARS:
+        assert bar.workload in names | {"step", "resident"}
+        assert {"ours", bar.of or "ours"} <= set(columns[bar.workload.split()[0]])
+
+
+def test_a_table_shows_ratios_and_what_failed() -> None:
+    records = records_of("bus 16 MB", ours=[48e9, 50e9], limit=[50e9, 50e9])
+    records += [Record(0, "bus 16 MB", "torch", error="RuntimeError: Bus | error")]
+    text = gpu_report.table(gpu_report.TABLES[0], records)
+    row = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert row == [
+        "16 MB",
+        "49 GB/s (48 GB/s .. 50 GB/s)",
+        "-",
+        "RuntimeError: Bus / error",
+        "50 GB/s",
+        "0.98",
+        "-",
+        "-",
+    ]
+
+
+def test_a_part_that_was_not_measured_has_no_table() -> None:
+    assert gpu_report.table(gpu_report.TABLES[0], records_of("step", ours=[1.0])) == ""
+
+
+def test_the_report_names_the_device_and_counts_the_bars() -> None:
+    records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident", ours=[2.0], streamed=[1.0])
+    text = gpu_report.whole(records, ABOUT, is_gpu=True)
+    assert "Some GPU, 80 GB, driver 1.2, cpus 16" in text
+    assert "Bars: 1 met, 1 not met, 8 not measured." in text
+    assert gpu_report.NO_GPU not in text
+    assert text.count("**") == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "workers", "depth"),
+    [(1 << 20, 8, Depth(8, 2)), (256 << 20, 8, Depth(8, 1)), (1 << 30, 8, Depth(2, 1)), (1 << 40, 4, Depth(2, 1))],
+)
+def test_batches_in_flight_fit_into_memory(nbytes: int, workers: int, depth: Depth) -> None:
+    assert depth_for(nbytes, workers, 2500 << 20) == depth
+
+
+def run_on_the_cpu(deadline: float = 1e9, rounds: int = 2) -> gpu_parts.Run:
+    scale = dataclasses.replace(gpu_parts.SMOKE, rounds=rounds)
+    return gpu_parts.Run(Device("cpu"), scale, 1, time.monotonic() + deadline, lambda line: None)
+
+
+def test_one_that_fails_is_a_record_and_the_others_are_measured() -> None:
+    run = run_on_the_cpu()
+
+    def broken() -> Feed:
+        raise RuntimeError("no such loader\nand more")
+
+    run.in_turn("bus", {"ours": broken, "limit": lambda: 2.0}, lambda one: one)
+    assert [(r.loader, r.value, r.error) for r in run.records] == [
+        ("ours", None, "RuntimeError: no such loader"),
+        ("limit", 2.0, None),
+        ("limit", 2.0, None),
+    ]
+
+
+def test_what_does_not_fit_into_the_time_says_so() -> None:
+    run = run_on_the_cpu(deadline=-1)
+    run.in_turn("bus", {"ours": lambda: 1.0, "limit": lambda: 2.0}, lambda one: one)
+    assert [(r.loader, r.error) for r in run.records] == [
+        ("ours", "skipped: no time left"),
+        ("limit", "skipped: no time left"),
+    ]
+
+
+def test_contestants_take_turns_and_are_closed() -> None:
+    run, taken, closed = run_on_the_cpu(rounds=3), [], []
+
+    class Named(Feed):
+        def __init__(self, name: str) -> None:
+            super().__init__(lambda: iter([name] * 3), lambda: closed.append(name))
+
+    def take(feed: Feed) -> float:
+        taken.append(next(feed))
+        return 1.0
+
+    run.in_turn("bus", {name: lambda name=name: Named(name) for name in "abc"}, take)
+    assert "".join(taken) == "abcbcacab"
+    assert closed == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_blocks_arrive_in_order(threads: bool) -> None:
+    feed = ours(Blocks(1000), 2, Depth(2, 2), threads=threads, device=torch.device("cpu"))
+    try:
+        assert [next(feed)[0, 0].item() for _ in range(5)] == [0, 2, 4, 6, 8]
+    finally:
+        feed.close()
+
+
+def test_torchs_loader_is_given_the_same_batches() -> None:
+    data = Images(4)
+    feeds = [torch_loader(data, 8, Depth(1, 2), torch.device("cpu")), ours(data, 8, Depth(0, 0))]
+    try:
+        for _ in range(3):
+            theirs, mine = (next(feed) for feed in feeds)
+            assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+            assert mine[0].dtype == torch.uint8
+            assert mine[1].tolist() == (np.arange(8) + mine[1][0].item()).__mod__(10).tolist()
+    finally:
+        for feed in feeds:
+            feed.close()
+
+
+def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text(f"{gpu_report.BEGIN}\nas it was\n{gpu_report.END}\n")
+    arguments = ["--device", "cpu", "--workers", "1", "--out", str(tmp_path)]
+    assert gpu.main([*arguments, "--only", "host", "lock", "resident", "shards"]) == 0
+    shown = capsys.readouterr().out
+    assert gpu_report.NO_GPU in shown
+    assert "needs a GPU" in shown
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    values = {(r["workload"], r["loader"]) for r in written["records"] if r["value"]}
+    assert {("host 65 KB", "next()"), ("resident", "ours"), ("resident", "streamed"), ("shards", "one")} <= values
+    assert [r["error"] for r in written["records"] if r["error"]] == ["needs a GPU"]
+    # Numbers of a CPU do not get among those of GPUs.
+    assert "as it was" in (tmp_path / "README.md").read_text()
+    assert shown.strip() in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_the_device_there_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cuda:99"]) == 2
+    assert "--device cuda:99: torch sees" in capsys.readouterr().err
+
+
+def test_the_network_takes_the_images() -> None:
+    images, labels = Images(16, 8).get_batch(range(4))
+    outputs = gpu_parts.Network()(torch.from_numpy(images).float())
+    assert outputs.shape == (4, 10)
+    assert labels.tolist() == [0, 1, 2, 3]
+
+
+def test_the_readme_has_the_marker_lines_and_names_every_part() -> None:
+    text = Path(report.__file__).with_name("README.md").read_text()
+    assert report.fill(text, "", gpu_report.BEGIN, gpu_report.END) is not None
+    assert report.fill(text, "") is not None
+    for name in gpu_parts.PARTS:
+        assert f"`{name}`" in text, name

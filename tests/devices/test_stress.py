@@ -1,0 +1,111 @@
+"""The stress of tests/gpu, on a device that does its work late."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine
+from stress import rows, stress
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.placement import Placement
+from sharded_loader.execution.pools.base import Pool
+
+COUNT, WIDTH = 128, 2048
+
+
+class Simulated:
+    """A device of a `Machine` as the target of `stress.stress`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.device = machine.devices[0]
+        self.side = machine.new_stream(self.device)
+        self.seen = self.differing = 0
+        self.order: list[int] = []
+
+    def begin_epoch(self, indices: list[int]) -> None:
+        self.order = indices
+
+    def compare(self, batch: Any, first: int) -> None:
+        values, labels = batch
+        expected = np.array(self.order[first : first + len(labels)])
+        self.machine.kernel(self.device, values, self._count(expected[:, None] * WIDTH + np.arange(WIDTH)))
+        self.machine.kernel(self.device, labels, self._count(expected))
+        self.seen += 1
+
+    def _count(self, expected: Any) -> Any:
+        def count(found: Any) -> None:
+            self.differing += int((found != expected).sum())
+
+        return count
+
+    @contextmanager
+    def beside(self, batch: Any) -> Iterator[None]:
+        home = self.machine.stream(self.device)
+        event = self.machine.record(home)
+        self.side.give(lambda: None, lambda: event.passed)
+        with self.machine.on(self.device, self.side):
+            yield
+        for field in batch:
+            self.machine.recorded[field.data_ptr()].append(self.side)
+
+    def delay(self, rng: random.Random, loader: ShardedDataLoader) -> None:
+        # Its streams are late anyway: here they catch up a little.
+        self.machine.run(rng.randrange(20))
+
+    def poison(self, shapes: Any) -> None:
+        for shape, dtype in shapes:
+            mine = self.machine.allocate(self.device, torch.empty(shape, dtype=dtype))
+            view = mine.numpy().reshape(-1).view(np.uint8)
+            address = view.__array_interface__["data"][0]
+
+            def fill(address: int = address, nbytes: int = view.nbytes) -> None:
+                ctypes.memset(address, 0x5A, nbytes)
+
+            self.machine.stream(self.device).give(fill)
+
+    def wrong(self) -> tuple[int, int]:
+        self.machine.finish()
+        return self.seen, self.differing
+
+
+def loader_of(machine: Machine, **options: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(rows(COUNT, WIDTH), 8, shuffle=True, seed=1, device=machine.devices[0], **options)
+
+
+def test_batches_are_intact_however_they_are_used(machine: Machine, pool: Pool) -> None:
+    with loader_of(machine, pool=pool) as loader:
+        seen, differing = stress(Simulated(machine), loader, 150, seed=2)
+    assert seen > 100
+    assert (differing, machine.faults) == (0, [])
+
+
+@pytest.mark.parametrize("broken", ["targets of copies are not waited for", "slots are given back at once"])
+def test_a_library_that_is_careless_is_found_out(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The stress sees what it is there to see."""
+    finish = Lane.finish
+
+    def careless(lane: Lane, transit: Any) -> Any:
+        if broken.startswith("slots"):
+            lane.kept.clear()
+            return finish(lane, transit)
+        transit.finished = True
+        return transit.batch
+
+    monkeypatch.setattr(Lane, "finish", careless)
+    # Memory that torch pins is guarded; that of slots is not.
+    monkeypatch.setattr(Placement, "empty", lambda self, shape, dtype: np.empty(shape, dtype))
+    with loader_of(machine, num_workers=2) as loader:
+        _, differing = stress(Simulated(machine), loader, 100, seed=2)
+    assert differing > 0

@@ -1,0 +1,195 @@
+"""On a GPU, the host does not wait, device memory stays flat, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_cuda import SECONDS, Cudart, lanes_of, let_workers_finish, memory_limit, needs_cuda, no_synchronisation, sleep
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.devices.streams import Streams
+from sharded_loader.execution.pools.base import Pool
+
+pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
+
+MB = 1 << 20
+
+
+def images(count: int, megabytes: float = 0.25) -> ArrayDataset:
+    """Samples of so many megabytes; each holds its number."""
+    width = int(megabytes * MB) // 4
+    return ArrayDataset(np.repeat(np.arange(count, dtype=np.float32)[:, None], width, 1), np.arange(count))
+
+
+def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = []
+    with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, pool=pool) as loader:
+        total = torch.zeros((), device=cuda)
+        for values, _ in loader:  # segments are registered, and memory is allocated
+            total += values.mean()
+        torch.cuda.synchronize(cuda)
+        monkeypatch.setattr(Streams, "block", lambda self, event: blocked.append(event))
+        for _ in range(3):
+            torch.cuda.synchronize(cuda)
+            with no_synchronisation():
+                for values, _ in loader:
+                    total += values.mean()
+        monkeypatch.undo()
+    assert total.item() == pytest.approx(4 * 8 * 31.5, rel=1e-4)
+    # Some microseconds of work per step: the host is never 16 steps ahead.
+    assert blocked == []
+
+
+def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device) -> None:
+    with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, resident=True) as loader:
+        list(loader)
+        torch.cuda.synchronize(cuda)
+        total = torch.zeros((), device=cuda)
+        with no_synchronisation():
+            for values, _ in loader:
+                total += values.mean()
+    assert total.item() == pytest.approx(8 * 31.5, rel=1e-4)
+
+
+def test_next_returns_while_the_device_is_busy(cuda: torch.device, pool: Pool) -> None:
+    with ShardedDataLoader(images(64), 8, device=cuda, pool=pool) as loader:
+        sleep(SECONDS)
+        list(loader)  # as many slots and pinned buffers as it takes are there then
+        batches = iter(loader)
+        first = [next(batches) for _ in range(2)]
+        torch.cuda.synchronize(cuda)
+        sleep(3 * SECONDS)
+        asleep = torch.cuda.Event()
+        asleep.record()
+        later = [next(batches) for _ in range(3)]
+        assert not asleep.query()
+        torch.cuda.synchronize(cuda)
+        assert [labels[0].item() for _, labels in (*first, *later)] == [0, 8, 16, 24, 32]
+        assert [values[0, 0].item() for values, _ in (*first, *later)] == [0, 8, 16, 24, 32]
+
+
+def test_device_memory_stays_flat_under_a_host_that_runs_ahead(cuda: torch.device, worker_pool: Pool) -> None:
+    nbytes = 8 * 32 * 1024 + 8 * 8
+    with ShardedDataLoader(images(256, 1 / 32), 8, device=cuda, pool=worker_pool) as loader:
+        list(loader)
+        torch.cuda.synchronize(cuda)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(cuda)
+        torch.cuda.reset_peak_memory_stats(cuda)
+        total = torch.zeros((), device=cuda)
+        steps, reserved = 0, []
+        while steps < 10_000:
+            for values, _ in loader:
+                sleep(400_000)  # some 0.2 ms: the host is faster
+                total += values[0, 0]
+                steps += 1
+            reserved.append(torch.cuda.memory_reserved(cuda))
+        del values
+        torch.cuda.synchronize(cuda)
+        peak = torch.cuda.max_memory_allocated(cuda) - before
+    # In the consumer's hands, being handed out, two ahead; and what the allocator rounds up.
+    assert peak <= 6 * nbytes
+    assert reserved[-1] == reserved[len(reserved) // 4]
+    assert total.item() == pytest.approx(steps / 32 * sum(range(0, 256, 8)), rel=1e-3)
+
+
+def test_a_host_far_ahead_holds_a_bounded_number_of_batches(cuda: torch.device) -> None:
+    from sharded_loader.devices.lane import HOST_AHEAD
+
+    with ShardedDataLoader(images(256, 1 / 32), 2, device=cuda, num_workers=2) as loader:
+        for _ in loader:
+            sleep(1_000_000)
+            assert all(len(lane.kept) <= HOST_AHEAD + 1 for lane in lanes_of(loader))
+        torch.cuda.synchronize(cuda)
+
+
+def test_50_epochs_with_new_loaders_leave_nothing(
+    cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Cudart(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    data, memory = images(16), []
+    for epoch in range(50):
+        # They are made from one pool object, which is closed with its loader and starts again.
+        loader = ShardedDataLoader(data, 4, shuffle=True, device=cuda, pool=_another(pool))
+        for number, _ in enumerate(loader):
+            if epoch % 3 == 2 and number == 1:
+                break
+        if epoch % 2:
+            loader.close()
+        del loader, _
+        gc.collect()
+        torch.cuda.synchronize(cuda)
+        assert runtime.registered == {}, epoch
+        memory.append((torch.cuda.memory_allocated(cuda), torch.cuda.memory_reserved(cuda)))
+    assert len({allocated for allocated, _ in memory}) == 1
+    assert memory[-1][1] == memory[9][1]
+    if isinstance(pool, ProcessPool):
+        assert runtime.calls >= 50
+
+
+def _another(pool: Pool) -> Any:
+    from sharded_loader import InlinePool, ThreadPool
+
+    if isinstance(pool, ProcessPool):
+        return ProcessPool(2, start_method=pool.start_method)
+    return InlinePool() if isinstance(pool, InlinePool) else ThreadPool(2)
+
+
+def test_epochs_share_one_copy_stream(cuda: torch.device) -> None:
+    with ShardedDataLoader(images(16), 4, device=cuda, num_workers=2) as loader:
+        streams = set()
+        for _ in range(5):
+            list(loader)
+            streams |= {lane._stream.cuda_stream for lane in lanes_of(loader)}
+    assert len(streams) == 1
+    assert torch.cuda.default_stream(cuda).cuda_stream not in streams
+
+
+# -- no memory ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_copied_ahead_gives_way_to_memory(cuda: torch.device, worker_pool: Pool) -> None:
+    with (
+        ShardedDataLoader(images(24, 32), 2, device=cuda, pool=worker_pool) as loader,  # 64 MB per batch
+        memory_limit(cuda, (2 * 64 + 16) * MB),
+    ):
+        seen = []
+        batches = iter(loader)
+        for values, labels in batches:
+            seen += labels.tolist()
+            assert [values[0, 0].item(), values[1, -1].item()] == labels.tolist()
+            let_workers_finish(loader, batches)
+        assert seen == list(range(24))
+        assert loader._placement.ahead == 1
+        del values, labels
+
+
+def test_without_room_for_the_next_batch_it_is_that_batchs_error(cuda: torch.device, pool: Pool) -> None:
+    with (
+        ShardedDataLoader(images(12, 32), 2, device=cuda, pool=pool) as loader,
+        memory_limit(cuda, (64 + 32) * MB),
+    ):
+        batches = iter(loader)
+        held = next(batches)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            next(batches)
+        notes = "\n".join(getattr(caught.value, "__notes__", []))
+        assert "copied to cuda:0" in notes
+        assert "epoch 0, batch 1" in notes
+        del held, caught
+        gc.collect()
+        assert next(batches)[1].tolist() == [4, 5]
+
+
+def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:
+    with (
+        memory_limit(cuda, 256 * MB),
+        pytest.warns(UserWarning, match="cuda:0 does not keep the data"),
+        ShardedDataLoader(images(16, 32), 1, device=cuda, resident=True) as loader,  # 512 MB
+    ):
+        assert [labels.item() for _, labels in loader] == list(range(16))

@@ -1,0 +1,182 @@
+"""On a GPU: worker processes beside a CUDA context, other devices, and several replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROCESS_POOLS, make_pool
+from on_cuda import needs_cuda, needs_two
+
+from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
+from sharded_loader.parallel import split_and_load
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+COUNT, WIDTH = 128, 8192
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.arange(COUNT * WIDTH, dtype=np.float32).reshape(COUNT, WIDTH), np.arange(COUNT))
+
+
+def check(batch: Any, number: int, size: int = 8) -> None:
+    values, labels = batch
+    wanted = torch.arange(number * size, number * size + size, device=labels.device)
+    assert torch.equal(labels, wanted)
+    columns = torch.arange(WIDTH, device=labels.device)
+    assert torch.equal(values, (wanted[:, None] * WIDTH + columns).float())
+
+
+@pytest.mark.parametrize("start_method", PROCESS_POOLS)
+def test_workers_beside_a_cuda_context(cuda: torch.device, start_method: str) -> None:
+    busy = torch.ones(1000, 1000, device=cuda)
+    with ShardedDataLoader(dataset(), 8, device=cuda, pool=make_pool(start_method)) as loader:
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                busy = (busy @ busy).clamp_(0, 1)
+                check(batch, number)
+    assert busy.sum().item() == 1_000_000
+
+
+@pytest.mark.parametrize("start_method", PROCESS_POOLS)
+def test_a_worker_killed_while_its_segments_are_locked_is_replaced(cuda: torch.device, start_method: str) -> None:
+    pool = ProcessPool(2, start_method=start_method)
+    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool) as loader:
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                if epoch and number == 3:
+                    os.kill(pool.pids[0], signal.SIGKILL)
+                check(batch, number)
+
+
+def test_a_thread_gets_batches_on_its_own_stream(cuda: torch.device) -> None:
+    wrong: list[BaseException] = []
+    with ShardedDataLoader(dataset(), 8, device=cuda, num_workers=2) as loader:
+
+        def consume() -> None:
+            try:
+                with torch.cuda.stream(torch.cuda.Stream(cuda)):
+                    for number, batch in enumerate(loader):
+                        check(batch, number)
+            except BaseException as error:
+                wrong.append(error)
+
+        for _ in range(3):
+            thread = threading.Thread(target=consume)
+            thread.start()
+            thread.join()
+    assert wrong == []
+
+
+@needs_two
+def test_every_shard_is_on_its_own_device(cuda: torch.device) -> None:
+    devices = [torch.device("cuda", number) for number in range(2)]
+    with ShardedDataLoader(dataset(), 16, devices=devices, num_workers=2) as loader:
+        for number, shards in enumerate(loader):
+            for place, shard in enumerate(shards):
+                assert {field.device for field in shard} == {devices[place]}
+                check(shard, 2 * number + place)
+
+
+NO_OTHER_CONTEXT = """
+import numpy, torch
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
+for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
+    with ShardedDataLoader(data, 8, device="cuda:1", **options) as loader:
+        for batch in loader:
+            assert batch.device.index == 1
+torch.cuda.synchronize(1)
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@needs_two
+def test_no_context_appears_on_a_device_that_nobody_named() -> None:
+    subprocess.run([sys.executable, "-c", NO_OTHER_CONTEXT], check=True, timeout=100)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 1))
+
+
+def train(devices: list[torch.device], bf16: bool, steps: int = 20) -> list[float]:
+    """Losses of a small model, trained on uneven shards."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(320, 64, generator=generator)
+    y = x[:, :3].sum(1, keepdim=True)
+    replicas = Replicas(model(), devices)
+    optimizer = torch.optim.SGD(replicas.model.parameters(), lr=0.05)
+
+    def step(replica: torch.nn.Module, shard: Any) -> torch.Tensor:
+        inputs, targets = shard
+        with torch.autocast(devices[0].type, dtype=torch.bfloat16, enabled=bf16):
+            loss = torch.nn.functional.mse_loss(replica(inputs).float(), targets)
+        loss.backward()
+        return loss.detach() * len(targets)
+
+    losses: list[float] = []
+    weights = [2, 1] if len(devices) == 2 else None
+    options: dict[str, Any] = {"devices": devices, "shard_weights": weights, "num_workers": 2}
+    with ShardedDataLoader(ArrayDataset(x, y), 32, shuffle=True, seed=2, **options) as loader:
+        while len(losses) < steps:
+            for shards in loader:
+                sums = replicas.run(step, shards)
+                sizes = [len(targets) for _, targets in shards]
+                replicas.reduce_grads(sizes)
+                optimizer.step()
+                replicas.broadcast()
+                replicas.zero_grad()
+                losses.append(sum(value.item() for value in sums) / sum(sizes))
+    for source, mirror in zip(replicas.model.parameters(), replicas.models[-1].parameters(), strict=True):
+        assert torch.equal(source.cpu(), mirror.cpu())
+    return losses[:steps]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("second", [0, pytest.param(1, marks=needs_two)])
+def test_replicas_on_uneven_shards_train_like_one_model(cuda: torch.device, bf16: bool, second: int) -> None:
+    one = train([cuda], bf16)
+    two = train([cuda, torch.device("cuda", second)], bf16)
+    assert one[-1] < 0.8 * one[0]
+    assert two == pytest.approx(one, rel=0.1 if bf16 else 0.01)
+
+
+def test_replicas_run_on_the_callers_stream(cuda: torch.device) -> None:
+    stream, seen = torch.cuda.Stream(cuda), []
+
+    def step(model: torch.nn.Module, shard: torch.Tensor) -> None:
+        seen.append(torch.cuda.current_stream(cuda).cuda_stream)
+        model(shard).sum().backward()
+
+    replicas = Replicas(torch.nn.Linear(4, 1), [cuda, cuda])
+    with torch.cuda.stream(stream):
+        replicas.run(step, split_and_load(torch.ones(5, 4), [cuda, cuda], even_split=False))
+        replicas.reduce_grads([3, 2])
+        gradient = replicas.model.weight.grad
+        assert gradient is not None
+        # The sum over five rows of ones, by the shares 3/5 and 2/5: 3 * 3/5 + 2 * 2/5.
+        assert gradient.tolist() == [[pytest.approx(2.6)] * 4]
+    assert seen == [stream.cuda_stream] * 2
+
+
+@pytest.mark.parametrize("second", [0, pytest.param(1, marks=needs_two)])
+def test_split_and_load_goes_straight_to_each_device(cuda: torch.device, second: int) -> None:
+    devices = [cuda, torch.device("cuda", second)]
+    data = torch.arange(10).pin_memory()
+    parts = split_and_load({"x": data, "name": "n"}, devices, even_split=False)
+    assert [part["x"].device for part in parts] == devices
+    assert [part["x"].tolist() for part in parts] == [list(range(5)), list(range(5, 10))]

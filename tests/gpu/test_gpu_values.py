@@ -1,0 +1,166 @@
+"""On a GPU, values are intact whatever streams are busy with and however batches are used."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_cuda import OnCuda, host_values, lanes_of, needs_cuda, sleep
+from stress import order_of, rows, stress
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools.base import Pool
+from sharded_loader.memory.arena import Arena
+
+pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
+
+COUNT, WIDTH, BATCH, STEPS = 1024, 16_384, 32, 2000  # 2 MB per batch
+
+
+def loader_of(**options: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, **options)
+
+
+def test_2000_batches_are_intact_under_stress(cuda: torch.device, pool: Pool) -> None:
+    with loader_of(device=cuda, pool=pool) as loader:
+        seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=4)
+    assert seen > 0.7 * STEPS
+    assert differing == 0
+
+
+def test_they_are_on_a_stream_that_the_user_has_chosen(cuda: torch.device, worker_pool: Pool) -> None:
+    target = OnCuda(cuda, COUNT, WIDTH)
+    with loader_of(device=cuda, pool=worker_pool) as loader, torch.cuda.stream(torch.cuda.Stream(cuda)):
+        _, differing = stress(target, loader, 500, seed=5)
+    assert differing == 0
+
+
+def test_they_are_while_the_stream_changes_from_batch_to_batch(cuda: torch.device, worker_pool: Pool) -> None:
+    """Begun on one stream and handed out on another: the memory belongs to the first."""
+    target, rng = OnCuda(cuda, COUNT, WIDTH), random.Random(6)
+    streams = [torch.cuda.current_stream(cuda), torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
+    with loader_of(device=cuda, pool=worker_pool) as loader:
+        for epoch in range(20):
+            loader.set_epoch(epoch)
+            target.begin_epoch(order_of(loader, epoch))
+            batches = iter(loader)
+            for number in range(len(loader)):
+                with torch.cuda.stream(rng.choice(streams)):
+                    batch = next(batches)
+                    shapes = [(field.shape, field.dtype) for field in batch]
+                    target.compare(batch, number * BATCH)
+                    del batch
+                    target.delay(rng, loader)
+                    target.poison(shapes)
+    assert target.wrong() == (20 * COUNT // BATCH, 0)
+
+
+@pytest.mark.parametrize("where", ["the current stream", "a side stream"])
+def test_the_users_own_copies_of_pinned_batches_are_intact(cuda: torch.device, pool: Pool, where: str) -> None:
+    """The host batch is dropped as soon as its copy has been asked for."""
+    target, rng, done = OnCuda(cuda, COUNT, WIDTH), random.Random(7), 0
+    stream = target.side if where == "a side stream" else torch.cuda.current_stream(cuda)
+    with loader_of(pin_memory=True, pool=pool) as loader:
+        for epoch in range(-(-STEPS * BATCH // COUNT)):
+            loader.set_epoch(epoch)
+            target.begin_epoch(order_of(loader, epoch))
+            for number, batch in enumerate(loader):
+                assert all(field.is_pinned() for field in batch)
+                with torch.cuda.stream(stream):
+                    if rng.random() < 0.5:
+                        sleep(rng.randrange(20_000, 800_000))  # so that the copy comes late
+                    moved = [field.to(cuda, non_blocking=True) for field in batch]
+                    del batch
+                    target.compare(moved, number * BATCH)
+                    del moved
+                done += 1
+    assert done >= STEPS
+    assert target.wrong() == (done, 0)
+
+
+def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    early, given = [], 0
+    pool = ProcessPool(2)
+    loader = loader_of(device=cuda, pool=pool)
+    give = Arena.give
+
+    def watched(arena: Arena, slot: Any) -> None:
+        nonlocal given
+        given += 1
+        mapping = arena.segments[slot.segment].mapping
+        start = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0] + slot.offset
+        for lane in lanes_of(loader):
+            for event, sources in list(lane.kept):
+                inside = [s for s in sources if start <= s.data_ptr() < start + slot.nbytes]
+                if inside and not event.query():
+                    early.append(slot)
+        give(arena, slot)
+
+    monkeypatch.setattr(Arena, "give", watched)
+    with loader:
+        for _ in range(5):
+            for _ in loader:
+                with torch.cuda.stream(lanes_of(loader)[0]._stream):
+                    sleep(200_000)
+        torch.cuda.synchronize(cuda)
+    assert given > 20
+    assert early == []
+
+
+def test_two_shards_on_one_device_are_the_batch(cuda: torch.device, pool: Pool) -> None:
+    with loader_of(devices=[cuda, cuda], shard_weights=[2, 1], pool=pool) as loader:
+        order = order_of(loader, 0)
+        for number, (first, second) in enumerate(loader):
+            assert (len(first[1]), len(second[1])) == (21, 11)
+            indices = np.array(order[number * BATCH : (number + 1) * BATCH])
+            for found, wanted in ((first, indices[:21]), (second, indices[21:])):
+                values, labels = host_values(found)
+                assert labels.tolist() == wanted.tolist()
+                assert (values == wanted[:, None] * WIDTH + np.arange(WIDTH)).all()
+
+
+def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) -> None:
+    shared = np.arange(1000)
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"a": shared, "b": [shared, "text"]}
+
+    with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[cuda, cuda]) as loader:
+        first, second = next(iter(loader))
+    assert first["a"] is first["b"][0] is second["a"]
+    assert first["a"].tolist() == shared.tolist()
+
+
+@pytest.mark.parametrize("name", ["bool", "uint8", "int16", "uint16", "float16", "float64", "complex64", "bfloat16"])
+@pytest.mark.parametrize("resident", [False, True])
+def test_every_dtype_arrives(cuda: torch.device, name: str, resident: bool) -> None:
+    values = torch.arange(64).reshape(16, 4)
+    column: Any = (values % 2).to(torch.bool) if name == "bool" else values.to(getattr(torch, name))
+    with (
+        ShardedDataLoader(ArrayDataset(column), 5, device=cuda, resident=resident) as loader,
+        ShardedDataLoader(ArrayDataset(column), 5) as host,
+    ):
+        for found, wanted in zip(loader, host, strict=True):
+            assert (found.dtype, found.device) == (column.dtype, cuda)
+            assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("stream", ["the default stream", "a stream of the user's"])
+def test_resident_equals_streamed(cuda: torch.device, stream: str) -> None:
+    chosen = torch.cuda.stream(torch.cuda.Stream(cuda)) if "user" in stream else nullcontext()
+    with chosen, loader_of(device=cuda, resident=True) as resident, loader_of(device=cuda, num_workers=2) as sent:
+        for _ in range(2):
+            for ours, theirs in zip(resident, sent, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert f"resident on {cuda}" in repr(resident)
+
+
+def test_resident_batches_are_intact_under_stress(cuda: torch.device) -> None:
+    with loader_of(device=cuda, resident=True) as loader:
+        seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=8)
+    assert seen > 0.7 * STEPS
+    assert differing == 0
