@@ -33,6 +33,12 @@ TORCH_SPELLING = {
 }
 """What torch's DataLoader calls it, and what to write here."""
 
+GLUON_SPELLING = {
+    "pin_device_id": "device= or devices=; pinning is the loader's affair",
+    "try_nopython": "no argument for it",
+}
+"""Likewise of MXNet Gluon's."""
+
 
 def length(dataset: Any) -> int | None:
     try:
@@ -43,10 +49,9 @@ def length(dataset: Any) -> int | None:
 
 def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
     for name in unknown:
-        if name in TORCH_SPELLING:
-            raise TypeError(
-                f"ShardedDataLoader has no argument {name!r}, which is torch's; here: {TORCH_SPELLING[name]}"
-            )
+        for whose, spelling in ("torch's", TORCH_SPELLING), ("Gluon's", GLUON_SPELLING):
+            if name in spelling:
+                raise TypeError(f"ShardedDataLoader has no argument {name!r}, which is {whose}; here: {spelling[name]}")
         known = inspect.signature(owner).parameters
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]!r}?" if close else "see help(ShardedDataLoader) for those it has"

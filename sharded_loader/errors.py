@@ -145,13 +145,14 @@ class Place(NamedTuple):
     shard: int | None = None
     worker: str | None = None
 
-    def note(self, error: BaseException, sample: Any = None, *, samples: Sequence[Any] = ()) -> None:
+    def note(self, error: BaseException, sample: Any = None, *, samples: Sequence[Any] = (), but: str = "") -> None:
         """Add to ``error`` where it happened and how to see it again.
 
         Args:
             error: gets two notes.
             sample: the index that was being read, in a list of one; None if none was.
             samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
+            but: what to beware of when it is seen again.
         """
         samples = samples.tolist() if hasattr(samples, "tolist") else samples
         where = [f"epoch {self.epoch}", f"batch {self.batch}"]
@@ -165,11 +166,11 @@ class Place(NamedTuple):
         set_notes(error, [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)])
         add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
         if sample is not None:
-            add_note(error, f"{_OUR_NOTES[1]} in this process: loader.read({sample[0]!r}, epoch={self.epoch})")
+            add_note(error, f"{_OUR_NOTES[1]} in this process{but}: loader.read({sample[0]!r}, epoch={self.epoch})")
         elif len(samples):
             add_note(
                 error,
-                f"{_OUR_NOTES[1]} in this process (it was no single sample that failed): "
+                f"{_OUR_NOTES[1]} in this process{but} (it was no single sample that failed): "
                 f"{read_again(samples, self.epoch)}",
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import sys
 import threading
 import time
@@ -22,8 +23,8 @@ from sharded_loader.execution.pools.starting import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
-# Exempt: CUDA's driver opens its devices as it needs them, and keeps them until the process ends.
-DRIVER = "/dev/nvidia"
+# Exempt: CUDA's driver keeps its devices open until the process ends, matplotlib its fonts.
+KEPT_OPEN = re.compile(r"^/dev/nvidia|\.ttf$")
 PATIENCE = 3.0
 
 PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
@@ -140,7 +141,7 @@ def _descriptors() -> dict[int, str]:
             to = os.readlink(entry)
         except OSError:
             continue
-        if not to.startswith(DRIVER):
+        if not KEPT_OPEN.search(to):
             found[int(entry.name)] = to
     return found
 

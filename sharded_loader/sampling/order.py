@@ -26,6 +26,7 @@ from sharded_loader.sampling.reading import EpochReading, Place, Source
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
 from sharded_loader.sampling.signature import Signature, differences, kind, own_length
+from sharded_loader.sampling.splits import SplitSampler
 
 
 class EpochOrder:
@@ -236,7 +237,8 @@ class EpochOrder:
             return
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return
-        if any(hasattr(one, "num_replicas") for one in [self.sampler, *nested(self.batch_sampler)]):
+        used = [self.sampler, *nested(self.batch_sampler)]
+        if any(hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in used):
             return
         warnings.warn(
             f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "

@@ -751,7 +751,7 @@ def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> No
         textwrap.dedent("""
         import sys, warnings
         import torch.distributed as dist
-        from sharded_loader import ShardedDataLoader
+        from sharded_loader import ShardedDataLoader, SplitSampler
         rank = int(sys.argv[1])
         dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
         def count(**options):
@@ -760,6 +760,7 @@ def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> No
                 loader = ShardedDataLoader(range(10), 5, **options)
                 batches = [batch.tolist() for _ in range(2) for batch in loader]
             return sum("one of 2 ranks" in str(w.message) for w in caught), batches[0]
+        assert count(sampler=SplitSampler(10, 2, rank))[0] == 0  # which shares out too
         print(count()[0], count(num_replicas=1)[0], *count(num_replicas="auto"))
         dist.barrier()
         dist.destroy_process_group()

@@ -137,7 +137,7 @@ def died(worker: int, pid: int, exitcode: int | None, task: Task, words: Sequenc
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
-    _note(error, task, words, sample, f"worker {worker} (pid {pid})")
+    _note(error, task, words, sample, f"worker {worker} (pid {pid})", ", which it may end too")
     return error
 
 
@@ -184,7 +184,7 @@ def timed_out(
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
-    _note(error, task, words, sample, who)
+    _note(error, task, words, sample, who, ", which may hang too")
     return error
 
 
@@ -197,7 +197,7 @@ def _tries(count: int) -> str:
     return "" if count <= 1 else f", which has now stopped {count} workers"
 
 
-def _note(error: BaseException, task: Task, words: Sequence[int], sample: list[Any], who: str) -> None:
+def _note(error: BaseException, task: Task, words: Sequence[int], sample: list[Any], who: str, but: str) -> None:
     shard = words[SHARD] if task.sharded else None
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
-    Place(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices)
+    Place(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
