@@ -337,8 +337,7 @@ class MXIndexedRecordIO(MXRecordIO):
         """Appends one record under the key ``key_type(idx)``.
 
         Raises:
-            ValueError: the key was written before, or its text has a tab or a line end.
-            and what `write` raises.
+            ValueError: the key was written before, or its text has a tab or a line end; and what `write` raises.
         """
         key = self.key_type(idx)
         text = str(key)
