@@ -4,6 +4,7 @@
 #   make test-all  all tests
 #   make test-gpu  the tests that need a GPU, on a machine that has one
 #   make lint      ruff and mypy
+#   make docs      the documentation, as a site in site/ (begin at site/index.html)
 #   make clean     remove everything that the others made
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
 # setup.cfg or constraints.txt change.
@@ -16,7 +17,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-gpu lint clean
+.PHONY: help demo test test-all test-gpu lint docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -38,8 +39,13 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A warning is an error. The variable silences an advertisement.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/: open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.
@@ -59,3 +65,9 @@ $(VENV)/test.stamp: $(INPUTS) | $(BIN)/pip
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[test]"
 	touch $(VENV)/demo.stamp $@
+
+$(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[docs]"
+	touch $@

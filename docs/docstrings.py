@@ -1,4 +1,4 @@
-"""This project's docstrings, as mkdocstrings reads them: "Example:" with its doctest is a section of examples."""
+"""The library's signatures and docstrings, as mkdocstrings shows them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import griffe
 
 
-class Examples(griffe.Extension):
-    """Griffe knows the section as "Examples:"; what it does not know becomes a box of running text."""
+class Shown(griffe.Extension):
+    """What Griffe would not understand by itself."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Called for each object whose docstring may be shown."""
+        """Griffe knows a section as "Examples:"; "Example:" would become a box of running text."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+
+    def on_function(self, *, func: Any, **_: Any) -> None:
+        """``**unknown: NoReturn`` is there to refuse what is no argument: it is none itself."""
+        for parameter in [one for one in func.parameters if str(one.annotation) == "NoReturn"]:
+            del func.parameters[parameter.name]

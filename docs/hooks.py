@@ -58,7 +58,9 @@ def on_files(files: Any, config: Any) -> Any:
 _FORMULAS = re.compile(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", re.DOTALL)
 _DIAGRAMS = re.compile(r'<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>', re.DOTALL)
 
-_FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>|\bimport\(\"http|url\([\"']?http")
+_FETCHED = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?[\"'](?:https?:)?//[^>]*>|\bimport\(\"http|url\([\"']?(?:https?:)?//"
+)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

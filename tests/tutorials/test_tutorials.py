@@ -1,4 +1,4 @@
-"""What the README and the tutorials show is what happens.
+"""What the README, the documentation and the tutorials show is what happens.
 
 ``python tests/tutorials/test_tutorials.py`` executes the notebooks and writes their outputs into them.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -97,8 +98,9 @@ def test_the_notebook_is_light_to_download(path: Path) -> None:
     assert path.stat().st_size < 120_000
 
 
-def readme_blocks(language: str) -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a Markdown page."""
+    text = page.read_text(encoding="utf-8")
     return [textwrap.dedent(block) for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
 
 
@@ -107,8 +109,19 @@ def is_script(block: str) -> bool:
     return not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(block)))
 
 
-SCRIPTS = [block for block in readme_blocks("python") if is_script(block)]
-SKETCHES = [block for block in readme_blocks("python") if not is_script(block)]
+def promised(script: str) -> list[str]:
+    """What a script prints: the comment below a print says it."""
+    return re.findall(r"^ *# -> (.*)$", script, re.MULTILINE)
+
+
+README = blocks(ROOT / "README.md", "python")
+SCRIPTS = [block for block in README if is_script(block)]
+SKETCHES = [block for block in README if not is_script(block)]
+DOCS = {
+    f"{page.relative_to(ROOT / 'docs').with_suffix('').as_posix()}-{number}": block
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for number, block in enumerate(blocks(page, "python"))
+}
 
 
 def test_the_readme_has_scripts_and_loops() -> None:
@@ -118,21 +131,67 @@ def test_the_readme_has_scripts_and_loops() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
-    # The comment below a print says what it prints.
-    promised = re.findall(r"^# -> (.*)$", script, re.MULTILINE)
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.splitlines() == promised
+    assert done.stdout.splitlines() == promised(script)
 
 
 @pytest.mark.parametrize("loops", SKETCHES)
 def test_loops_of_the_readme_run_on_any_dataset(loops: str) -> None:
     names: dict[str, Any] = {"dataset": [(torch.zeros(3), 0)] * 300}
     exec(loops.replace('"cuda"', '"cpu"').replace("num_workers=8", "num_workers=0"), names)
+
+
+# All blocks in one process, each as its own ``__main__``: to import torch for every one would take a minute.
+RUN = """
+import contextlib, io, json, sys, traceback, types
+ours = sys.modules["__main__"]
+done = []
+for block in json.load(sys.stdin):
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        try:
+            exec(block, module.__dict__)
+        except BaseException:
+            traceback.print_exc()
+    done.append([printed.getvalue(), errors.getvalue()])
+print(json.dumps(done))
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What each block of the documentation wrote to stdout and to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        cwd=tmp_path_factory.mktemp("docs"),
+        input=json.dumps(list(DOCS.values())),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "written by a worker"
+    return {name: (out, err) for name, (out, err) in zip(DOCS, json.loads(done.stdout), strict=True)}
+
+
+def test_nothing_is_left_out_in_blocks_of_the_documentation() -> None:
+    assert DOCS
+    assert [name for name, block in DOCS.items() if not is_script(block)] == []
+    assert [name for name, block in DOCS.items() if not promised(block)] == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_blocks_of_the_documentation_run_as_they_stand(name: str, ran: dict[str, tuple[str, str]]) -> None:
+    out, err = ran[name]
+    assert err == ""
+    assert out.splitlines() == promised(DOCS[name])
 
 
 if __name__ == "__main__":

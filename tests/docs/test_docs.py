@@ -1,0 +1,149 @@
+"""The documentation speaks of what there is: every public name, real messages, real files, pages within reach."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sharded_loader
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def messages() -> Iterator[str]:
+    """The texts in the library's code, docstrings apart; what is filled in is a NUL."""
+    for path in (ROOT / "sharded_loader").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield node.value
+
+
+MESSAGES = list(messages())
+
+
+def is_said(quoted: str) -> bool:
+    """Whether the code has a message like this, in which ``…`` stands for anything."""
+    pattern = re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
+    return any(pattern.search(message) for message in MESSAGES)
+
+
+def rows(page: str) -> list[str]:
+    """The first cells of the tables of a page, without heads."""
+    lines = [line.split("|")[1].strip() for line in PAGES[page].splitlines() if line.startswith("|")]
+    heads = {number - 1 for number, cell in enumerate(lines) if cell.startswith("---")}
+    return [cell for number, cell in enumerate(lines) if number not in heads and not cell.startswith("---")]
+
+
+SYMPTOMS = rows("guides/troubleshooting.md")
+
+
+def test_there_are_symptoms_and_each_is_a_message() -> None:
+    assert len(SYMPTOMS) > 30
+    assert [cell for cell in SYMPTOMS if not re.fullmatch("`[^`]+`", cell)] == []
+
+
+@pytest.mark.parametrize("cell", SYMPTOMS)
+def test_a_symptom_is_what_the_code_says(cell: str) -> None:
+    assert is_said(cell.strip("`"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_messages_that_are_quoted_elsewhere_are_those_of_the_code(page: str) -> None:
+    quoted = [span for span in re.findall("`([^`\n]+)`", PAGES[page]) if "…" in span and span != "…"]
+    assert [span for span in quoted if not is_said(span)] == []
+
+
+def test_a_message_that_nobody_says_is_noticed() -> None:
+    assert is_said("the loader is closed: make a new …")
+    assert not is_said("the loader is ajar")
+
+
+# -- reference ----------------------------------------------------------------------------------------------
+
+
+def documented() -> list[str]:
+    return [name for text in PAGES.values() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+
+
+def find(name: str) -> object:
+    found: object = sharded_loader
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    modules = ("batchify", "recordio")
+    public = {id(getattr(sharded_loader, name)): name for name in sharded_loader.__all__ if name not in modules}
+    for module in map(importlib.import_module, (f"sharded_loader.{name}" for name in modules)):
+        public |= {id(getattr(module, name)): name for name in module.__all__}
+    shown = [id(find(name)) for name in documented()]
+    assert sorted(public[one] for one in set(public) - set(shown)) == []
+    assert sorted(public.get(one, "not public") for one in shown) == sorted(public.values())
+
+
+def test_the_list_of_names_is_that_of_the_pages_and_every_link_to_a_name_leads_there() -> None:
+    links = {page: set(re.findall(r"\]\[(sharded_loader[\w.]*)\]", text)) for page, text in PAGES.items()}
+    assert links["reference/index.md"] == set(documented())
+    assert set().union(*links.values()) <= set(documented())
+
+
+# -- pages --------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.findall(r"^ .*?([\w/-]+\.md)$", CONFIG.partition("\nnav:")[2], re.MULTILINE)
+    assert sorted(navigation) == sorted([*PAGES, "benchmarks/README.md"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", PAGES[page]):
+        path = (DOCS / page).parent / target
+        assert path.is_file() or target == "benchmarks/README.md", target
+
+
+def test_files_that_are_spoken_of_are_there() -> None:
+    paths = re.findall(r"`((?:sharded_loader|tests)/[\w/]+\.py)`", PAGES["how-it-works.md"])
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_all_ten_promises_are_told() -> None:
+    assert re.findall(r"^\| (P\d+) ", PAGES["how-it-works.md"], re.MULTILINE) == [f"P{n}" for n in range(1, 11)]
+
+
+# -- the site -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs_jupyter") is None, reason='needs the extra "docs"')
+def test_the_site_is_built_without_a_warning_and_has_every_tutorial(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    tutorials = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
+    assert {path.stem for path in (tmp_path / "tutorials").glob("*.html")} == tutorials
