@@ -1,4 +1,4 @@
-"""P8: whatever becomes of the trainer, and whatever the workers are doing, no process stays behind."""
+"""P7: whatever becomes of the trainer, and whatever the workers are doing, no process stays behind."""
 
 from __future__ import annotations
 

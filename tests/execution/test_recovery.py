@@ -1,4 +1,4 @@
-"""P3, P8: a worker that dies loses no batch; a sample that kills its workers is one error that names it."""
+"""P4, P8: a worker that dies loses no batch; a sample that kills its workers is one error that names it."""
 
 from __future__ import annotations
 
