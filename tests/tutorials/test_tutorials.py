@@ -164,12 +164,11 @@ print(json.dumps(done))
 """
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def run_blocks(folder: Path) -> dict[str, tuple[str, str]]:
     """What each block of the documentation wrote to stdout and to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", RUN],
-        cwd=tmp_path_factory.mktemp("docs"),
+        cwd=folder,
         input=json.dumps(list(DOCS.values())),
         capture_output=True,
         text=True,
@@ -187,11 +186,10 @@ def test_nothing_is_left_out_in_blocks_of_the_documentation() -> None:
     assert [name for name, block in DOCS.items() if not promised(block)] == []
 
 
-@pytest.mark.parametrize("name", DOCS)
-def test_blocks_of_the_documentation_run_as_they_stand(name: str, ran: dict[str, tuple[str, str]]) -> None:
-    out, err = ran[name]
-    assert err == ""
-    assert out.splitlines() == promised(DOCS[name])
+def test_blocks_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
+    ran = run_blocks(tmp_path)
+    assert {name: err for name, (_, err) in ran.items() if err} == {}
+    assert {name: out.splitlines() for name, (out, _) in ran.items()} == {n: promised(DOCS[n]) for n in DOCS}
 
 
 if __name__ == "__main__":
