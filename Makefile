@@ -39,10 +39,10 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A warning is an error. The variable silences an advertisement.
+# A warning is an error (not with --quiet, which hides them from --strict too). The variable silences an advertisement.
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "The documentation is in site/: open site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The documentation: open site/index.html (its search needs a server: python3 -m http.server -d site)"
 
 clean:
 	rm -rf $(VENV) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
