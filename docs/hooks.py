@@ -64,8 +64,11 @@ _FETCHED = re.compile(
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Take out of notebooks what would be fetched from the network."""
-    return _DIAGRAMS.sub("", _FORMULAS.sub("", html)) if page.file.src_uri.endswith(".ipynb") else html
+    """In notebooks: links to other notebooks lead to their pages, and nothing is fetched from the network."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    html = re.sub(r'href="([\w./-]+)\.ipynb([#"])', r'href="\1.html\2', html)
+    return _DIAGRAMS.sub("", _FORMULAS.sub("", html))
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
