@@ -5,6 +5,7 @@
     P   as many bare processes as there are workers only call ``__getitem__``: no batch, no transport
     S   as many bare threads as the workload has only sleep
     N   ``import numpy`` in a fresh interpreter (measured in `benchmarks.child`)
+    R   one core reads records one by one, in plain Python: no limit, but what reading in batches is compared with
 
 Each function runs for ``span`` seconds after ``warm`` seconds and returns samples per second. None does more than
 its line says: a batch that nobody could train on is no reason to be slower.
@@ -29,6 +30,7 @@ CEILINGS = {
     "P": "bare processes",
     "S": "bare sleeping threads",
     "N": "import numpy",
+    "R": "a plain reader",
 }
 
 
@@ -42,6 +44,8 @@ def measure_ceiling(
         return _bare_threads(workers, warm, span)
     if name == "T":
         return _repeat(_take(source.columns, workload.batch_size), _first(batches, 1000), warm, span)
+    if name == "R":
+        return _repeat(_read_all(source.rows), [batch.tolist() for batch in _first(batches, 1000)], warm, span)
     copy = _copy_padded if workload.padded else _copy
     lists = [batch.tolist() for batch in _first(batches, 1000)]
     return _repeat(copy(source.rows, workload.batch_size), lists, warm, span)
@@ -88,6 +92,13 @@ def _copy_padded(dataset: Any, batch_size: int) -> Callable[[list[int]], None]:
         for row, index in enumerate(batch):
             sample = dataset[index]
             out[row, : len(sample)] = sample
+
+    return step
+
+
+def _read_all(dataset: Any) -> Callable[[list[int]], None]:
+    def step(batch: list[int]) -> None:
+        [dataset[index] for index in batch]
 
     return step
 

@@ -120,7 +120,7 @@ def _measure_ceiling(name: str, workload: Workload, workers: int, warm: float, s
     plan = Plan(workload, workload.build(), workers)
     result: dict[str, Any] = {}
     if name != "S":  # bare sleep delivers nothing
-        collate = pad if workload.padded else stack
+        collate = list if workload.records else pad if workload.padded else stack
         rows = plan.source.rows
         result = digest(
             collate([rows[index] for index in plan.batches[number].tolist()])

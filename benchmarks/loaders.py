@@ -38,7 +38,7 @@ class Plan:
     batches: RepeatedBatches = field(init=False)
 
     def __post_init__(self) -> None:
-        epoch = order(len(self.source.rows))
+        epoch = order(len(self.source.rows), self.workload.shuffled)
         object.__setattr__(self, "sampler", Repeated(epoch))
         object.__setattr__(self, "batches", RepeatedBatches(epoch, self.workload.batch_size))
 
@@ -186,7 +186,18 @@ class Loader:
 # -- ours -----------------------------------------------------------------------------------------------------
 
 
+def _open_ours_records(plan: Plan) -> Stream:
+    from sharded_loader import RecordFileDataset
+
+    def batches(dataset: Any) -> Iterator[Any]:
+        return (dataset.get_batch(plan.batches[number]) for number in range(len(plan.batches)))
+
+    return Stream(RecordFileDataset(plan.source.rows.path), batches, lambda dataset: dataset.close())
+
+
 def _open_ours(plan: Plan) -> Stream:
+    if plan.workload.records:
+        return _open_ours_records(plan)
     from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
     from sharded_loader.batchify import Pad
 
@@ -421,6 +432,8 @@ LOADERS = {
 
 def leaves(batch: Any) -> list[Array]:
     """The arrays of a batch, whatever it is wrapped in."""
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, bytes):
+        return [np.frombuffer(batch, np.uint8)[np.newaxis]]
+    if isinstance(batch, Sequence):
         return [leaf for part in batch for leaf in leaves(part)]
     return [np.asarray(batch)]

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loaders import LOADERS
+from benchmarks.loaders import LOADERS, OURS
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +77,8 @@ class Record:
 def contestants(workload: Workload, loaders: Sequence[str]) -> list[str]:
     """The ceiling and the loaders that can do this workload."""
     able = [name for name in loaders if LOADERS[name].refuses(workload) is None]
+    if workload.records:
+        able = [name for name in able if name == OURS]
     if workload.kind == "import":
         able = [name for name in able if name in ("ours", "torch")]
     return ([workload.ceiling] if workload.ceiling else []) + able

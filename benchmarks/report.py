@@ -59,6 +59,7 @@ BARS = (
     Bar("tiny-inline", "C", 0.4),
     Bar("jpeg", "P", 0.95),
     Bar("latency", "S", 0.97),
+    Bar("records", "R", 5),
     Bar("import", "N", 1.6, at_most=True),
     Bar("first-spawn", "torch", 0.1, at_most=True),
     Bar("close", None, 0.020, at_most=True),

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ NUM_IMAGES = 50_000
 LATENCY = 0.005
 LATENCY_THREADS = 16
 MAX_TOKENS = 500
+NUM_RECORDS = 100_000
 
 
 class Rows:
@@ -81,6 +85,39 @@ class Jpegs:
             return np.array(image.convert("RGB").resize((224, 224)))
 
 
+class PlainRecords:
+    """A ``.rec`` file as a plain reader reads it: seek, read, unpack the header, read, for each record."""
+
+    _MAGIC = struct.pack("<I", 0xCED7230A)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "rb")  # noqa: SIM115 - it is closed with the process
+        self._offsets = [int(line.split("\t")[1]) for line in path.with_suffix(".idx").read_text().splitlines()]
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> bytes:
+        file = self._file
+        file.seek(self._offsets[index])
+        parts = []
+        while True:
+            magic, word = struct.unpack("<4sI", file.read(8))
+            if magic != self._MAGIC:
+                raise ValueError("no record there")
+            length = word & 0x1FFFFFFF
+            data = file.read(length)
+            if len(data) < length:
+                raise ValueError("truncated")
+            if word >> 29 == 0:
+                return data
+            parts.append(data)
+            file.read(-length % 4)
+            if word >> 29 == 3:
+                return self._MAGIC.join(parts)
+
+
 class LoadedModules:
     """Its samples tell which modules the worker that reads them has loaded."""
 
@@ -115,6 +152,8 @@ class Workload:
         workers: how many; 0 means as many as the command line says.
         start_method: of process workers.
         padded: samples are ragged and have to be padded.
+        records: samples are bytes in a RecordIO file (`PlainRecords`), read by ``get_batch``, without a loader.
+        shuffled: whether the epoch is; else in the order of the data.
         ceiling: letter of the bare limit that is measured beside the loaders, or None.
         check_batches: that many batches are compared between loaders, before anything is timed.
         quick: part of ``--quick``.
@@ -129,6 +168,8 @@ class Workload:
     workers: int = 0
     start_method: str = "fork"
     padded: bool = False
+    records: bool = False
+    shuffled: bool = True
     ceiling: str | None = None
     check_batches: int = 1
     quick: bool = False
@@ -176,9 +217,9 @@ class RepeatedBatches:
         return self._order[start : start + self._batch_size]
 
 
-def order(length: int) -> Array:
-    """The shuffled epoch of a dataset of that many samples."""
-    return np.random.default_rng(17).permutation(length)
+def order(length: int, shuffled: bool = True) -> Array:
+    """The epoch of a dataset of that many samples."""
+    return np.random.default_rng(17).permutation(length) if shuffled else np.arange(length)
 
 
 def stack(samples: Sequence[Array]) -> Array:
@@ -249,6 +290,27 @@ def _photographs() -> list[Array]:
 
 def _slow() -> Source:
     return Source(SlowRows(np.random.default_rng(6).random((10_000, 64), dtype=np.float32)))
+
+
+_RECORDS_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""They go when the child ends."""
+
+
+def _records() -> Source:
+    rng = np.random.default_rng(8)
+    raw = rng.integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()  # holds no magic
+    _RECORDS_FOLDERS.append(tempfile.TemporaryDirectory())
+    path = Path(_RECORDS_FOLDERS[-1].name) / "records.rec"
+    offset, lines = 0, []
+    with open(path, "wb") as file:
+        lengths, begins = rng.integers(100, 501, NUM_RECORDS).tolist(), rng.integers(0, 1 << 19, NUM_RECORDS).tolist()
+        for key, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
+            lines.append(f"{key}\t{offset}\n")
+            offset += file.write(
+                struct.pack("<II", 0xCED7230A, length) + raw[begin : begin + length] + bytes(-length % 4)
+            )
+    path.with_suffix(".idx").write_text("".join(lines))
+    return Source(PlainRecords(path))
 
 
 def _modules() -> Source:
@@ -333,6 +395,22 @@ WORKLOADS = {
             check_batches=16,
             quick=True,
         ),
+        *[
+            Workload(
+                f"records{'-shuffled' if shuffled else ''}",
+                f"RecordIO, 100k records of 100..500 bytes, {'shuffled' if shuffled else 'in order'}, batch 1,024",
+                "rate",
+                _records,
+                1024,
+                pool="inline",
+                records=True,
+                shuffled=shuffled,
+                ceiling="R",
+                check_batches=100,
+                quick=True,
+            )
+            for shuffled in (False, True)
+        ],
         *[
             Workload(
                 f"first-{method}",

@@ -1,6 +1,7 @@
 """Loaders of every kind, disturbed at random for as long as one likes, against undisturbed ones.
 
     python -m tests.soak --minutes 10 [--seed N] [--round N]
+    python -m tests.soak --records 100000 [--seed N]         damaged RecordIO files instead: see `soak_records`
 
     Recipe (`soak_recipes`) --InlinePool-->  Reference: what each epoch must be, read once
                             --any pool---->  a loader  <-- faults
@@ -38,7 +39,7 @@ import psutil
 
 from sharded_loader import LoaderClosedError
 from sharded_loader.iterator import EpochIterator
-from tests import conftest
+from tests import conftest, soak_records
 from tests.soak_recipes import Recipe, Reference, frozen, outcome
 
 HANG = 60.0
@@ -362,7 +363,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--round", type=int, help="only this one, again and again")
+    parser.add_argument("--records", type=int, metavar="FILES", help="damaged RecordIO files instead")
     arguments = parser.parse_args()
+    if arguments.records is not None:
+        print(f"python -m tests.soak --records {arguments.records} --seed {arguments.seed}", flush=True)
+        return soak_records.run(arguments.records, arguments.seed)
     print(f"python -m tests.soak --minutes {arguments.minutes:g} --seed {arguments.seed}", flush=True)
     warnings.simplefilter("ignore")  # batches that are left out
     tally, over, began = Tally(), threading.Event(), time.monotonic()

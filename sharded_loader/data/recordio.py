@@ -5,8 +5,9 @@
 
 How a record lies in its file (and how a payload that contains the magic is cut) is told in
 `sharded_loader.data.recordfile`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
-from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position. `pack` and `unpack` put
-MXNet's label header before a payload (`sharded_loader.data.packing`).
+from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many at once
+(`sharded_loader.data.recorddataset`). `pack` and `unpack` put MXNet's label header before a payload
+(`sharded_loader.data.packing`).
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
 the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
@@ -21,19 +22,16 @@ The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
 from __future__ import annotations
 
 import io
-import operator
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
-from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.packing import IRHeader, pack, pack_img, unpack, unpack_img
+from sharded_loader.data.recorddataset import RecordFileDataset
 from sharded_loader.data.recordfile import (
     MAX_LENGTH,
     PerProcess,
@@ -162,15 +160,14 @@ class MXRecordIO(PerProcess):
         """
         if not isinstance(buf, bytes | bytearray | memoryview):
             raise TypeError(f"{self.uri}: a record is bytes, not {type(buf).__name__} (a str needs .encode())")
-        payload = bytes(buf)
-        if len(payload) > MAX_LENGTH:
+        size = memoryview(buf).nbytes
+        if size > MAX_LENGTH:
             raise ValueError(
-                f"{self.uri}: a record of {len(payload)} bytes is too long, RecordIO has room for {MAX_LENGTH}: "
-                "split it"
+                f"{self.uri}: a record of {size} bytes is too long, RecordIO has room for {MAX_LENGTH}: split it"
             )
         self._for_writing().check()
         with self._turn:
-            self._for_writing().write(framed(payload))
+            self._for_writing().write(framed(bytes(buf)))
 
     def tell(self) -> int:
         """The offset in the file where the next record is written, or read by `read`."""
@@ -306,7 +303,7 @@ class MXIndexedRecordIO(MXRecordIO):
     def _offset(self, key: Hashable) -> int:
         try:
             return self.idx[key]
-        except KeyError:
+        except (KeyError, TypeError):  # such as a list
             known = ", ".join(repr(each) for each in self.keys[:5])
             raise KeyError(
                 f"{self.idx_path}: no key {key!r} of type {type(key).__name__}; it has {len(self.idx)} keys"
@@ -337,9 +334,18 @@ class MXIndexedRecordIO(MXRecordIO):
         """Appends one record under the key ``key_type(idx)``.
 
         Raises:
-            ValueError: the key was written before, or its text has a tab or a line end; and what `write` raises.
+            ValueError: the key was written before, its text has a tab or a line end, or ``key_type`` makes another key
+                of it (5 of 5.7) or none; and what `write` raises.
         """
-        key = self.key_type(idx)
+        try:
+            key = self.key_type(idx)
+            if isinstance(idx, float) and key != idx and not isinstance(key, str):
+                raise ValueError(f"it would become {key!r}")
+        except (ValueError, TypeError) as error:
+            name = getattr(self.key_type, "__name__", self.key_type)
+            raise ValueError(
+                f"{self.idx_path}: {idx!r} is no key of type {name} ({error}): give another key, or key_type=str"
+            ) from error
         text = str(key)
         if any(mark in text for mark in "\t\r\n") or not text.strip():
             raise ValueError(f"{self.idx_path}: the key {key!r} is blank or has a tab or a line end: use another")
@@ -356,74 +362,3 @@ class MXIndexedRecordIO(MXRecordIO):
             self._index_writer.write(f"{text}\t{offset}\n".encode("utf-8", "surrogateescape"))
             self.idx[key] = offset
             self.keys.append(key)
-
-
-class RecordFileDataset(Dataset):
-    """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
-
-    The index is the ``.idx`` beside it (``train.rec``, ``train.idx``); where there is none the file is scanned, once,
-    and the offsets travel with the dataset to the workers. Keys do not matter here, so none may be lost by being a
-    duplicate. Safe in threads, after a fork, and pickled.
-
-    Args:
-        filename: the ``.rec`` file.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: the index is malformed, or is empty while the file is not.
-        RecordIOError: no RecordIO file; in ``dataset[i]``, a damaged record.
-
-    Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = os.path.join(folder.name, "letters.rec")
-        >>> with MXRecordIO(path, "w") as file:
-        ...     for record in (b"a", b"b", b"c"):
-        ...         file.write(record)
-        >>> with RecordFileDataset(path) as dataset:
-        ...     len(dataset), dataset[0], dataset[-1]
-        (3, b'a', b'c')
-        >>> folder.cleanup()
-
-    Source: ``mxnet.gluon.data.RecordFileDataset``.
-    """
-
-    def __init__(self, filename: str | os.PathLike[str]) -> None:
-        self.filename = os.fspath(filename)
-        self._file = RecordFile(self.filename)
-        idx_path = os.path.splitext(self.filename)[0] + ".idx"
-        if os.path.exists(idx_path):
-            _, offsets = load_index(idx_path, str)
-            if not offsets and self._file.size:
-                raise ValueError(
-                    f"{idx_path} is empty, {self.filename} has {self._file.size} bytes: "
-                    "delete the .idx to have it rebuilt"
-                )
-        else:
-            offsets = self._file.scan(stacklevel=3)
-        self._offsets = np.array(offsets, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> bytes:
-        number = operator.index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"{self.filename}: index {number} is out of range, it has {len(self)} records")
-        return self._file.read(int(self._offsets[number]))[0]
-
-    def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
-        return [self[index] for index in indices]
-
-    def close(self) -> None:
-        """Closes the file, in this process. Again is no error."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"RecordFileDataset({self.filename!r}, {len(self)} records)"

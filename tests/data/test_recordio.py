@@ -314,6 +314,20 @@ def test_string_keys(tmp_path: Path) -> None:
         assert dataset[0] == b"a"
 
 
+def test_a_key_that_would_become_another_one_is_refused(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
+        for key in (5.7, "five", None, float("nan")):
+            with pytest.raises(ValueError, match=rf"a\.idx: {key!r} is no key of type int .*key_type=str"):
+                file.write_idx(key, b"lost")
+        for key in ("5", 6.0, np.int64(7)):
+            file.write_idx(key, b"kept")
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
+        assert file.keys == [5, 6, 7]
+        assert file.read_idx(np.int32(6)) == b"kept"
+        with pytest.raises(KeyError, match=r"no key \[5\] of type list; it has 3 keys"):
+            file.read_idx([5])  # type: ignore[arg-type]
+
+
 def test_duplicate_key_is_not_written(tmp_path: Path) -> None:
     with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
         file.write_idx(1, b"a")
@@ -498,7 +512,7 @@ def test_any_index_is_refused_or_read(folder: Path, text: bytes) -> None:
                 assert error.offset == file.idx[key]
 
 
-@pytest.mark.parametrize("line", ["zero\t0", "0", "0\tx", "0\t-4", "0\t0\t0", f"0\t{1 << 63}"])
+@pytest.mark.parametrize("line", ["zero\t0", "0", "0\tx", "0\t-4", "0\t0\t0", "0\t\t4", "0\t1_0", f"0\t{1 << 63}"])
 def test_malformed_index_line_is_named(tmp_path: Path, line: str) -> None:
     write(tmp_path / "a.rec", [b"a"])
     (tmp_path / "a.idx").write_text(f"7\t0\n{line}\n")
@@ -554,6 +568,25 @@ def test_too_long_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(TypeError, match="a record is bytes, not str"):
             file.write("text")  # type: ignore[arg-type]
     assert read_all(tmp_path / "a.rec") == [b"1234567"]
+
+
+def test_a_payload_of_half_a_gigabyte_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    huge = np.zeros(2**27, np.uint32).data  # pages that nobody touches
+    with MXRecordIO(tmp_path / "a.rec", "w") as file:
+        with pytest.raises(
+            ValueError, match="a record of 536870912 bytes is too long, RecordIO has room for 536870911"
+        ):
+            file.write(huge)
+        file.write(b"next")
+    assert read_all(tmp_path / "a.rec") == [b"next"]
+
+
+def test_whatever_holds_bytes_is_written_as_they_stand(tmp_path: Path) -> None:
+    payload = b"ab" + MAGIC + b"cd" + MAGIC * 2
+    with MXRecordIO(tmp_path / "a.rec", "w") as file:
+        for each in (payload, bytearray(payload), memoryview(payload), memoryview(payload)[::2], memoryview(b"")):
+            file.write(each)
+    assert read_all(tmp_path / "a.rec") == [payload, payload, payload, payload[::2], b""]
 
 
 # -- threads and processes ---------------------------------------------------------------------------------------------
@@ -807,6 +840,15 @@ def test_images_come_back(shape: tuple[int, ...]) -> None:
     assert np.abs(decoded.astype(int) - smooth).max() < 10
     assert unpack_img(pack_img((0, 1.0, 4, 0), smooth), iscolor=1)[1].shape == (5, 7, 3)
     assert unpack_img(pack_img((0, 1.0, 4, 0), smooth), iscolor=0)[1].shape == (5, 7)
+
+
+def test_quality_is_that_of_the_jpeg_and_loses_nothing_in_a_png() -> None:
+    pytest.importorskip("PIL")
+    image = np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    sizes = [len(pack_img((0, 1.0, 4, 0), image, quality=quality)) for quality in (10, 50, 95)]
+    assert sizes == sorted(set(sizes))
+    for quality in (0, 9, 95):
+        assert (unpack_img(pack_img((0, 1.0, 4, 0), image, quality, ".PNG"))[1] == image).all()
 
 
 def test_image_that_does_not_decode_is_named() -> None:

@@ -1,0 +1,376 @@
+"""Promises of RecordFileDataset.get_batch: what one by one gives, in few reads; damage is named."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import multiprocess
+import numpy as np
+import pytest
+
+from sharded_loader import RecordFileDataset, ShardedDataLoader
+from sharded_loader.data import recordbatch, recordfile
+from sharded_loader.data.recordbatch import Records
+from sharded_loader.execution.pools.base import Pool
+from sharded_loader.recordio import RecordIOError
+from tests import reference_recordio as reference
+from tests.soak_records import reads_within
+
+rng = random.Random(3)
+MAGIC_INSIDE = b"abcd" + reference.MAGIC + b"efgh"
+KINDS = {
+    "small": [rng.randbytes(rng.randrange(40)) for _ in range(50)],
+    "cut at magics": [reference.random_record(rng) for _ in range(50)],
+    "one larger than LARGE": [b"a", rng.randbytes(recordbatch.LARGE + 5), b"b", b"", *[b"c" * 99] * 40],
+    "all large": [rng.randbytes(recordbatch.LARGE_MEAN + number) for number in range(1, 9)],
+    "none": [],
+}
+
+
+def write(path: Path, records: list[bytes], index: bool = True) -> list[int]:
+    """The file; returns the offset of each record, and of the end."""
+    content, offsets = reference.write(records)
+    path.write_bytes(content)
+    if index:
+        lines = [f"{key}\t{offset}\n" for key, offset in enumerate(offsets[:-1])]
+        path.with_suffix(".idx").write_text("".join(lines))
+    return offsets
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all positioned reads."""
+    if not hasattr(os, "pread"):
+        pytest.skip("needs os.pread")
+    really, sizes = os.pread, []
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return really(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    return sizes
+
+
+@pytest.fixture(params=["pread", "lock and seek"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With positioned reads, and as on Windows, which has none."""
+    if request.param != "pread":
+        monkeypatch.delattr(os, "pread", raising=False)
+
+
+# -- the same records --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [True, False], ids=["index", "scanned"])
+@pytest.mark.usefixtures("either_way")
+def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool) -> None:
+    records = KINDS[kind]
+    write(tmp_path / "a.rec", records, index)
+    everything = range(len(records))
+    with RecordFileDataset(tmp_path / "a.rec") as dataset, reads_within(os.path.getsize(tmp_path / "a.rec")):
+        for _ in range(2):  # the second time sizes are known
+            orders: list[Any] = [[], everything, everything[::-1], everything[::3], everything[5:20]]
+            if records:
+                orders += [rng.choices(everything, k=60), [0, 0, 0], [-1, 0, -1], np.array([1, 0], np.int32)]
+            for order in orders:
+                wanted = [records[number] for number in order]
+                assert dataset.get_batch(order) == wanted
+                assert dataset.__getitems__(order) == wanted
+                assert list(map(dataset.__getitem__, order)) == wanted
+
+
+def test_a_record_that_is_in_a_batch_many_times_lies_in_memory_once(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [MAGIC_INSIDE, b"plain" * 50])
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        records = dataset.get_batch([0, 1] * 500)
+        assert records == [MAGIC_INSIDE, b"plain" * 50] * 500
+        assert isinstance(records, Records)
+        assert len(records._buffer) < 2 * os.path.getsize(tmp_path / "a.rec")
+
+
+def test_indices_out_of_range_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b"])
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for wrong in ([0, 2], [-3]):
+            with pytest.raises(IndexError, match="out of range for a dataset of 2"):
+                dataset.get_batch(wrong)
+            with pytest.raises(IndexError, match="out of range"):
+                dataset.__getitems__(wrong)
+        with pytest.raises(TypeError, match="integers"):
+            dataset.get_batch([0.5])
+
+
+def test_an_index_that_lists_a_few_records_costs_no_more_once_they_were_read(tmp_path: Path, reads: list[int]) -> None:
+    records = [bytes([number]) * 100 for number in range(200)]
+    offsets = write(tmp_path / "a.rec", records)
+    (tmp_path / "a.idx").write_text("".join(f"{number}\t{offsets[number]}\n" for number in (150, 20, 70)))
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset.get_batch([0, 1, 2]) == [records[150], records[20], records[70]]
+        reads.clear()
+        assert dataset.get_batch([0, 1, 2]) == [records[150], records[20], records[70]]
+        assert reads == [108, 108, 108]
+
+
+def test_offsets_that_are_no_multiples_of_4_are_read_where_a_record_begins_there(tmp_path: Path) -> None:
+    content, _ = reference.write([b"abc"])
+    (tmp_path / "a.rec").write_bytes(b"x" + content + b"yz" + content)
+    (tmp_path / "a.idx").write_text("0\t1\n1\t15\n2\t4\n")
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset.get_batch([1, 0]) == [b"abc", b"abc"]
+        with pytest.raises(RecordIOError, match=r"a\.rec, offset 4: "):
+            dataset.get_batch([0, 2])
+    write(tmp_path / "b.rec", [b"abcd", b"abcd", b"abcd"])
+    (tmp_path / "b.idx").write_text("0\t0\n1\t14\n")  # a header begins two bytes before
+    with RecordFileDataset(tmp_path / "b.rec") as dataset:
+        with pytest.raises(RecordIOError, match=r"b\.rec, offset 14: "):
+            dataset.get_batch([0, 1])
+
+
+# -- in few reads ------------------------------------------------------------------------------------------------------
+
+
+def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None:
+    records = [b"%d" % number * 9 for number in range(500)]
+    offsets = write(tmp_path / "a.rec", records)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset.get_batch(range(100, 356)) == records[100:356]
+        assert reads == [offsets[356] - offsets[100]]
+        reads.clear()
+        near = list(range(0, 500, 3))
+        assert dataset.get_batch(near[::-1]) == [records[number] for number in near[::-1]]
+        assert len(reads) == 1  # gaps of two small records
+        reads.clear()
+        assert dataset.get_batch([0, 499, 1, 250]) == [records[number] for number in (0, 499, 1, 250)]
+        assert len(reads) == 3
+
+
+def test_a_scan_reads_blocks_where_records_are_small_and_headers_where_they_are_large(
+    tmp_path: Path, reads: list[int]
+) -> None:
+    write(tmp_path / "small.rec", [b"x" * 20] * 20_000, index=False)
+    with RecordFileDataset(tmp_path / "small.rec") as dataset:
+        assert len(dataset) == 20_000
+    assert len(reads) < 20
+    assert max(reads) < os.path.getsize(tmp_path / "small.rec")
+    reads.clear()
+    large = [b"y" * 200_000] * 30
+    offsets = write(tmp_path / "large.rec", large, index=False)
+    with RecordFileDataset(tmp_path / "large.rec") as dataset:
+        assert dataset._offsets.tolist() == offsets[:-1]
+    assert sum(reads) < os.path.getsize(tmp_path / "large.rec") / 10
+
+
+@pytest.mark.parametrize("blocks", [(8, 8), (8, 16), (12, 64)])
+def test_a_scan_finds_the_same_records_whatever_its_blocks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(recordfile, "_BLOCKS", blocks)
+    offsets = write(tmp_path / "a.rec", KINDS["cut at magics"], index=False)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset._offsets.tolist() == offsets[:-1]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_damaged_record_of_a_batch_is_named_and_the_others_are_readable(tmp_path: Path) -> None:
+    records = [b"%d" % number * 30 for number in range(100)]
+    offsets = write(tmp_path / "a.rec", records)
+    content = bytearray((tmp_path / "a.rec").read_bytes())
+    for bad in (40, 60):
+        content[offsets[bad] + 7] ^= 0xFF  # its flag
+    (tmp_path / "a.rec").write_bytes(content)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for order, first in (([3, 60, 40], 60), (range(100), 40)):
+            with pytest.raises(RecordIOError) as caught:
+                dataset.get_batch(order)
+            assert (caught.value.path, caught.value.offset) == (str(tmp_path / "a.rec"), offsets[first])
+        good = [number for number in range(100) if number not in (40, 60)]
+        assert dataset.get_batch(good) == [records[number] for number in good]
+
+
+@pytest.mark.parametrize("last", [30, 48], ids=["in the middle", "in the last record"])
+def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    records = [bytes([number]) * 100 for number in range(1, 50)]
+    offsets = write(tmp_path / "a.rec", records)
+    really = recordfile.RecordFile.read_stretches
+
+    def shrinking(file: Any, begins: list[int], sizes: list[int]) -> list[bytes]:
+        os.truncate(tmp_path / "a.rec", offsets[last] + 50)  # after its size was looked at
+        return really(file, begins, sizes)
+
+    for order in (range(49), [7, 3, last, 29]):
+        write(tmp_path / "a.rec", records)
+        with RecordFileDataset(tmp_path / "a.rec") as dataset:
+            with monkeypatch.context() as patched:
+                patched.setattr(recordfile.RecordFile, "read_stretches", shrinking)
+                with pytest.raises(RecordIOError, match=rf"a\.rec, offset {offsets[last]}: "):
+                    dataset.get_batch(order)
+            assert dataset.get_batch(range(last)) == records[:last]
+
+
+def test_offsets_near_the_largest_number_are_an_error_like_any_other(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a"])
+    (tmp_path / "a.idx").write_text(f"0\t0\n1\t{2**63 - 1}\n2\t{2**63 - 9}\n")
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for index in (1, 2):
+            for read in (lambda index=index: dataset[index], lambda index=index: dataset.get_batch([0, index])):
+                with pytest.raises(RecordIOError, match="the file ends at 12, before it"):
+                    read()
+
+
+# -- in a loader -------------------------------------------------------------------------------------------------------
+
+
+class Lengths(RecordFileDataset):
+    """What Gluon's ImageRecordDataset is: a subclass that makes something of a record."""
+
+    def __getitem__(self, index: int) -> int:
+        return len(super().__getitem__(index))
+
+
+def test_a_subclass_with_samples_of_its_own_is_read_by_them(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"x" * number for number in range(12)])
+    with Lengths(tmp_path / "a.rec") as dataset, RecordFileDataset(tmp_path / "a.rec") as plain:
+        assert hasattr(plain, "get_batch")
+        assert not hasattr(dataset, "get_batch")
+        assert dataset.__getitems__([3, 5]) == [3, 5]
+        with ShardedDataLoader(dataset, 4) as loader:
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_loader_gives_lists_of_records_from_every_pool(tmp_path: Path, pool: Pool) -> None:
+    records = [reference.random_record(rng) for _ in range(60)]
+    write(tmp_path / "a.rec", records)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        with ShardedDataLoader(dataset, 8, pool=pool) as loader:
+            batches = list(loader)
+        assert batches == [records[begin : begin + 8] for begin in range(0, 60, 8)]
+        assert all(type(batch) is list and type(batch[0]) is bytes for batch in batches)
+
+
+def test_a_worker_reads_batches_of_a_large_index(tmp_path: Path, process_pool: Pool) -> None:
+    records = [b"%d" % number for number in range(20_000)]  # offsets and sizes lie in shared memory
+    offsets = write(tmp_path / "a.rec", records)
+    (tmp_path / "a.idx").write_text("".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets[:-1:2])))
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        with ShardedDataLoader(dataset, 1000, pool=process_pool) as loader:
+            assert [record for batch in loader for record in batch] == records[::2]
+
+
+def test_arrays_that_cannot_be_written_to_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a", b"b"])
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        dataset._sizes.flags.writeable = False
+        assert dataset.get_batch([1, 0]) == [b"b", b"a"]
+
+
+def test_parts_and_transforms_of_the_dataset_read_the_same(tmp_path: Path) -> None:
+    records = [b"%d" % number for number in range(30)]
+    write(tmp_path / "a.rec", records)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset.shard(3, 1).get_batch([0, -1]) == [b"10", b"19"]
+        assert dataset.transform(int).__getitems__([4, 2]) == [4, 2]
+        with ShardedDataLoader(dataset + dataset.take(2), 16) as loader:
+            assert list(loader) == [records[:16], records[16:] + records[:2]]
+
+
+def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_pool: Callable[..., Pool]) -> None:
+    records = [b"%d" % number * 20 for number in range(20)]
+    offsets = write(tmp_path / "a.rec", records)
+    content = bytearray((tmp_path / "a.rec").read_bytes())
+    content[offsets[7]] ^= 1
+    (tmp_path / "a.rec").write_bytes(content)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        with ShardedDataLoader(dataset, 5, pool=new_pool()) as loader:
+            batches = iter(loader)
+            assert next(batches) == records[:5]
+            with pytest.raises(RecordIOError, match=rf"a\.rec, offset {offsets[7]}: ") as caught:
+                next(batches)
+            assert "sample 7" in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+            assert list(batches) == [records[10:15], records[15:]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with ShardedDataLoader(dataset, 5, pool=new_pool(), on_error="skip") as loader:
+                assert list(loader) == [records[:5], records[5:7] + records[8:10], records[10:15], records[15:]]
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("either_way")
+def test_threads_read_batches_through_one_open_file(tmp_path: Path) -> None:
+    records = [bytes([number % 251]) * (number * 7 % 500) for number in range(300)]
+    write(tmp_path / "a.rec", records)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset, ThreadPoolExecutor(8) as pool:
+
+        def check(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(30):
+                order = draw.choices(range(300), k=40)
+                assert dataset.get_batch(order) == [records[number] for number in order]
+
+        list(pool.map(check, range(8)))
+
+
+def read_in_child(dataset: RecordFileDataset, result: Any) -> None:
+    result.send([dataset.get_batch(range(3)), dataset.get_batch([2, 0])])
+    result.close()
+
+
+@pytest.mark.parametrize("method", sorted({"fork", "spawn"}.intersection(multiprocess.get_all_start_methods())))
+def test_each_process_reads_batches_for_itself(tmp_path: Path, method: str) -> None:
+    write(tmp_path / "a.rec", [b"a", b"bb", b"ccc"])
+    context = multiprocess.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert dataset.get_batch([0]) == [b"a"]
+        process = context.Process(target=read_in_child, args=(dataset, sender))
+        process.start()
+        assert receiver.poll(60)
+        assert receiver.recv() == [[b"a", b"bb", b"ccc"], [b"ccc", b"a"]]
+        process.join()
+        process.close()
+        receiver.close()
+        sender.close()
+
+
+def test_a_closed_dataset_refuses_batches(tmp_path: Path) -> None:
+    write(tmp_path / "a.rec", [b"a"])
+    dataset = RecordFileDataset(tmp_path / "a.rec")
+    dataset.close()
+    with pytest.raises(ValueError, match=r"a\.rec is closed"):
+        dataset.get_batch([0])
+
+
+# -- what it gives -----------------------------------------------------------------------------------------------------
+
+
+def test_records_are_a_sequence_of_bytes_and_survive_what_happens_to_the_file(tmp_path: Path) -> None:
+    written = [b"one", b"", b"three"]
+    write(tmp_path / "a.rec", written)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        records = dataset.get_batch([2, 0, 1])
+    (tmp_path / "a.rec").write_bytes(b"")
+    wanted = [b"three", b"one", b""]
+    assert isinstance(records, Records)
+    for each in (records, pickle.loads(pickle.dumps(records, 5))):
+        assert each == wanted == list(each) == [each[0], each[1], each[-1]]
+        assert all(type(record) is bytes for record in (*each, each[0]))
+        assert (each[1:], each[::-1], len(each), b"one" in each) == (wanted[1:], wanted[::-1], 3, True)
+        assert each != [b"three", b"one"]
+        assert each != (b"three", b"one", b"")
+        with pytest.raises(IndexError, match="out of range"):
+            each[3]
+    assert repr(records) == "Records(3 records, 8 bytes)"

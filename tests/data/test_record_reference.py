@@ -1,0 +1,87 @@
+"""RecordIO against a second implementation: the same bytes both ways, and the same end of a damaged file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDataset
+from tests import reference_recordio as reference
+from tests import soak_records
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+MAGIC = reference.MAGIC
+
+words = st.one_of(st.just(MAGIC), st.just(MAGIC[:3]), st.binary(max_size=5), st.binary(min_size=4, max_size=4))
+dense = st.lists(words, max_size=12).map(b"".join)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all examples of a property."""
+    return tmp_path_factory.mktemp("reference")
+
+
+def test_the_reference_itself_writes_and_reads_the_file_of_mxnet() -> None:
+    cases = json.loads((GOLDEN / "recordio.json").read_text())
+    records = [bytes.fromhex(record) for record in cases[0]["params"]["records_hex"]]
+    content, offsets = reference.write(records)
+    assert content == (GOLDEN / "plain.rec").read_bytes()
+    assert reference.read(content) == (records, offsets[:-1], None)
+
+
+@given(records=st.lists(dense, max_size=5))
+@settings(deadline=None)
+def test_what_is_written_is_what_the_reference_writes(folder: Path, records: list[bytes]) -> None:
+    content, offsets = reference.write(records)
+    with MXIndexedRecordIO(folder / "ours.idx", folder / "ours.rec", "w") as file:
+        for key, record in enumerate(records):
+            file.write_idx(key, record)
+    assert (folder / "ours.rec").read_bytes() == content
+    lines = [f"{key}\t{offset}\n" for key, offset in enumerate(offsets[:-1])]
+    assert (folder / "ours.idx").read_bytes() == "".join(lines).encode()
+    assert reference.read(content) == (records, offsets[:-1], None)
+
+
+@given(records=st.lists(dense, max_size=5))
+@settings(deadline=None)
+def test_what_the_reference_writes_is_read(folder: Path, records: list[bytes]) -> None:
+    content, offsets = reference.write(records)
+    (folder / "theirs.rec").write_bytes(content)
+    with MXRecordIO(folder / "theirs.rec", "r") as file:
+        assert list(iter(file.read, None)) == records
+    with RecordFileDataset(folder / "theirs.rec") as dataset:
+        assert dataset._offsets.tolist() == offsets[:-1]
+        assert dataset.get_batch(range(len(records))) == records
+
+
+@given(rng=st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(folder: Path, rng: random.Random) -> None:
+    soak_records.check_file(folder, rng)
+
+
+def test_the_soak_reads_many_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak_records.run(200, seed=1) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["files", "200"] in lines
+    assert ["read", "wrongly", "0"] in lines
+
+
+def test_the_soak_notices_what_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordFileDataset, "__getitems__", lambda self, indices: [b""] * len(indices))
+    assert soak_records.run(20, seed=1) == 1
+
+
+def test_the_soak_notices_a_read_beyond_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    with open(tmp_path / "a", "rb") as file, soak_records.reads_within(10):
+        assert os.pread(file.fileno(), 10, 0) == b"0123456789"
+        with pytest.raises(AssertionError, match="a read of 11 bytes from a file of 10"):
+            os.pread(file.fileno(), 11, 0)

@@ -1,0 +1,187 @@
+"""Damaged RecordIO files by the hundred thousand, read in every way, against a second reader.
+
+    python -m tests.soak --records 100000 [--seed N]
+
+    reference_recordio: records --write--> a file --damage--> a broken file --read--> what must be found in it
+    the library:                                              the same file, by each class, with and without an index
+
+`check_file` is one file. What holds for each: the records before the damage are read, each reader stops at the same
+offset and says so with the file's name, nothing but `RecordIOError` or (for an index) ValueError is raised, and no read
+asks for more bytes than the file has, so that no allocation exceeds it. Seed and number give the same file again.
+
+Exit status 1: a file was read otherwise, a descriptor was left open, or a file took a minute.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDataset, RecordIOError
+from tests import reference_recordio as reference
+from tests.conftest import here, remains
+
+HANG = 60.0
+HEADER = 8
+
+
+@contextmanager
+def reads_within(size: int) -> Iterator[None]:
+    """No positioned read in the block asks for more than ``size`` bytes, or a header's."""
+    really = getattr(os, "pread", None)
+    if really is None:  # Windows
+        yield
+        return
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        assert count <= max(size, HEADER), f"a read of {count} bytes from a file of {size}"
+        data: bytes = really(fd, count, offset)
+        return data
+
+    os.pread = pread
+    try:
+        yield
+    finally:
+        os.pread = really
+
+
+def draw(rng: random.Random) -> tuple[bytes, list[bytes], bytes | None]:
+    """A damaged file, the records before the damage, and an index for it, perhaps a damaged one."""
+    records = [reference.random_record(rng) for _ in range(rng.choice([1, 2, 5, 20]))]
+    whole, offsets = reference.write(records)
+    content, first = reference.damage(whole, rng)
+    untouched = sum(offset <= first for offset in offsets[1:])
+    index = b"".join(b"%d\t%d\n" % (key, offset) for key, offset in enumerate(offsets[:-1]))
+    kind = rng.choice(["none", "fits", "damaged"])
+    if kind == "damaged":
+        index = reference.damage_index(index, rng)
+    return content, records[:untouched], None if kind == "none" else index
+
+
+def check_file(folder: Path, rng: random.Random) -> str:
+    """Write one damaged file and read it in every way; says how it was damaged.
+
+    Raises:
+        AssertionError: it was not read as it must be.
+    """
+    content, before, index = draw(rng)
+    rec, idx = folder / "fuzz.rec", folder / "fuzz.idx"
+    rec.write_bytes(content)
+    idx.unlink(missing_ok=True)
+    records, offsets, damaged = reference.read(content)
+    assert records[: len(before)] == before, "the reference itself"
+    with reads_within(len(content)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_in_a_row(rec, records, damaged)
+        check_rebuilt(rec, records, offsets, damaged, rng)
+        if index is not None:
+            idx.write_bytes(index)
+            check_index(rec, idx, content, rng)
+    return f"{'damaged' if damaged is not None else 'still readable'}, {'no index' if index is None else 'index'}"
+
+
+def check_in_a_row(rec: Path, records: list[bytes], damaged: int | None) -> None:
+    with MXRecordIO(rec, "r") as file:
+        assert [file.read() for _ in records] == records
+        if damaged is None:
+            assert file.read() is None
+        else:
+            assert_refused(file.read, rec, damaged)
+
+
+def check_rebuilt(rec: Path, records: list[bytes], offsets: list[int], damaged: int | None, rng: random.Random) -> None:
+    if damaged == 0:
+        assert_refused(lambda: RecordFileDataset(rec), rec, 0)
+        return
+    with RecordFileDataset(rec) as dataset:
+        assert len(dataset) == len(records) + (damaged is not None)
+        order = rng.choices(range(len(records)), k=rng.choice([1, 7, 30])) if records else []
+        for _ in range(2):  # the second time sizes are known
+            assert dataset.get_batch(order) == [records[index] for index in order]
+            assert dataset.__getitems__(range(len(records))) == records
+        if damaged is not None:
+            assert_refused(lambda: dataset[-1], rec, damaged)
+            assert_refused(lambda: dataset.get_batch([*order, -1]), rec, damaged)
+    with MXIndexedRecordIO(rec.with_suffix(".idx"), rec, "r") as file:
+        assert list(file.idx.values())[: len(records)] == offsets
+
+
+def check_index(rec: Path, idx: Path, content: bytes, rng: random.Random) -> None:
+    try:
+        dataset = RecordFileDataset(rec)
+        file = MXIndexedRecordIO(idx, rec, "r")
+    except RecordIOError:
+        raise
+    except ValueError as error:
+        assert str(idx) in str(error), error
+        return
+    with dataset, file:
+        places = [int(line.partition(b"\t")[2].decode()) for line in idx.read_bytes().split(b"\n") if line.strip()]
+        assert len(dataset) == len(places)
+        wanted = [reference.read_at(content, place) for place in places]
+        for number, (place, found) in enumerate(zip(places, wanted, strict=True)):
+            if found is None:
+                assert_refused(lambda number=number: dataset[number], rec, place)
+            else:
+                assert dataset[number] == found[0]
+        order = rng.choices(range(len(places)), k=rng.choice([1, 7, 30])) if places else []
+        first_bad = next((places[number] for number in order if wanted[number] is None), None)
+        for _ in range(2):
+            if first_bad is None:
+                assert dataset.get_batch(order) == [wanted[number][0] for number in order]
+            else:
+                assert_refused(lambda: dataset.get_batch(order), rec, first_bad)
+        for key, place in file.idx.items():
+            found = reference.read_at(content, place)
+            if found is None:
+                assert_refused(lambda key=key: file.read_idx(key), rec, place)
+            else:
+                assert (file.read_idx(key), file.tell()) == found
+
+
+def assert_refused(read: Any, rec: Path, offset: int) -> None:
+    try:
+        got = read()
+    except RecordIOError as error:
+        assert (error.path, error.offset) == (str(rec), offset), f"{error}, not at {offset}"
+        assert f"{rec}, offset {offset}: " in str(error)
+    else:
+        raise AssertionError(f"damage at {offset} was read as {got!r:.200}")
+
+
+def run(count: int, seed: int) -> int:
+    """That many files; the exit status."""
+    kinds: Counter[str] = Counter()
+    wrong = 0
+    before = here()
+    began = said = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number in range(count):
+                faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
+                try:
+                    kinds[check_file(Path(folder), random.Random(f"{seed} {number}"))] += 1
+                except Exception as error:
+                    wrong += 1
+                    print(f"file {number}: {type(error).__name__}: {error}", flush=True)
+                if time.monotonic() - said >= 10:
+                    said = time.monotonic()
+                    print(f"{said - began:5.0f} s: {number + 1:,} files, {wrong} read wrongly", flush=True)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    left = remains(*before)
+    rows = [("files", count), *sorted(kinds.items()), ("read wrongly", wrong), ("kinds of things left", len(left))]
+    for name, number in rows:
+        print(f"{name:32}{number:>10,}")
+    print(f"{time.monotonic() - began:.0f} s")
+    return 1 if wrong or left else 0
