@@ -147,9 +147,18 @@ def _descriptors() -> dict[int, str]:
 
 
 def _shared_memory() -> set[str]:
-    """Names that the library made (each begins so); other programs of the machine have names there too."""
+    """Names that the library made in this process, or in one that has ended: its programs and workers among them.
+
+    Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of a process that runs are
+    its own affair: other tests may run at the same time.
+    """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if name.startswith("sharded_loader")}
+    ours = {name for name in names if name.startswith("sharded_loader-")}
+    return {name for name in ours if name.split("-")[1] == str(os.getpid()) or not _runs(name.split("-")[1])}
+
+
+def _runs(pid: str) -> bool:
+    return pid.isdecimal() and psutil.pid_exists(int(pid))
 
 
 @pytest.fixture(autouse=True)
