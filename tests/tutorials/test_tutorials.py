@@ -44,6 +44,8 @@ def execute(source: Path, target: Path, scratch: Path) -> None:
     """Execute a notebook from a clean kernel; Jupyter keeps its own files in ``scratch``."""
     folders = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")
     environment = os.environ | {name: str(scratch / name.lower()) for name in folders}
+    # Threads of OpenMP wait for each other by spinning: on a busy machine the training takes fourteen times as long.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(source), str(target)],
         cwd=scratch,
