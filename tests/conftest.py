@@ -146,7 +146,7 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _shared_memory() -> set[str]:
+def shared_memory_names() -> set[str]:
     """Names that the library made in this process, or in one that has ended: its programs and workers among them.
 
     Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of a process that runs are
@@ -179,7 +179,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 def here() -> tuple[set[threading.Thread], dict[int, str], set[str]]:
     """Threads, descriptors and shared-memory names of this process."""
-    return _threads(), _descriptors(), _shared_memory()
+    return _threads(), _descriptors(), shared_memory_names()
 
 
 def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_memory: set[str]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_
         "processes": _processes(),
         "threads": _threads() - threads,
         "descriptors": {fd: to for fd, to in _descriptors().items() if descriptors.get(fd) != to},
-        "shared memory": _shared_memory() - shared_memory,
+        "shared memory": shared_memory_names() - shared_memory,
     }
     return {kind: items for kind, items in left.items() if items}
 
