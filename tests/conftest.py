@@ -37,7 +37,7 @@ def _quick_first(names: Iterable[str]) -> list[Any]:
 
 
 METHODS = pytest.mark.parametrize("method", _quick_first(PROCESS_POOLS))
-"""Every start method, by name."""
+"""Every start method, by name. A program of its own takes two seconds: the forkserver's are left to `make test-all`."""
 
 
 def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:

@@ -62,7 +62,12 @@ def outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# The first in the quick run, the others, five seconds each, in `make test-all`.
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if number else path for number, path in enumerate(NOTEBOOKS)],
+    ids=lambda path: path.stem,
+)
 def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> None:
     execute(path, tmp_path / path.name, tmp_path)
     for output in outputs(nbformat.read(tmp_path / path.name, as_version=4)):
