@@ -14,7 +14,8 @@ VENV = .venv
 BIN = $(VENV)/bin
 INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 # A process for each core, but not dozens: some tests watch what happens when.
-PARALLEL = -n logical --maxprocesses 4
+# The last tests are not the short ones: an idle process takes over what another has not begun.
+PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
 .PHONY: help demo test test-all test-gpu lint docs clean

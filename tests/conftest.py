@@ -37,7 +37,7 @@ def _quick_first(names: Iterable[str]) -> list[Any]:
 
 
 METHODS = pytest.mark.parametrize("method", _quick_first(PROCESS_POOLS))
-"""Every start method, by name."""
+"""Every start method, by name. A program of its own takes two seconds: the forkserver's are left to `make test-all`."""
 
 
 def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
@@ -146,10 +146,19 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _shared_memory() -> set[str]:
-    """Names that the library made (each begins so); other programs of the machine have names there too."""
+def shared_memory_names() -> set[str]:
+    """Names that the library made in this process, or in one that has ended: its programs and workers among them.
+
+    Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of a process that runs are
+    its own affair: other tests may run at the same time.
+    """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if name.startswith("sharded_loader")}
+    ours = {name for name in names if name.startswith("sharded_loader-")}
+    return {name for name in ours if name.split("-")[1] == str(os.getpid()) or not _runs(name.split("-")[1])}
+
+
+def _runs(pid: str) -> bool:
+    return pid.isdecimal() and psutil.pid_exists(int(pid))
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +179,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 def here() -> tuple[set[threading.Thread], dict[int, str], set[str]]:
     """Threads, descriptors and shared-memory names of this process."""
-    return _threads(), _descriptors(), _shared_memory()
+    return _threads(), _descriptors(), shared_memory_names()
 
 
 def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_memory: set[str]) -> dict[str, Any]:
@@ -178,7 +187,7 @@ def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_
         "processes": _processes(),
         "threads": _threads() - threads,
         "descriptors": {fd: to for fd, to in _descriptors().items() if descriptors.get(fd) != to},
-        "shared memory": _shared_memory() - shared_memory,
+        "shared memory": shared_memory_names() - shared_memory,
     }
     return {kind: items for kind, items in left.items() if items}
 

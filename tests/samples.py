@@ -7,13 +7,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sharded_loader import SimpleDataset, sample_generator, sample_rng, sample_seed
+from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
 
 
 class Uneven:
@@ -231,3 +231,27 @@ class Odd:
 
     def __getitem__(self, index: int) -> Any:
         raise odd_errors()[index]
+
+
+class Told:
+    """Samples that say the epoch that they were told."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+def halves(samples: Sequence[Any]) -> dict[str, Any]:
+    """A batchify function that asks for the batch's memory itself."""
+    batch = empty((len(samples), 64), np.float32)
+    for row, sample in zip(batch, samples, strict=True):
+        row[:] = sample / 2
+    return {"half": batch, "names": [str(sample) for sample in samples]}

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from samples import halves
 
 from sharded_loader import ShardedDataLoader, empty
 from sharded_loader.batchify import List, Stack, Tuple
@@ -14,13 +15,6 @@ from sharded_loader.execution.messages import Job, Task
 from sharded_loader.execution.reader import Reader
 from sharded_loader.memory.allocation import current_empty
 from sharded_loader.memory.codec import SlotWriter
-
-
-def halves(samples):
-    batch = empty((len(samples), 64), np.float32)
-    for row, sample in zip(batch, samples, strict=True):
-        row[:] = sample / 2
-    return {"half": batch, "names": [str(sample) for sample in samples]}
 
 
 class Columns:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import Bad, Gate, Uneven, boom
+from samples import Bad, Gate, Told, Uneven, boom
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
@@ -486,20 +486,6 @@ def test_batches_of_a_batch_sampler_are_dealt_out_too() -> None:
 
 
 # -- datasets that are told their epoch -----------------------------------------------------------------------
-
-
-class Told:
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        return 100 * self.epoch + index
 
 
 def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, make_pool
+from conftest import METHODS, PROCESS_POOLS, make_pool, shared_memory_names
 from recovery_samples import hangs_with_the_gil
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -102,7 +102,7 @@ def test_workers_that_hold_the_gil_go_with_their_trainer(
     script, folder = tmp_path / "script.py", tmp_path / "begun"
     folder.mkdir()
     script.write_text(textwrap.dedent(TRAINER))
-    names = shared_memory()
+    names = shared_memory_names()
     with subprocess.Popen(
         [sys.executable, str(script), method, ending, str(folder)], stdout=subprocess.PIPE, text=True
     ) as trainer:
@@ -120,11 +120,7 @@ def test_workers_that_hold_the_gil_go_with_their_trainer(
                 os.kill(child, signal.SIGKILL)
     record_property("from the trainer's end to the last worker's, s", seconds)
     print(f"{method}, {ending}: the workers were gone after {1000 * seconds:.0f} ms")
-    assert shared_memory() <= names
-
-
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sharded_loader")}
+    assert shared_memory_names() <= names
 
 
 class Holds:

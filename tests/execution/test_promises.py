@@ -115,7 +115,7 @@ def test_global_generators_are_reproducible_in_process_workers(process_pool: Pro
             return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     first = draw(2)
-    assert draw(3) == first
+    assert draw(1) == first
     assert len({str(batch) for epoch in first for batch in epoch}) == 12
 
 

@@ -34,9 +34,6 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
     return done.stdout
 
 
-# Programs of their own take two seconds each: those under forkserver are left to `make test-all`.
-
-
 @unix
 @METHODS
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:

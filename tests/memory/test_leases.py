@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, make_pool
+from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle, Filled, SlowAgain
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -399,13 +399,13 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_
             """
         )
     )
-    names = {name for name in os.listdir("/dev/shm") if name.startswith("sharded_loader")}
+    names = shared_memory_names()
     env = os.environ | {"SHARDED_LOADER_MEMORY": memory}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, env=env
     )
     assert done.returncode == -9 and not done.stderr
-    assert {name for name in os.listdir("/dev/shm") if name.startswith("sharded_loader")} == names
+    assert shared_memory_names() == names
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     deadline = 100

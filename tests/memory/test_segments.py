@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import shared_memory_names
 
 from sharded_loader.memory import segments
-from sharded_loader.memory.segments import PREFIX, Segment, attach, create
+from sharded_loader.memory.segments import Segment, attach, create
 
 BACKENDS = ["memfd", "shm", "named"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all three back ends: Linux only")
@@ -43,10 +44,6 @@ def in_child(work: Callable[[], bool]) -> bool:
         finally:
             os._exit(not ok)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def names() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}
 
 
 def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
@@ -105,9 +102,9 @@ def test_descriptors_are_not_inherited_by_programs(backend: str) -> None:
 
 
 def test_a_segment_has_no_name(backend: str) -> None:
-    before = names()
+    before = shared_memory_names()
     segment = create(0, 4096)
-    assert names() == before
+    assert shared_memory_names() == before
     assert (segment.name is not None) == (backend == "named")
     segment.close()
 
@@ -123,10 +120,10 @@ def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_posixshmem, "shm_open", interrupted)
-    before = names()
+    before = shared_memory_names()
     with pytest.raises(KeyboardInterrupt):
         create(0, 4096)
-    assert names() == before
+    assert shared_memory_names() == before
 
 
 def test_a_refusal_leaves_no_descriptor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +154,7 @@ def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path) -> None:
-    before = names()
+    before = shared_memory_names()
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -171,7 +168,7 @@ def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path
     )
     done = subprocess.run([sys.executable, str(script)], check=False, timeout=30)
     assert done.returncode == -signal.SIGKILL
-    assert names() == before
+    assert shared_memory_names() == before
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="before, a mapping holds a descriptor of its own")
