@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -25,13 +26,19 @@ class InterruptAt:
             return None  # what is raised there nobody gets to see
         if os.path.basename(name) not in self.modules or "sharded_loader" not in name:
             return None
-        if event == "line":
+        if event == "line" and not _is_held_back():
             self.left -= 1
             if self.left == 0:
                 self.fired = True
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
+
+
+def _is_held_back() -> bool:
+    """Whether a real Ctrl-C would wait for the end of a block (`sharded_loader.interrupts`)."""
+    handler = signal.getsignal(signal.SIGINT)
+    return callable(handler) and handler is not signal.default_int_handler
 
 
 def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
