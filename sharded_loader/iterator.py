@@ -22,7 +22,8 @@ from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import NOTHING, Result
-from sharded_loader.execution.pipeline import Entry, Pipeline, Run
+from sharded_loader.execution.pipeline import Pipeline
+from sharded_loader.execution.run import Entry, Run
 from sharded_loader.progress import Progress
 from sharded_loader.stats import Meter
 

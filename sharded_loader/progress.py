@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from sharded_loader.execution.pipeline import Run
+from sharded_loader.execution.run import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading, Place
 from sharded_loader.state import dump, parse
