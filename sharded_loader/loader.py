@@ -48,7 +48,7 @@ from sharded_loader.execution.reader import Reader
 from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
-from sharded_loader.progress import Progress
+from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -174,6 +174,7 @@ class ShardedDataLoader(LoaderAttributes):
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._progress = Progress(self._order, self._live)
         self._stale = False
+        self._torn: tuple[EpochIterator, Mark, Pipeline] | None = None
         self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
@@ -200,21 +201,44 @@ class ShardedDataLoader(LoaderAttributes):
         return self._progress.length()
 
     def __iter__(self) -> EpochIterator:
-        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one."""
+        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one.
+
+        Interrupted or failed, no epoch has begun: the next ``iter`` begins the same one, with the batches that
+        have been planned already (a sampler that is not ours may not yield them twice).
+        """
         self._pipeline.check_open()
         began = time.perf_counter()
         self._order.settle_replicas()
         pipeline, placement, job = self._source()
-        run = self._new_run()
-        if pipeline.pool.shares_dataset:
-            begin_epoch(self.dataset, run.epoch, self._runs())
-        pipeline.open(run, job, renew=self._stale)
-        self._stale = False
-        self._progress.begun(run)
-        iterator = EpochIterator(self, run, pipeline, placement, self._meter, self._progress)
-        self._live.add(iterator)
-        self._meter.waited(time.perf_counter() - began)
-        return iterator
+        before = self._progress.mark()
+        iterator = self._take_torn(before, pipeline)
+        if iterator is None:
+            iterator = EpochIterator(self, self._new_run(), pipeline, placement, self._meter, self._progress)
+        run = iterator.run
+        try:
+            if pipeline.pool.shares_dataset:
+                begin_epoch(self.dataset, run.epoch, self._runs())
+            pipeline.open(run, job, renew=self._stale)
+            self._stale = False
+            self._progress.begun(run)
+            self._live.add(iterator)
+            self._torn = None
+            self._meter.waited(time.perf_counter() - began)
+            return iterator
+        except BaseException:
+            self._live.discard(iterator)
+            self._torn = iterator, before, pipeline
+            self._progress.go_back(before)
+            raise
+
+    def _take_torn(self, mark: Mark, pipeline: Pipeline) -> EpochIterator | None:
+        """The iterator whose beginning was interrupted, if it is what begins now; else it is dropped."""
+        if self._torn is not None:
+            iterator, torn_at, torn_pipeline = self._torn
+            if torn_at == mark and torn_pipeline is pipeline and not self._stale:
+                return iterator
+            self._torn = None
+        return None
 
     def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
         """Where an epoch's batches come from: read and sent, or gathered on the devices."""
@@ -378,6 +402,7 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.close()
         self._gathering.close()
+        self._torn = None
         self._placement.closer()()
         if self._residence is not None:
             self._residence.forget()

@@ -27,7 +27,7 @@ class Entry:
     begun: Any = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One iterator's way through one epoch. Filled and emptied by the pipeline only.
 
