@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes
+from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes, text_of
 from sharded_loader.memory.codec import ReplyPickler, decode, encode
 
 
@@ -36,7 +36,9 @@ def encode_error(error: BaseException) -> EncodedError:
     """
     notes = tuple(notes_of(error))
     text = format_traceback(error)
-    for packed in (error, _WithoutInit(error)):
+    forms = [error, _WithoutInit(error)]
+    # An exception's own reduction knows nothing of slots.
+    for packed in reversed(forms) if _slots(error) else forms:
         try:
             # All in band: it has to be read twice, here and there.
             stream = io.BytesIO()
@@ -46,17 +48,14 @@ def encode_error(error: BaseException) -> EncodedError:
                 twin = twin.error
             if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
                 return EncodedError(stream.getvalue(), _summary(error), text, notes)
-        except Exception:
+        except BaseException:  # a __reduce__ may call sys.exit
             continue
     return EncodedError(None, _summary(error), text, notes)
 
 
 def _text(error: BaseException) -> str:
     """What the exception says, without the addresses that a default repr holds."""
-    try:
-        return re.sub("0x[0-9a-fA-F]+", "0x", str(error))
-    except Exception:
-        return ""
+    return re.sub("0x[0-9a-fA-F]+", "0x", text_of(error))
 
 
 def decode_error(encoded: EncodedError) -> BaseException:
@@ -76,10 +75,32 @@ def decode_error(encoded: EncodedError) -> BaseException:
 
 
 def _summary(error: BaseException) -> str:
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    """What the exception has in slots."""
+    found = {}
+    for cls in type(error).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            try:
+                found[name] = getattr(error, name)
+            except Exception:  # not set, or private
+                continue
+    return found
+
+
+def _attributes(error: BaseException) -> dict[str, Any]:
+    """What the exception carries beside its args; not its notes, which travel by themselves."""
+    found = _slots(error)
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+        found |= vars(error)
+    except Exception:  # a __dict__ of the user's
+        pass
+    found.pop("__notes__", None)
+    return found
 
 
 class _WithoutInit:
@@ -90,10 +111,10 @@ class _WithoutInit:
 
     def __reduce__(self) -> Any:
         attributes = {}
-        for name, value in vars(self.error).items():
+        for name, value in _attributes(self.error).items():
             try:
                 encode(value)
-            except Exception:
+            except BaseException:  # as above
                 continue
             attributes[name] = value
         return _rebuild_without_init, (type(self.error), self.error.args, attributes)
