@@ -14,7 +14,7 @@ the batch after it is delivered (`sharded_loader.sampling.reading`).
 
 What can go wrong: a sampler that yields others on the way back: refused, by name. A sampler with
 ``state_dict`` keeps one place; two iterators that are alive at once disturb each other in it. Before the first batch of
-an epoch there is no mark: interrupted there, a sampler is started again, and one that goes on where it stopped, or draws
+an epoch there is no mark: interrupted there, a sampler is started again. One that goes on where it stopped, or draws
 another order each time, does so then.
 
 Source of the idea: ``StatefulDataLoader`` of torchdata.
