@@ -202,19 +202,29 @@ def as_exception(error: BaseException, where: str) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     stand_in = SampleReadError(
-        f"{type(error).__name__} raised {where} ({error}), which would end the loop in silence: "
+        f"{type(error).__name__} raised {where} ({text_of(error)}), which would end the loop in silence: "
         f"raise another exception there"
     )
     stand_in.__cause__ = error
     return stand_in
 
 
+def text_of(error: BaseException) -> str:
+    """What the exception says; nothing if its ``__str__`` raises, be it SystemExit."""
+    try:
+        return str(error)
+    except BaseException:
+        return ""
+
+
 def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, without the notes: they stay with the exception itself."""
+    """The traceback as Python prints it, without the notes: they stay with the exception itself. Never raises."""
     notes = notes_of(error)
     set_notes(error, [])
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # the user's __str__ may exit, which Python does not expect
+        return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
     finally:
         set_notes(error, notes)
 
@@ -229,8 +239,11 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """The notes of an exception; none if its class does something else with the name."""
-    notes = getattr(error, "__notes__", None)
+    """The notes of an exception; none if its class does something else with the name, or raises."""
+    try:
+        notes = getattr(error, "__notes__", None)
+    except Exception:
+        return []
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 

@@ -12,9 +12,9 @@ from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.execution.messages import NOTHING
-from sharded_loader.execution.pipeline import Run
 from sharded_loader.execution.plan import Split
 from sharded_loader.execution.reader import Reader
+from sharded_loader.execution.run import Run
 
 if TYPE_CHECKING:
     from sharded_loader.loader import ShardedDataLoader

@@ -20,9 +20,10 @@ from typing import Any
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY
-from sharded_loader.errors import Place
+from sharded_loader.errors import Place, as_exception
 from sharded_loader.execution.messages import NOTHING, Result
-from sharded_loader.execution.pipeline import Entry, Pipeline, Run
+from sharded_loader.execution.pipeline import Pipeline
+from sharded_loader.execution.run import Entry, Run
 from sharded_loader.progress import Progress
 from sharded_loader.stats import Meter
 
@@ -132,7 +133,8 @@ class EpochIterator(Iterator[Any]):
             if placement.ahead:
                 self._begin_behind()
             return result, placement.finish(entry.begun)
-        except Exception as error:
+        except Exception as raised:
+            error = as_exception(raised, "while the batch was placed")
             Place(self.run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
             return Result(result.run, result.seq, error=error), None
 

@@ -24,17 +24,15 @@ from typing import Any, NoReturn
 
 from sharded_loader.arguments import (
     check_batchify_fn,
-    check_count,
     check_dataset,
     check_on_error,
-    check_prefetch,
-    check_shard_weights,
     claim,
     length,
     make_pool,
     make_split,
     refuse_unknown,
 )
+from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.foreign import takes_arrays
 from sharded_loader.devices.names import find_devices
@@ -42,19 +40,20 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
 from sharded_loader.execution.epochs import begin_epoch, in_epoch
 from sharded_loader.execution.messages import Job, OnError
-from sharded_loader.execution.pipeline import Pipeline, Run
+from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.plan import EpochPlan
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
 from sharded_loader.execution.reader import Reader
+from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
-from sharded_loader.progress import Progress
+from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
 
-class ShardedDataLoader:
+class ShardedDataLoader(LoaderAttributes):
     """Batches of a dataset, in order, split over devices, read by workers ahead of time.
 
     Args:
@@ -175,89 +174,10 @@ class ShardedDataLoader:
         self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._progress = Progress(self._order, self._live)
         self._stale = False
+        self._torn: tuple[EpochIterator, Mark, Pipeline] | None = None
         self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
 
-    # -- plain attributes -----------------------------------------------------------------------------------
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of single indices."""
-        return self._order.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The sampler of batches: the one that was given, or this rank's."""
-        return self._order.batch_sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per step; None with a given ``batch_sampler``. Read-only: make a new loader for another."""
-        return self._batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out. Read-only."""
-        return self._order.drops_last
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers read at the same time; 0 if the loop reads itself."""
-        return self._pipeline.pool.num_workers
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random."""
-        return self._order.seed
-
-    @property
-    def pool(self) -> Pool:
-        """Who reads."""
-        return self._pipeline.pool
-
-    @property
-    def prefetch(self) -> int:
-        """Batches in flight, from the next batch on."""
-        return self._prefetch
-
-    @prefetch.setter
-    def prefetch(self, prefetch: int | None) -> None:
-        self._pipeline.deepens = prefetch is None
-        self._prefetch = check_prefetch(prefetch, self.num_workers)
-        # Without workers nothing is read ahead, whatever was asked for.
-        self._pipeline.prefetch = self._prefetch if self.num_workers else 0
-
-    @property
-    def device_prefetch(self) -> int:
-        """Batches copied to the accelerators ahead, from the next batch on; 2, and 0 where there are none."""
-        return self._placement.ahead
-
-    @device_prefetch.setter
-    def device_prefetch(self, ahead: int) -> None:
-        count = check_count("device_prefetch", ahead)
-        self._placement.ahead = count if self._placement.asynchronous else 0
-        # Not asking the pool for more would leave nothing to be copied ahead.
-        self._pipeline.at_hand = max(2, 1 + self._placement.ahead)
-
-    @property
-    def shard_weights(self) -> list[float] | None:
-        """Shares of the shards, from the next batch dispatched on; None: equal ones."""
-        return None if self._split.weights is None else list(self._split.weights)
-
-    @shard_weights.setter
-    def shard_weights(self, weights: Sequence[float] | None) -> None:
-        self._split.weights = check_shard_weights(weights, self._split)
-
     # -- epochs ---------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the one that the next ``iter`` begins."""
-        return self._progress.at()[0]
-
-    @property
-    def position(self) -> int:
-        """Batches delivered in `epoch`."""
-        return self._progress.at()[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter`` begins; if it is already, a loaded place in it stays.
@@ -281,21 +201,44 @@ class ShardedDataLoader:
         return self._progress.length()
 
     def __iter__(self) -> EpochIterator:
-        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one."""
+        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one.
+
+        Interrupted or failed, no epoch has begun: the next ``iter`` begins the same one, with the batches that
+        have been planned already (a sampler that is not ours may not yield them twice).
+        """
         self._pipeline.check_open()
         began = time.perf_counter()
         self._order.settle_replicas()
         pipeline, placement, job = self._source()
-        run = self._new_run()
-        if pipeline.pool.shares_dataset:
-            begin_epoch(self.dataset, run.epoch, self._runs())
-        pipeline.open(run, job, renew=self._stale)
-        self._stale = False
-        self._progress.begun(run)
-        iterator = EpochIterator(self, run, pipeline, placement, self._meter, self._progress)
-        self._live.add(iterator)
-        self._meter.waited(time.perf_counter() - began)
-        return iterator
+        before = self._progress.mark()
+        iterator = self._take_torn(before, pipeline)
+        if iterator is None:
+            iterator = EpochIterator(self, self._new_run(), pipeline, placement, self._meter, self._progress)
+        run = iterator.run
+        try:
+            if pipeline.pool.shares_dataset:
+                begin_epoch(self.dataset, run.epoch, self._runs())
+            pipeline.open(run, job, renew=self._stale)
+            self._stale = False
+            self._progress.begun(run)
+            self._live.add(iterator)
+            self._torn = None
+            self._meter.waited(time.perf_counter() - began)
+            return iterator
+        except BaseException:
+            self._live.discard(iterator)
+            self._torn = iterator, before, pipeline
+            self._progress.go_back(before)
+            raise
+
+    def _take_torn(self, mark: Mark, pipeline: Pipeline) -> EpochIterator | None:
+        """The iterator whose beginning was interrupted, if it is what begins now; else it is dropped."""
+        if self._torn is not None:
+            iterator, torn_at, torn_pipeline = self._torn
+            if torn_at == mark and torn_pipeline is pipeline and not self._stale:
+                return iterator
+            self._torn = None
+        return None
 
     def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
         """Where an epoch's batches come from: read and sent, or gathered on the devices."""
@@ -414,16 +357,6 @@ class ShardedDataLoader:
 
     # -- life -----------------------------------------------------------------------------------------------
 
-    @property
-    def skipped(self) -> list[tuple[Any, BaseException]]:
-        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
-        return self._meter.skipped
-
-    @property
-    def num_skipped(self) -> int:
-        """How many samples ``on_error`` has skipped or replaced."""
-        return self._meter.num_skipped
-
     def refresh(self) -> None:
         """Send the dataset, which has changed, to the workers before the next epoch.
 
@@ -469,6 +402,7 @@ class ShardedDataLoader:
         """
         self._pipeline.close()
         self._gathering.close()
+        self._torn = None
         self._placement.closer()()
         if self._residence is not None:
             self._residence.forget()

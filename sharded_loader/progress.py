@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from sharded_loader.execution.pipeline import Run
+from sharded_loader.execution.run import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading, Place
 from sharded_loader.state import dump, parse
+
+Mark = tuple[int, Place | None, Run | None]
+"""The next epoch, the pending place in it, and the run that is shown."""
 
 
 class HasRun(Protocol):
@@ -41,6 +44,15 @@ class Progress:
         self._shown: Run | None = None
         self._pending: Place | None = None
         self._length: int | None = None
+
+    def mark(self) -> Mark:
+        """What `go_back` goes back to."""
+        return self._order.next_epoch, self._pending, self._shown
+
+    def go_back(self, mark: Mark) -> None:
+        """The beginning of an epoch was interrupted: it has not begun."""
+        epoch, self._pending, self._shown = mark
+        self._order.set_epoch(epoch)
 
     def begun(self, run: Run) -> None:
         """An epoch has begun: the one after it is next."""

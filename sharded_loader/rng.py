@@ -264,14 +264,20 @@ def seeded_globals(key: int) -> Iterator[None]:
         numpy_state = np.random.get_state()
         generator = getattr(sys.modules.get("torch"), "default_generator", None)
         torch_state = None if generator is None else generator.get_state()
-        seed_globals(key)
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
             if generator is not None:
                 generator.set_state(torch_state)
+
+        try:
+            seed_globals(key)
+            yield
+            restore()
+        except BaseException:  # also a Ctrl-C that comes while they are restored
+            restore()
+            raise
 
 
 def draw_seed() -> int:

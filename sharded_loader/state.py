@@ -114,6 +114,9 @@ def parse(state: Any) -> tuple[Place, Signature]:
         raise ValueError(
             f"the state has version {version}, epoch {epoch}, {signature.unit} {done}; none can be negative: {_ADVICE}"
         )
+    length = signature.sampler_length
+    if length is not None and done > length:
+        raise ValueError(f"the state has {signature.unit} {done}, but the epoch has only {length}: {_ADVICE}")
     return Place(epoch, done, _mark(state.get("passed"))), signature
 
 
@@ -147,11 +150,17 @@ def _mark(passed: Any) -> Mark | None:
         return None
     if not isinstance(passed, Mapping):
         raise ValueError(f"the state's 'passed' is {passed!r}; it must be a dict: {_ADVICE}")
-    return Mark(
+    mark = Mark(
         epoch=_integer(passed, "epoch"),
         items=_integer(passed, "items"),
         checksum=_integer(passed, "checksum"),
         rank=_integer(passed, "rank", optional=True),
-        finished=bool(_entry(passed, "finished")),
+        finished=_entry(passed, "finished"),
         state=_entry(passed, "state"),
     )
+    if mark.epoch < 0 or mark.items < 0 or not isinstance(mark.finished, bool):
+        raise ValueError(
+            f"the state's 'passed' has epoch {mark.epoch}, items {mark.items}, finished {mark.finished!r}; the first "
+            f"two cannot be negative, the last is true or false: {_ADVICE}"
+        )
+    return mark

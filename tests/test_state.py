@@ -125,6 +125,10 @@ def changed(**entries: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda state: {**state, **entries}
 
 
+def passed(**entries: Any) -> dict[str, Any]:
+    return {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None} | entries
+
+
 @pytest.mark.parametrize(
     ("spoil", "kind", "said"),
     [
@@ -139,11 +143,15 @@ def changed(**entries: Any) -> Callable[[dict[str, Any]], Any]:
         (changed(epoch=1.0), ValueError, "'epoch' is 1.0; it must be an integer"),
         (changed(samples=-1), ValueError, "samples -1; none can be negative"),
         (changed(samples=True), ValueError, "'samples' is True"),
+        (changed(samples=21), ValueError, "samples 21, but the epoch has only 20"),
         (changed(sampler=3), ValueError, "'sampler' is 3; it must be a string"),
         (changed(sampler_seeds=3), ValueError, "'sampler_seeds' is 3; it must be a list"),
         (changed(sampler_seeds=["a"]), ValueError, "'sampler_seeds' is 'a'"),
         (changed(passed=[1]), ValueError, "'passed' is [1]; it must be a dict"),
         (changed(passed={"epoch": 0}), ValueError, "no 'items'"),
+        (changed(passed=passed(items=-1)), ValueError, "items -1"),
+        (changed(passed=passed(epoch=-1)), ValueError, "epoch -1"),
+        (changed(passed=passed(finished="no")), ValueError, "finished 'no'"),
         *(
             (without(name), ValueError, f"no {name!r}")
             for name in ("epoch", "samples", "seed", "sampler", "last_batch")

@@ -31,7 +31,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sharded_loader.memory.codec import Encoded, EncodedError, pack_arrays, unpack_arrays
+from sharded_loader.memory.codec import Encoded, pack_arrays, unpack_arrays
+from sharded_loader.memory.exceptions import EncodedError
 from sharded_loader.memory.slot import Slot
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"

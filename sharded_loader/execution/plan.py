@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.errors import add_note
+from sharded_loader.errors import add_note, as_exception
 from sharded_loader.execution.messages import Task
 from sharded_loader.sampling.foreign import plain_index
 from sharded_loader.sampling.shards import is_sharded, split_batch
@@ -111,7 +111,7 @@ class EpochPlan:
         try:
             return self._make_task(seq, batch)
         except Exception as error:
-            return error
+            return as_exception(error, "by a batch of the sampler's")
 
     def _make_task(self, seq: int, batch: Any) -> Task:
         try:

@@ -23,7 +23,7 @@ from sharded_loader.data.default import assemble, default_batchify_fn
 from sharded_loader.data.errors import Empty
 from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, without_frames
-from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board
+from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
 from sharded_loader.rng import SampleScope, philox, sample_scope
 
@@ -80,7 +80,7 @@ class Reader:
                 if isinstance(raised, KeyboardInterrupt):
                     if worker is None:
                         raise
-                    raised = self._placed(raised, _place(task, 0, worker), None, task.shards[0])
+                    raised = self._placed(raised, *_at(task, worker, board))
                 error = raised
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
         seconds = time.perf_counter() - began
@@ -301,6 +301,12 @@ class Reader:
 
 def _place(task: Task, shard: int, worker: str | None) -> Place:
     return Place(task.epoch, task.seq, shard if task.sharded else None, worker)
+
+
+def _at(task: Task, worker: str | None, board: Board) -> tuple[Place, list[Any] | None, Sequence[Any]]:
+    """Where the board says that a task is: place, sample (in a list of one) or None, samples of the shard."""
+    number = min(board[SHARD], len(task.shards) - 1)
+    return _place(task, number, worker), sample_in(task, board) or None, task.shards[number]
 
 
 def _as_list(indices: Any) -> Any:

@@ -69,7 +69,8 @@ from sharded_loader.execution.pools.link import Message, receive_descriptor, rec
 from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
 from sharded_loader.imports import call_after_import
-from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_error, encode_packed
+from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_packed
+from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key, seed_globals
 

@@ -1,4 +1,4 @@
-"""From any Python object to a few buffers and back: how batches and errors leave a worker process.
+"""From any Python object to a few buffers and back: how batches leave a worker process.
 
     encode(obj) -> Encoded(head, buffers)      pickle protocol 5; large arrays out of band, not copied
     decode(head, buffers) -> obj               arrays and tensors lie in ``buffers``, not copied either
@@ -20,7 +20,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.
@@ -131,7 +128,7 @@ def encode(obj: Any, slot: SlotWriter | None = None) -> Encoded:
         slot: where arrays lie already, or are put if there is room.
 
     Raises:
-        Exception: whatever pickling raises; see `encode_error` for exceptions, which always succeed.
+        Exception: whatever pickling raises; see `memory.exceptions` for exceptions, which always succeed.
 
     Example:
         >>> encoded = encode({"x": np.arange(10_000)})
@@ -140,7 +137,7 @@ def encode(obj: Any, slot: SlotWriter | None = None) -> Encoded:
         >>> decode(encoded.head, [bytearray(b) for b in encoded.buffers])["x"].sum()
         np.int64(49995000)
     """
-    return dump(_ReplyPickler, obj, slot)
+    return dump(ReplyPickler, obj, slot)
 
 
 def encode_packed(packed: Any, slot: SlotWriter | None = None) -> Encoded:
@@ -210,7 +207,7 @@ def _unpack_array(dtype: str, shape: tuple[int, ...], raw: Any) -> np.ndarray[An
     return np.ndarray(shape, dtype, raw)
 
 
-class _ReplyPickler(pickle.Pickler):
+class ReplyPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
             return NotImplemented if _is_findable(obj) else class_reference(obj)
@@ -361,100 +358,3 @@ def _all_classes() -> Iterator[type]:
                 seen.add(cls)
                 todo.append(cls)
                 yield cls
-
-
-# -- exceptions ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EncodedError:
-    """An exception on its way to the trainer: the object where it pickles, and always its text."""
-
-    payload: bytes | None
-    summary: str
-    traceback: str
-    notes: tuple[str, ...]
-
-
-def encode_error(error: BaseException) -> EncodedError:
-    """Make ``error`` ready to travel. Never raises.
-
-    The exception's own reduction is tried first, then one that does not call ``__init__`` (a constructor
-    with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
-    trainer would come too late.
-    """
-    notes = tuple(notes_of(error))
-    text = format_traceback(error)
-    for packed in (error, _WithoutInit(error)):
-        try:
-            # All in band: it has to be read twice, here and there.
-            stream = io.BytesIO()
-            _ReplyPickler(stream, protocol=5).dump(packed)
-            twin = decode(stream.getvalue())
-            if isinstance(twin, _WithoutInit):
-                twin = twin.error
-            if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
-                return EncodedError(stream.getvalue(), _summary(error), text, notes)
-        except Exception:
-            continue
-    return EncodedError(None, _summary(error), text, notes)
-
-
-def _text(error: BaseException) -> str:
-    """What the exception says, without the addresses that a default repr holds."""
-    try:
-        return re.sub("0x[0-9a-fA-F]+", "0x", str(error))
-    except Exception:
-        return ""
-
-
-def decode_error(encoded: EncodedError) -> BaseException:
-    """The exception that `encode_error` packed, with the worker's traceback as its cause. Never raises."""
-    error: BaseException | None = None
-    if encoded.payload is not None:
-        try:
-            found = decode(encoded.payload)
-            error = found.error if isinstance(found, _WithoutInit) else found
-        except Exception:
-            error = None
-    if error is None:
-        error = SampleReadError(encoded.summary)
-    set_notes(error, list(encoded.notes))
-    BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
-    return error
-
-
-def _summary(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
-
-
-class _WithoutInit:
-    """Carries an exception as class, args and attributes."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        attributes = {}
-        for name, value in vars(self.error).items():
-            try:
-                encode(value)
-            except Exception:
-                continue
-            attributes[name] = value
-        return _rebuild_without_init, (type(self.error), self.error.args, attributes)
-
-
-def _rebuild_without_init(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> _WithoutInit:
-    try:
-        error = cls.__new__(cls, *args)
-    except TypeError:  # a __new__ of its own, with parameters of its own
-        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
-        error = base.__new__(cls, *args)
-    BaseException.__setattr__(error, "args", args)
-    for name, value in attributes.items():
-        BaseException.__setattr__(error, name, value)
-    return _WithoutInit(error)

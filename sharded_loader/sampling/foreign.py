@@ -129,7 +129,10 @@ def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iter
         tell_epoch(sampler, epoch)
         if state is not None and _is_stateful(sampler):
             sampler.load_state_dict(state)
-        items = iter(sampler)
+        try:
+            items = iter(sampler)
+        except StopIteration as error:  # whoever asks for the first batch would take it for the end of the epoch
+            raise RuntimeError(f"the sampler, a {type(sampler).__name__}, raised StopIteration in __iter__") from error
         stateful: Any = sampler if _is_stateful(sampler) else items if _is_stateful(items) else None
         if state is not None and stateful is not None and stateful is not sampler:
             stateful.load_state_dict(state)

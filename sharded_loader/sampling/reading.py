@@ -29,6 +29,8 @@ from sharded_loader.sampling.foreign import find_foreign, iter_epoch, len_epoch,
 from sharded_loader.sampling.signature import Signature
 from sharded_loader.sampling.tracing import Mark, Trace
 
+_END: Any = object()
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -157,17 +159,18 @@ class EpochReading:
                 with trace:
                     if batches is None:
                         batches = start()
-                    items = next(batches)
-                    if self._foreign is not None:
-                        self._marks.append((batch + 1, trace.mark()))
-            except StopIteration:
-                if self._foreign is not None:
-                    self._at_end = trace.mark()
+                    items = next(batches, _END)
+                    mark = None if self._foreign is None else trace.mark()
+                _restore(told, shown)
+            except BaseException:  # also a Ctrl-C that comes while they are restored
+                _restore(told, shown)
+                raise
+            if items is _END:
+                self._at_end = mark
                 return
-            finally:
-                for one, before in zip(told, shown, strict=True):
-                    one.restore(before)
             batch += 1
+            if mark is not None:
+                self._marks.append((batch, mark))
             yield items
 
     def length(self) -> int:
@@ -203,6 +206,11 @@ class EpochReading:
         marks = self._marks
         while len(marks) > 1 and marks[0][0] < delivered - 1:
             marks.popleft()
+
+
+def _restore(told: Sequence[Told], shown: Sequence[Any]) -> None:
+    for one, before in zip(told, shown, strict=True):
+        one.restore(before)
 
 
 class _Fixed:

@@ -13,7 +13,9 @@ The sampler is read ahead of what is delivered, so a mark is taken after each ba
 the batch after it is delivered (`sharded_loader.sampling.reading`).
 
 What can go wrong: a sampler that yields others on the way back: refused, by name. A sampler with
-``state_dict`` keeps one place; two iterators that are alive at once disturb each other in it.
+``state_dict`` keeps one place; two iterators that are alive at once disturb each other in it. Before the first batch of
+an epoch there is no mark: interrupted there, a sampler is started again. One that goes on where it stopped, or draws
+another order each time, does so then.
 
 Source of the idea: ``StatefulDataLoader`` of torchdata.
 """

@@ -619,6 +619,63 @@ def test_a_batch_size_that_divides_differently_tells_a_length_that_fits() -> Non
     assert rest[0][0] == 15
 
 
+# -- other shards and devices -------------------------------------------------------------------------------
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "one device": {"device": "cpu"},
+    "list of one": {"devices": ["cpu"]},
+    "list of two": {"devices": ["cpu", "cpu"]},
+    "more than samples": {"devices": ["cpu"] * 9},
+    "fewer shards than devices": {"devices": ["cpu"] * 3, "num_shards": 2},
+    "uneven": {"devices": ["cpu", "cpu"], "shard_weights": [3, 1]},
+    "shards": {"num_shards": 3},
+}
+
+
+def split(name: str, **other: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(Noisy(), 8, True, seed=5, **SPLITS[name], **other)
+
+
+@pytest.mark.parametrize("loaded", SPLITS)
+@pytest.mark.parametrize("saved", SPLITS)
+def test_a_state_resumes_on_other_devices_as_if_it_had_been_read_there(saved: str, loaded: str) -> None:
+    expected = stream(split(loaded), 2)
+    loader = split(saved)
+    batches(iter(loader), 2)
+    again = split(loaded)
+    again.load_state_dict(through_json(loader.state_dict()))
+    assert stream(again, 2) == [expected[0][2:], expected[1]]
+
+
+def test_devices_workers_and_prefetch_may_change_with_every_resume() -> None:
+    whole = [row for epoch in stream(split("host"), 2) for batch in epoch for row in batch]
+    got: list[Any] = []
+    state = None
+    for name, pool in (("list of one", "inline"), ("list of two", "thread"), ("uneven", "fork"), ("host", "thread")):
+        pool = pool if pool in POOLS else "spawn"
+        with split(name, pool=make_pool(pool, 1 + len(got) % 3), prefetch=1 + len(got)) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            found = batches(iter(loader), 1) if name != "host" else batches(loader) + batches(loader)
+            got += [row for batch in found for row in (batch if name == "host" else sum(batch, []))]
+            state = through_json(loader.state_dict())
+    assert got == whole
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 3)])
+def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded: int) -> None:
+    def make(shards: int) -> ShardedDataLoader:
+        sampler = ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), shards)
+        return ShardedDataLoader(Noisy(), batch_sampler=sampler, seed=5)
+
+    loader = make(saved)
+    batches(iter(loader), 2)
+    again = make(loaded)
+    again.load_state_dict(loader.state_dict())
+    assert batches(again) == stream(make(loaded), 1)[0][2:]
+
+
 # -- whose place it is --------------------------------------------------------------------------------------
 
 

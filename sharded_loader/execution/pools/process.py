@@ -66,7 +66,8 @@ from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import decode, decode_error
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.sizes import RecentSizes
 
 SLOT_BYTES = 32768

@@ -138,11 +138,15 @@ class ThreadPool(Pool):
         shared = _Shared(self.empty)
         self._number = next(_pool_numbers)
         shared.seats = [self._seat(shared, number) for number in range(self.num_workers)]
-        self._shared = shared
-        self._closers.append(shared.close)
-        for seat in shared.seats:
-            assert seat.thread is not None  # just made
-            seat.thread.start()
+        try:
+            self._shared = shared
+            self._closers.append(shared.close)
+            for seat in shared.seats:
+                assert seat.thread is not None  # just made
+                seat.thread.start()
+        except BaseException:  # interrupted: without its threads it would be waited for in vain
+            self.close()
+            raise
 
     def _seat(self, shared: _Shared, number: int) -> _Seat:
         seat = _Seat(number)

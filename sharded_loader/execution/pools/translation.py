@@ -15,7 +15,8 @@ import numpy as np
 
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import Result, Task, unpack_result
-from sharded_loader.memory.codec import decode, decode_error
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
 
 
 def own_pickle(task: Task) -> bytes | None:

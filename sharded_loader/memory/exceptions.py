@@ -1,0 +1,132 @@
+"""Exceptions on their way from a worker process to the trainer.
+
+    encode_error(error) -> EncodedError(payload, texts) -> decode_error -> the same exception, or its stand-in
+
+The payload is a pickle that was tried out in the worker; the texts (summary, traceback, notes) always travel. An
+exception is the user's code: its ``__reduce__``, ``__str__`` and ``__getattr__`` may raise anything. Nothing here does.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes, text_of
+from sharded_loader.memory.codec import ReplyPickler, decode, encode
+
+
+@dataclass(frozen=True)
+class EncodedError:
+    """An exception on its way to the trainer: the object where it pickles, and always its text."""
+
+    payload: bytes | None
+    summary: str
+    traceback: str
+    notes: tuple[str, ...]
+
+
+def encode_error(error: BaseException) -> EncodedError:
+    """Make ``error`` ready to travel. Never raises.
+
+    The exception's own reduction is tried first, then one that does not call ``__init__`` (a constructor
+    with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
+    trainer would come too late.
+    """
+    notes = tuple(notes_of(error))
+    text = format_traceback(error)
+    forms = [error, _WithoutInit(error)]
+    # An exception's own reduction knows nothing of slots.
+    for packed in reversed(forms) if _slots(error) else forms:
+        try:
+            # All in band: it has to be read twice, here and there.
+            stream = io.BytesIO()
+            ReplyPickler(stream, protocol=5).dump(packed)
+            twin = decode(stream.getvalue())
+            if isinstance(twin, _WithoutInit):
+                twin = twin.error
+            if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
+                return EncodedError(stream.getvalue(), _summary(error), text, notes)
+        except BaseException:  # a __reduce__ may call sys.exit
+            continue
+    return EncodedError(None, _summary(error), text, notes)
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, without the addresses that a default repr holds."""
+    return re.sub("0x[0-9a-fA-F]+", "0x", text_of(error))
+
+
+def decode_error(encoded: EncodedError) -> BaseException:
+    """The exception that `encode_error` packed, with the worker's traceback as its cause. Never raises."""
+    error: BaseException | None = None
+    if encoded.payload is not None:
+        try:
+            found = decode(encoded.payload)
+            error = found.error if isinstance(found, _WithoutInit) else found
+        except Exception:
+            error = None
+    if error is None:
+        error = SampleReadError(encoded.summary)
+    set_notes(error, list(encoded.notes))
+    BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
+    return error
+
+
+def _summary(error: BaseException) -> str:
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    """What the exception has in slots."""
+    found = {}
+    for cls in type(error).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            try:
+                found[name] = getattr(error, name)
+            except Exception:  # not set, or private
+                continue
+    return found
+
+
+def _attributes(error: BaseException) -> dict[str, Any]:
+    """What the exception carries beside its args; not its notes, which travel by themselves."""
+    found = _slots(error)
+    try:
+        found |= vars(error)
+    except Exception:  # a __dict__ of the user's
+        pass
+    found.pop("__notes__", None)
+    return found
+
+
+class _WithoutInit:
+    """Carries an exception as class, args and attributes."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        attributes = {}
+        for name, value in _attributes(self.error).items():
+            try:
+                encode(value)
+            except BaseException:  # as above
+                continue
+            attributes[name] = value
+        return _rebuild_without_init, (type(self.error), self.error.args, attributes)
+
+
+def _rebuild_without_init(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> _WithoutInit:
+    try:
+        error = cls.__new__(cls, *args)
+    except TypeError:  # a __new__ of its own, with parameters of its own
+        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        error = base.__new__(cls, *args)
+    BaseException.__setattr__(error, "args", args)
+    for name, value in attributes.items():
+        BaseException.__setattr__(error, name, value)
+    return _WithoutInit(error)

@@ -1,0 +1,147 @@
+"""Exceptions whose own code is hostile, and datasets with bad samples. Torch-free, for spawned workers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sharded_loader import sample_rng
+
+
+class Slotted(Exception):
+    __slots__ = ("a", "b")
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a)
+        self.a, self.b = a, b
+
+
+class SlottedByArgs(Exception):
+    """Can be made from its args, and would come without what is in its slot."""
+
+    __slots__ = ("a",)
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text)
+        self.a = 0
+
+
+def slotted_by_args() -> Exception:
+    error = SlottedByArgs("text")
+    error.a = 7
+    return error
+
+
+class ExitsInReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+class ExitsInStr(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+class RaisesInGetattr(Exception):
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class WithLock(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+        self.code = 5
+
+
+class NoText:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+class Foreign(BaseException):
+    pass
+
+
+def grouped() -> BaseException:
+    if sys.version_info < (3, 11):
+        return ValueError("no groups")
+    return ExceptionGroup("several", [ValueError(1), WithLock("locked")])  # noqa: F821 - Python 3.11
+
+
+HOSTILE: list[tuple[Callable[[], BaseException], str, dict[str, Any]]] = [
+    (lambda: Slotted(1, 2), "Slotted", {"a": 1, "b": 2}),
+    (slotted_by_args, "SlottedByArgs", {"a": 7}),
+    (lambda: ExitsInReduce("x"), "ExitsInReduce", {"args": ("x",)}),
+    (lambda: ExitsInStr("x"), "ExitsInStr", {"args": ("x",)}),
+    (lambda: RaisesInGetattr("x"), "RaisesInGetattr", {"args": ("x",)}),
+    (lambda: WithLock("x"), "WithLock", {"code": 5}),
+    (lambda: ValueError("x" * 3_000_000), "ValueError", {"args": ("x" * 3_000_000,)}),
+    (grouped, type(grouped()).__name__, {}),
+    (lambda: SystemExit(NoText()), "SampleReadError", {}),
+    (lambda: GeneratorExit(), "SampleReadError", {}),
+    (lambda: StopAsyncIteration("x"), "SampleReadError", {}),
+    (lambda: Foreign("x"), "SampleReadError", {}),
+    (lambda: KeyboardInterrupt("x"), "SampleReadError", {}),
+]
+"""How to make it, the name of the class that arrives, and attributes that arrive with it. The last passes inline."""
+
+
+class Hostile:
+    """Each even sample is one of these errors."""
+
+    def __len__(self) -> int:
+        return 2 * len(HOSTILE)
+
+    def __getitem__(self, index: int) -> int:
+        if index % 2 == 0:
+            raise HOSTILE[index // 2][0]()
+        return index
+
+
+class BadOnes:
+    """Some samples cannot be read; the others draw."""
+
+    def __init__(self, bad: list[int]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"bad {index}")
+        return np.array([index, sample_rng(index).integers(1 << 30)])
+
+
+class BadOnesInItems(BadOnes):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class BadOnesInBatches(BadOnes):
+    def get_batch(self, indices: Any) -> Any:
+        return np.stack([self[int(index)] for index in indices])
+
+
+class StopsWhenMoved:
+    """A batch whose ``to`` would end the loop."""
+
+    def to(self, device: Any) -> Any:
+        raise StopIteration
+
+
+class StopsWhenCounted:
+    """A batch of indices whose length would end the loop."""
+
+    def __len__(self) -> int:
+        raise StopIteration
+
+
+def negative(failed: Any) -> Any:
+    """For ``on_error``: where the sample was, and what it draws."""
+    return np.array([-failed.index, sample_rng(failed.index).integers(1 << 30)])
