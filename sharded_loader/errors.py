@@ -264,8 +264,17 @@ def add_note(error: BaseException, text: str) -> None:
     set_notes(error, [*notes_of(error), text])
 
 
-def describe_exit(exitcode: int | None) -> str:
-    """An exit code in words: ``killed by SIGKILL (signal 9); often the out-of-memory killer``."""
+def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
+    """An exit code in words: ``killed by SIGKILL (signal 9); often the out-of-memory killer``.
+
+    Args:
+        exitcode: minus the number of a signal; None if unknown.
+        oom_kills: how often the kernel has killed in this cgroup since the workers started; None if unknown.
+
+    Example:
+        >>> describe_exit(-9, 1)[:83]
+        "killed by SIGKILL (signal 9); the kernel's out-of-memory killer has struck in this "
+    """
     if exitcode is None:
         return "exit code unknown"
     if exitcode >= 0:
@@ -276,5 +285,13 @@ def describe_exit(exitcode: int | None) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    hint = "; often the kernel's out-of-memory killer: see dmesg, use fewer workers or smaller batches"
-    return f"killed by {name} (signal {-exitcode})" + (hint if exitcode == -9 else "")
+    killed = f"killed by {name} (signal {-exitcode})"
+    if exitcode != -9:
+        return killed
+    if oom_kills:
+        killer = f"the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers started"
+        return f"{killed}; {killer}: use fewer workers or smaller batches"
+    hint = "often the kernel's out-of-memory killer"
+    if oom_kills == 0:
+        hint += ", though its counter in this cgroup has not moved"
+    return f"{killed}; {hint}: see dmesg, use fewer workers or smaller batches"

@@ -14,7 +14,8 @@ cannot be unpickled is one batch's error.
     DEATH            a descriptor follows: the worker dies when its other end is closed
     STACKS           write all Python stacks to stderr
     SEGMENT          number, size, name     shared memory; without a name a descriptor follows
-    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow
+    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
+                     which has it: begin
     READY                                                         worker -> trainer: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow

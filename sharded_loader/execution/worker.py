@@ -6,10 +6,15 @@
 Before each sample the main thread notes on the board where it is, so that a trainer that finds it dead or silent can
 say which sample it was (`execution.board`).
 
-The job (the dataset and how to read it) comes by inheritance under fork, else as the first message. The
-process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code
-then gets `GRACE` seconds, because nobody waits for what it does. On Linux the kernel sees to it (`_die_with`), even
-where that code holds the GIL and no thread of ours can run; elsewhere such code is let to its end.
+The job (the dataset and how to read it) comes by inheritance under fork, else in a message; in either case the
+message says when to begin. The process ends when the pipe does: the trainer closed it, or is gone. A main thread that
+is in the user's code then gets `GRACE` seconds, because nobody waits for what it does.
+
+Where that code holds the GIL (in C) no thread of ours can run, and the kernel has to see to it: on Linux by a signal
+(`_die_with`), on Windows by the trainer's job object (`pools.job_object`). On macOS nothing does: where the trainer was
+killed or left by ``os._exit``, such a worker ends `GRACE` seconds after that call (`close` kills it, at the end of a
+program too). What ends a process there without the GIL (faulthandler's watchdog, a timer's signal) would have to be put
+off again and again by a thread that needs it, and so would also end workers whose trainer lives.
 
 SIGINT is the trainer's affair: it is ignored here (and was blocked while the process started). BLAS and
 OpenMP are limited to one thread: a pool is parallel by its processes.
@@ -32,7 +37,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -167,11 +172,11 @@ class _Worker:
 
     def run(self, inherited: NewJob | None) -> None:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
-        taken = inherited is None or self._take_job(inherited)
+        taken = True
         while taken and (message := self._inbox.get()) is not None:
             kind, _, _, content = unpack_head(message.head)
             if kind == JOB:
-                taken = self._take_job(message)
+                taken = self._take_job(message if inherited is None else inherited)
             else:
                 for task in unpack_tasks(content):
                     self._do(*task)
@@ -271,7 +276,7 @@ class _Worker:
         try:
             send_message(self._conn, head + content.head, content.places, content.buffers)
         except OSError:
-            os._exit(1)  # the trainer is gone
+            _leave(1)  # the trainer has closed the pipe, or is gone
 
 
 def _for_travel(result: Result) -> Reply:
@@ -300,13 +305,17 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None, *, 
     if STACKS_SIGNAL is not None:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     _Worker(conn, number, num_workers).run(inherited)
+    _leave(0)
+
+
+def _leave(exitcode: int) -> NoReturn:
+    """End the process. Not by returning: tearing down an interpreter with torch in it takes 100 ms, for nothing."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
             continue
-    # Not by returning: tearing down an interpreter with torch in it takes 100 ms that close() would wait for.
-    os._exit(0)
+    os._exit(exitcode)
 
 
 def _explain(error: OSError) -> str:

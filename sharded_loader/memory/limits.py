@@ -1,6 +1,7 @@
 """How much memory may still be taken, and what is in the way.
 
     free_bytes() -> Limit(nbytes, what)      the tightest of: machine, every enclosing cgroup (v1, v2)
+    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
 
 Asked before shared memory grows. The kernel does not refuse inside a memory cgroup: it kills.
 """
@@ -8,6 +9,7 @@ Asked before shared memory grows. The kernel does not refuse inside a memory cgr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,25 @@ def free_bytes(root: Path = Path("/")) -> Limit:
         root: where /proc and /sys are; another folder in tests.
     """
     return min([_machine(root), *_cgroups(root)], key=lambda limit: limit.nbytes)
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+
+    Returns:
+        None where the kernel does not say.
+    """
+    for base, group, version in _groups(root):
+        for folder in (group, base):
+            try:
+                text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+                return int(dict(line.split(maxsplit=1) for line in text.splitlines())["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None
 
 
 def open_files() -> int | None:
@@ -52,23 +73,30 @@ def _machine(root: Path) -> Limit:
         return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
 
 
-def _cgroups(root: Path) -> list[Limit]:
+def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
+    """This process's cgroups that count memory: where they are mounted, the group itself, version (1, 2).
+
+    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
+    container's own group.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    found = []
+        return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+            base = root / "sys/fs/cgroup"
+            yield base, base / path.lstrip("/"), 2
         elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # In a container the path may name folders that only the host can see: the root of what is mounted
-        # is then the container's own group.
-        group = base / path.lstrip("/")
+            base = root / "sys/fs/cgroup/memory"
+            yield base, base / path.lstrip("/"), 1
+
+
+def _cgroups(root: Path) -> list[Limit]:
+    found = []
+    for base, group, version in _groups(root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
             limit = _cgroup(folder, *names)
             if limit is not None:

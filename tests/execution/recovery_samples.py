@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import struct
 import sys
 import threading
 import time
@@ -155,6 +156,51 @@ class BadStart:
 
     def __call__(self, number: int) -> None:
         self.fail()
+
+
+class ReadyToDie:
+    """A worker_init_fn: the worker fails when it has said that it is ready."""
+
+    def __init__(self, fail: Callable[[], Any]) -> None:
+        self.fail = fail
+
+    def __call__(self, number: int) -> None:
+        from sharded_loader.execution import worker
+
+        send = worker.send_message
+
+        def send_and_fail(*message: Any) -> None:
+            worker.send_message = send
+            send(*message)
+            self.fail()
+
+        worker.send_message = send_and_fail
+
+
+class DiesWhileSending:
+    """A worker_init_fn: the worker fails when half of a batch is in the pipe."""
+
+    def __init__(self, fail: Callable[[], Any]) -> None:
+        self.fail = fail
+
+    def __call__(self, number: int) -> None:
+        from sharded_loader.execution import messages, worker
+        from sharded_loader.execution.pools import link
+
+        send = worker.send_message
+
+        def send_half(conn: Any, head: bytes, places: Any, buffers: Any) -> None:
+            if head[:1] == messages.RESULTS:
+                frame = link.head_frame(head, places)
+                os.write(conn.fileno(), struct.pack("!i", len(frame)) + frame[: len(frame) // 2])
+                self.fail()
+                os.write(conn.fileno(), frame[len(frame) // 2 :])
+                for buffer in buffers:
+                    conn.send_bytes(buffer)
+            else:
+                send(conn, head, places, buffers)
+
+        worker.send_message = send_half
 
 
 def nothing() -> None:

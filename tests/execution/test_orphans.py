@@ -123,6 +123,33 @@ def test_workers_that_hold_the_gil_go_with_their_trainer(
     assert shared_memory_names() <= names
 
 
+@METHODS
+def test_workers_that_hold_the_gil_from_their_first_line_go_with_their_trainer(method: str, tmp_path: Path) -> None:
+    """In worker_init_fn, before any thread of theirs has had a turn."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import ctypes, os, pathlib, sys
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        method, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+        def holds(number):
+            c = ctypes.PyDLL(None)
+            c.creat(os.fsencode(folder / str(os.getpid())), 0o600)  # not in Python, which lets others have the GIL
+            c.sleep(30)
+        next(iter(ShardedDataLoader(range(8), 1, pool=ProcessPool(2, start_method=method, worker_init_fn=holds))))
+        """)
+    )
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, str(script), method, str(folder)]) as trainer:
+        while len(pids := os.listdir(folder)) < 2:
+            assert trainer.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.1)  # they are in the call
+        trainer.kill()
+    seconds_until_gone(map(int, pids))
+
+
 class Holds:
     def __init__(self, folder: Path) -> None:
         self.folder = folder

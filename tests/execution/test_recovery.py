@@ -114,7 +114,7 @@ def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], 
             assert isinstance(caught.value, WorkerDiedError)
             assert (caught.value.batch, caught.value.index) == (None, None)
             assert DEATHS[how][1] in str(caught.value) and "worker_init_fn" in str(caught.value)
-            assert 3 <= fail.count <= 5  # two at first, and no more than three in their places
+            assert 3 <= fail.count <= 6  # no more than three of each number
         else:
             assert "started" in notes(caught.value)[0]
             assert type(caught.value) is (LookupError if how is raises else SampleReadError)
@@ -128,7 +128,7 @@ def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_pat
         with pytest.raises(WorkerDiedError, match="unpickled the dataset") as caught:
             next(iter(loader))
         assert caught.value.exitcode == -9
-        assert 3 <= fail.count <= 5
+        assert 3 <= fail.count <= 6
 
 
 @pytest.mark.parametrize(("restarts", "deaths"), [(0, 1), (1, 1), (2, 2), (3, 3)])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from conftest import PROCESS_POOLS, make_pool
+from conftest import METHODS, PROCESS_POOLS, make_pool
 from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
 from sharded_loader.errors import WorkerTimeoutError
+from sharded_loader.execution.board import IDLE, SAMPLE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -128,7 +133,8 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(20), 2, pool=pool) as loader:
         whole = [batch.tolist() for batch in loader]
-        os.kill(pool.pids[0], signal.SIGSTOP)  # it has answered everything
+        until(lambda: pool._workers[0].board[SAMPLE] == IDLE)
+        os.kill(pool.pids[0], signal.SIGSTOP)
         assert [batch.tolist() for batch in loader] == whole
 
 
@@ -171,6 +177,57 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
             time.sleep(TIMEOUT * 1.2)  # that is what a long step is; workers are idle
             assert [first, *(batch.tolist() for batch in iterator)] == [[0], [1], [2], [3]]
             time.sleep(TIMEOUT * 1.2)
+
+
+@METHODS
+def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_path: Path) -> None:
+    """Ctrl-Z and fg: trainer, workers and template stand still for longer than the timeout."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, time
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        class Slow:
+            def __len__(self): return 60
+            def __getitem__(self, i):
+                time.sleep(0.02)
+                return i
+        pool = ProcessPool(2, start_method=sys.argv[1], timeout=1.0, restarts=1)
+        with ShardedDataLoader(Slow(), 2, pool=pool) as loader:
+            found = []
+            for batch in loader:
+                if not found:
+                    pids = pool.pids
+                    print("begun", flush=True)
+                found += batch.tolist()
+            print(found == list(range(60)), pool.pids == pids)
+        """)
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script), method],
+        preexec_fn=os.setpgrp,  # a job of its own, as a shell makes it
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "begun\n"
+        for _ in range(2):
+            os.killpg(trainer.pid, signal.SIGTSTP)
+            until(lambda: psutil.Process(trainer.pid).status() == psutil.STATUS_STOPPED)
+            time.sleep(1.5)
+            os.killpg(trainer.pid, signal.SIGCONT)
+            time.sleep(0.1)
+        out, err = trainer.communicate(timeout=60)
+    assert (trainer.returncode, out, err) == (0, "True True\n", "")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that is about to happen."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_a_timeout_nobody_is_late() -> None:

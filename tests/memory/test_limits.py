@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sharded_loader.memory.limits import free_bytes
+from sharded_loader.memory.limits import free_bytes, oom_kills
 
 GIB = 1 << 30
 
@@ -130,3 +130,34 @@ def test_files_that_cannot_be_read_do_not_count(tmp_path: Path, broken: str) -> 
     for name in ("memory.max", "memory.current"):
         files[f"sys/fs/cgroup/job/{name}"] = broken
     assert free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
+
+
+EVENTS = "low 0\nhigh 3\nmax 41\noom 5\noom_kill {}\noom_group_kill 9\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "count"),
+    [
+        ("0::/job/step\n", {"job/step/memory.events": EVENTS.format(2), "job/memory.events": EVENTS.format(7)}, 2),
+        ("0::/of/the/host\n", {"memory.events": EVENTS.format(4)}, 4),  # in a container
+        ("4:memory:/job\n0::/\n", {"memory/job/memory.oom_control": CONTROL.format(3)}, 3),
+        ("4:cpu,memory:/x\n", {"memory/memory.oom_control": CONTROL.format(1)}, 1),
+        ("4:memory:/\n", {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # before 4.13
+        ("0::/\n", {"memory.events": "oom_kill many\n"}, None),
+        ("0::/\n", {"memory.events": "\n\noom_kill\n"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_what_the_kernel_has_killed_is_read_from_the_own_group(
+    tmp_path: Path, cgroup: str, files: dict[str, str], count: int | None
+) -> None:
+    write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert oom_kills(tmp_path) == count
+
+
+def test_without_cgroups_nobody_knows_what_the_kernel_has_killed(tmp_path: Path) -> None:
+    assert oom_kills(tmp_path) is None
+    write(tmp_path, {"proc/self/cgroup": "nonsense\n"})
+    assert oom_kills(tmp_path) is None
+    assert free_bytes(tmp_path).nbytes > 0

@@ -1,12 +1,13 @@
 """What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
 
-    Crew            all of it, also the board (`execution.board`), the pipe whose end kills the workers, the template
-                    that forked ones come from, the memory of the published job; knows no job, so finalizers may hold it
+    Crew            all of it, also the board (`execution.board`), the pipe (Windows: job object) whose end kills the
+                    workers, the template that forked ones come from, the memory of the published job; knows no job, so
+                    finalizers may hold it
     WorkerHandle    one worker: process, link, the tasks and slots that it has in hand
 
-`Crew.close` ends the workers (end-of-file, then, after `CLOSING_GRACE`, SIGKILL) and frees a slot only when its
-writer is reaped. It is called by the pool, or by a finalizer when the loader is garbage. In a process that the
-user forks it does nothing: the workers are the trainer's.
+`Crew.close` ends the workers (end-of-file, then SIGKILL, after `BUSY_GRACE` or `CLOSING_GRACE`) and frees a slot
+only when its writer has ended. It is called by the pool, or by a finalizer when the loader is garbage. In a process
+that the user forks it does nothing: the workers are the trainer's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import multiprocess
 from multiprocess import connection
 
 from sharded_loader.execution import worker
-from sharded_loader.execution.board import WORDS, new_board
+from sharded_loader.execution.board import IDLE, SAMPLE, WORDS, new_board
 from sharded_loader.execution.messages import STACKS, Result, Task, pack_head
 from sharded_loader.execution.pools.link import Link
 from sharded_loader.execution.pools.starting import is_starting_worker
@@ -30,12 +31,19 @@ from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
+from sharded_loader.memory.limits import oom_kills
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
 
 CLOSING_GRACE = 0.02
-"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; one in the user's code
-would not notice before the end of its sample."""
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
+takes apart its copy of the trainer's page tables (4 ms for 150 MB), and then the template's.
+
+`close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and
+39 ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10)."""
+
+BUSY_GRACE = 0.005
+"""The same for those that are in a batch. They would not notice before its end."""
 
 
 class Crew:
@@ -51,6 +59,8 @@ class Crew:
         self.board: Segment | None = None
         self.death_reader: int | None = None
         self._death_writer: int | None = None
+        self.job_object: Any = None
+        self._oom_kills: int | None = None
         self.template: Template | None = None
         self.published: Published | None = None
         self._pid = os.getpid()
@@ -66,6 +76,24 @@ class Crew:
                 raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
             if sys.platform == "linux":
                 self.death_reader, self._death_writer = os.pipe()
+                self._oom_kills = oom_kills()
+            elif sys.platform == "win32":
+                from sharded_loader.execution.pools.job_object import JobObject
+
+                with contextlib.suppress(OSError):
+                    self.job_object = JobObject()
+
+    def tie(self, process: Any) -> None:
+        """Windows: have the worker end with this process. Elsewhere it is sent the death pipe."""
+        if self.job_object is not None:
+            with contextlib.suppress(OSError):  # it has ended; or may not, and then its receiver thread has to do
+                self.job_object.add(process.sentinel)
+
+    def oom_kills(self) -> int | None:
+        """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
+        if self._oom_kills is None or (now := oom_kills()) is None:
+            return None
+        return max(0, now - self._oom_kills)
 
     def wake(self) -> None:
         if self._wake_writer is not None:
@@ -82,6 +110,9 @@ class Crew:
                 if end is not None:
                     end.close()
             self.close_death_pipe()
+            job_object, self.job_object = self.job_object, None
+            if job_object is not None:
+                job_object.close()
             board, self.board = self.board, None
             if board is not None:
                 board.close()
@@ -108,15 +139,22 @@ class Crew:
 
     def stop_workers(self) -> None:
         handles, self.handles = self.handles, []
+        template, self.template = self.template, None
         for handle in handles:
             handle.link.close()
-        deadline = time.monotonic() + CLOSING_GRACE
-        for handle in handles:
-            handle.wait(max(0.0, deadline - time.monotonic()))
+        began = time.monotonic()
+        for grace, reluctant in ((BUSY_GRACE, WorkerHandle.is_busy), (CLOSING_GRACE, WorkerHandle.is_alive)):
+            for handle in handles:
+                handle.wait(max(0.0, began + grace - time.monotonic()))
+            # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
+            for handle in handles:
+                if reluctant(handle):
+                    handle.kill()
+        if template is not None:
+            template.finish()  # it reaps what is left while we wait for that
         for handle in handles:
             handle.release()
             self.free_slots(handle)
-        template, self.template = self.template, None
         if template is not None:
             template.close()
 
@@ -175,6 +213,20 @@ class WorkerHandle:
         """Whether the process is over, whoever may have reaped it."""
         return self._released or bool(connection.wait([self.sentinel], 0))
 
+    def is_alive(self) -> bool:
+        """Whether the process is not over."""
+        return not self.has_ended()
+
+    def is_busy(self) -> bool:
+        """Whether it is in a batch, and lives."""
+        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
+        if not self._released:
+            with contextlib.suppress(ValueError, OSError):
+                self.process.kill()
+
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr, and give it a moment for that."""
         if worker.STACKS_SIGNAL is None:
@@ -194,7 +246,7 @@ class WorkerHandle:
         if self._released:
             return
         try:
-            if not self.has_ended():
+            if self.is_alive():
                 self.process.kill()
                 connection.wait([self.sentinel])
             self.process.join()

@@ -3,18 +3,23 @@
     launch(number, ...) -> WorkerHandle        spawn: an interpreter of its own; forkserver: forked from that;
                                                fork: forked from the template (`pools.template`)
 
-What can go wrong: no process, no descriptor (OSError). A template that is dead is replaced once.
+A forked worker has its job, but begins when a message tells it to: it has then taken the death pipe, which comes
+before, and ends with its trainer even if the user's code holds the GIL from its first line on.
+
+What can go wrong: no process, no descriptor (OSError). A template that is dead, or hangs, is replaced once.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import multiprocess
 
 from sharded_loader.execution import worker
 from sharded_loader.execution.board import IDLE, SAMPLE, board_in
-from sharded_loader.execution.messages import BOARD, DEATH, SEGMENT, NewJob, pack_head
+from sharded_loader.execution.messages import BOARD, DEATH, JOB, SEGMENT, NewJob, pack_head
 from sharded_loader.execution.pools import spawning
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.link import PORTABLE, Link, make_link
@@ -33,29 +38,46 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
     """
     try:
         process, link = _start(number, num_workers, start_method, crew, new_job)
-    except TemplateGone:
+    except TemplateGone as error:
         template, crew.template = crew.template, None
         if template is not None:
             template.close()
+        _warn(
+            f"{error}; workers are forked from the trainer as it is now: with its threads, and with the dataset as "
+            f"it is now"
+        )
         process, link = _start(number, num_workers, start_method, crew, new_job)
     handle = WorkerHandle(number, process, link)
+    crew.tie(process)
     if crew.board is not None:
         handle.board = board_in(crew.board.mapping, number)
         handle.board[SAMPLE] = IDLE
         send_segment(link, crew.board, BOARD, number)
     if crew.death_reader is not None and not PORTABLE:
         link.send(pack_head(DEATH), descriptor=crew.death_reader)
+    if start_method == "fork":
+        link.send(pack_head(JOB))
     return handle
 
 
+def _warn(text: str) -> None:
+    """A warning that costs no batch where the user has made warnings errors."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
+
+
 def _start(number: int, num_workers: int, start_method: str, crew: Crew, new_job: NewJob) -> tuple[Any, Link]:
+    if start_method == "fork" and crew.template is None:
+        # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
+        crew.template = Template(new_job, num_workers)
     # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
     ours, theirs = multiprocess.Pipe(duplex=True)
     link = make_link(ours)
     try:
         if start_method == "fork":
-            if crew.template is None:
-                crew.template = Template(new_job, num_workers)
+            assert crew.template is not None  # made above
             return crew.template.fork(number, theirs), link
         return _spawn(number, num_workers, start_method, theirs), link
     except BaseException:

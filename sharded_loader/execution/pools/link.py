@@ -20,6 +20,7 @@ Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` 
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import select
@@ -36,6 +37,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 PORTABLE = sys.platform == "win32" or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
+
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
 
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")
@@ -120,6 +124,12 @@ def receive_descriptor(conn: Any) -> int:
     if not descriptors:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return descriptors[0]
+
+
+def send_descriptors(end: socket.socket, data: bytes, descriptors: Sequence[int]) -> int:
+    """`socket.send_fds`, which (up to Python 3.11 at least) forgets its flags; how many bytes went."""
+    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
+    return end.sendmsg([data], [rights], NO_SIGNAL)
 
 
 class Link(ABC):
@@ -249,9 +259,9 @@ class SocketLink(Link):
             item = self._outbox[0]
             try:
                 if isinstance(item, int):
-                    sent = socket.send_fds(self._socket, [b"\0"], [item])
+                    sent = send_descriptors(self._socket, b"\0", [item])
                 else:
-                    sent = self._socket.send(item)
+                    sent = self._socket.send(item, NO_SIGNAL)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -352,7 +362,7 @@ class PortableLink(Link):
             send_message(self._conn, head, piped(buffers) if places is None else places, buffers)
             if descriptor is not None:
                 with socket.fromfd(self._conn.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-                    socket.send_fds(end, [b"\0"], [descriptor])
+                    send_descriptors(end, b"\0", [descriptor])
         except OSError:
             pass  # the worker is gone: `receive` finds end-of-file
         self.torn = False

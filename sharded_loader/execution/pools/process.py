@@ -19,7 +19,8 @@ which goes in one message (`pools.grouping`).
 
 What can go wrong, and what then:
   * a worker dies: another takes its place and makes its batches again; a batch that has killed ``restarts`` of them
-    is a `WorkerDiedError` in its place (`pools.supervision`);
+    is a `WorkerDiedError` in its place (`pools.supervision`). `wait` returns 3 ms (spawn) or 9 ms (fork) after the
+    kill, most of them the kernel's for the process that ends, on two cores with three times as much to do;
   * a worker stands still for ``timeout`` seconds: it is killed, and then as above;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * KeyboardInterrupt between a system call and its bookkeeping: the link is torn; the worker is replaced and
@@ -61,7 +62,16 @@ from sharded_loader.execution.pools.starting import (
     choose_start_method,
     start_forkserver,
 )
-from sharded_loader.execution.pools.supervision import Deaths, Silent, Watch, died, died_idle, died_in_start, timed_out
+from sharded_loader.execution.pools.supervision import (
+    Death,
+    Deaths,
+    Silent,
+    Watch,
+    died,
+    died_idle,
+    died_in_start,
+    timed_out,
+)
 from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
@@ -170,6 +180,7 @@ class ProcessPool(Pool):
 
     def start(self, job: Job) -> None:
         self._new_job = NewJob(job, self.worker_init_fn)
+        self._deaths.new_job()
         if self._workers and self.start_method != "fork":
             self._publish(self._new_job)
             self._send_jobs()
@@ -397,30 +408,31 @@ class ProcessPool(Pool):
             WorkerDiedError: workers die without having done anything; the pool is closed.
         """
         words = list(handle.board)
-        tries = max(1, self.restarts)
+        death = Death(handle.number, handle.pid, handle.exitcode, self._crew.oom_kills())
         if not handle.ready:
-            if self._deaths.in_start():
+            if self._deaths.in_start(handle.number, handle.exitcode):
                 self.close()
-                raise died_in_start(handle.number, handle.pid, handle.exitcode, tries)
+                raise died_in_start(death)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:
-            if self._deaths.of_nothing():
+            if self._deaths.of_nothing(handle.number):
                 self.close()
-                raise died_idle(handle.number, handle.pid, handle.exitcode)
+                raise died_idle(death)
             return None
         key = task.run, task.seq
         if self._deaths.of_batch(task):
-            return Result(*key, error=self._blame(handle, task, words, tries))
+            return Result(*key, error=self._blame(handle, death, task, words))
         if words[SAMPLE] == IN_BULK:
             handle.tasks[key] = task._replace(careful=True)
         return None
 
-    def _blame(self, handle: WorkerHandle, task: Task, words: list[int], tries: int) -> Exception:
+    def _blame(self, handle: WorkerHandle, death: Death, task: Task, words: list[int]) -> Exception:
+        tries = max(1, self.restarts)
         if handle.hung and self._watch.timeout is not None:
             who = f"worker {handle.number} (pid {handle.pid})"
             return timed_out(who, self._watch.timeout, task, words, tries, killed=True)
-        return died(handle.number, handle.pid, handle.exitcode, task, words, tries)
+        return died(death, task, words, tries)
 
     def _stop_late(self) -> None:
         """Kill the workers that stand still; their deaths are dealt with as such."""

@@ -1,6 +1,7 @@
 """What the death or the silence of a worker means: which batch is to blame, and when to give it up. Policy only.
 
-    Deaths.count(task)     -> this batch has killed enough workers
+    Deaths.of_batch(task)  -> this batch has killed enough workers
+    hopeless(...)          -> workers cannot start
     Watch.observe(workers) -> those that have stood still for too long
     died, timed_out        -> the errors, with batch, sample, worker, and how to see it again
 
@@ -11,14 +12,50 @@ stopped (Ctrl-Z) makes a worker late.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.errors import Place, WorkerDiedError, WorkerTimeoutError, describe_exit
 from sharded_loader.execution.board import SAMPLE, SHARD, phase, sample_in
 from sharded_loader.execution.messages import Task
+
+IDLE_DEATHS = 10
+"""So many deaths between batches of workers of the same number are too many, if no batch has come from any since."""
+
+PROVEN = 10
+"""So many times more often may a worker be killed in its start, if another has been seen to start."""
+
+
+def hopeless(ended: int, killed: int, limit: int, *, proven: bool) -> bool:
+    """Whether it is no use to start another worker. Counted since any worker was last ready.
+
+    One that ends by itself (an exit code, a segmentation fault) will do so again: ``limit`` of them are enough. One
+    that is killed from outside may have been hit by chance, as were those beside it; so those of each number are
+    counted alone, and generously where workers are known to start. The out-of-memory killer is such a one too: where
+    the dataset never fits, no worker is ever ready, and the error comes after a few.
+
+    Args:
+        ended: starts that have ended by themselves, of all workers.
+        killed: starts of this worker's number that were killed from outside.
+        limit: so many are too many.
+        proven: whether any worker has been ready with the same dataset.
+
+    Example:
+        >>> hopeless(3, 0, 3, proven=True), hopeless(2, 2, 3, proven=False), hopeless(0, 3, 3, proven=True)
+        (True, False, False)
+    """
+    return ended >= limit or killed >= limit * (PROVEN if proven else 1)
+
+
+def is_from_outside(exitcode: int | None) -> bool:
+    """Whether a worker with this exit code was killed by somebody else; if it is not known, it is taken for that."""
+    return exitcode is None or exitcode in _FROM_OUTSIDE
+
+
+_FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
 
 
 class Deaths:
@@ -29,15 +66,17 @@ class Deaths:
 
     Example:
         >>> deaths = Deaths(2)
-        >>> deaths.in_start(), deaths.in_start()
+        >>> deaths.in_start(0, 1), deaths.in_start(1, 1)
         (False, True)
     """
 
     def __init__(self, restarts: int) -> None:
         self._limit = max(1, restarts)
         self._of_batch: Counter[tuple[int, int]] = Counter()
-        self._in_start = 0
-        self._of_nothing = 0
+        self._ended_in_start = 0
+        self._killed_in_start: Counter[int] = Counter()
+        self._of_nothing: Counter[int] = Counter()
+        self._proven = False
 
     def of_batch(self, task: Task) -> bool:
         """A worker died over the task; whether it is given up."""
@@ -47,23 +86,34 @@ class Deaths:
 
     def settle(self, run: int, seq: int) -> None:
         """The task is done, or has been given up."""
-        self._of_nothing = 0
+        if self._of_nothing:
+            self._of_nothing.clear()
         if self._of_batch:
             self._of_batch.pop((run, seq), None)
 
-    def of_nothing(self) -> bool:
+    def of_nothing(self, worker: int) -> bool:
         """A worker died between batches; whether so many have, with no batch from any, that it is no use."""
-        self._of_nothing += 1
-        return self._of_nothing >= 10 * self._limit
+        self._of_nothing[worker] += 1
+        return self._of_nothing[worker] >= IDLE_DEATHS
 
-    def in_start(self) -> bool:
+    def in_start(self, worker: int, exitcode: int | None) -> bool:
         """A worker died before it could read; whether it is no use to try again."""
-        self._in_start += 1
-        return self._in_start >= self._limit
+        if is_from_outside(exitcode):
+            self._killed_in_start[worker] += 1
+        else:
+            self._ended_in_start += 1
+        return hopeless(self._ended_in_start, self._killed_in_start[worker], self._limit, proven=self._proven)
 
     def ready(self) -> None:
         """A worker has started."""
-        self._in_start = 0
+        self.new_job()
+        self._proven = True
+
+    def new_job(self) -> None:
+        """What workers get when they start is another from now on."""
+        self._ended_in_start = 0
+        self._killed_in_start.clear()
+        self._proven = False
 
 
 class Silent:
@@ -118,47 +168,57 @@ class Watch:
         return [who for who, silent, words in workers if silent.observe(words, now, 2 * self.step) >= self.timeout]
 
 
-def died(worker: int, pid: int, exitcode: int | None, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
+class Death(NamedTuple):
+    """A worker that has ended: number, pid, exit code; and what `Crew.oom_kills` said then."""
+
+    worker: int
+    pid: int
+    exitcode: int | None
+    oom_kills: int | None = None
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} (pid {self.pid}) died: {describe_exit(self.exitcode, self.oom_kills)}"
+
+
+def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
     """The error for a batch that has killed too many workers.
 
     Args:
-        worker, pid, exitcode: of the last one.
+        death: of the last one.
         task: the batch.
         words: the last one's board.
         deaths: how many there were.
     """
     sample = sample_in(task, words)
     error = WorkerDiedError(
-        f"worker {worker} (pid {pid}) died: {describe_exit(exitcode)}. {_what(task, words, sample)}"
-        f"{_tries(deaths)}; iteration goes on with the next batch",
-        worker=worker,
-        exitcode=exitcode,
+        f"{death}. {_what(task, words, sample)}{_tries(deaths)}; iteration goes on with the next batch",
+        worker=death.worker,
+        exitcode=death.exitcode,
         batch=task.seq,
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
-    _note(error, task, words, sample, f"worker {worker} (pid {pid})", ", which it may end too")
+    _note(error, task, words, sample, f"worker {death.worker} (pid {death.pid})", ", which it may end too")
     return error
 
 
-def died_in_start(worker: int, pid: int, exitcode: int | None, deaths: int) -> WorkerDiedError:
+def died_in_start(death: Death) -> WorkerDiedError:
     """The error for workers that cannot start."""
     return WorkerDiedError(
-        f"worker {worker} (pid {pid}) died: {describe_exit(exitcode)}. It had not begun to read: it died while it "
-        f"started, unpickled the dataset or ran worker_init_fn{'' if deaths == 1 else f', the {deaths}th in a row'}; "
-        f"its own output on stderr may say more",
-        worker=worker,
-        exitcode=exitcode,
+        f"{death}. It had not begun to read: it died while it started, unpickled the dataset or ran worker_init_fn, "
+        f"and so did those before it; its own output on stderr may say more",
+        worker=death.worker,
+        exitcode=death.exitcode,
     )
 
 
-def died_idle(worker: int, pid: int, exitcode: int | None) -> WorkerDiedError:
+def died_idle(death: Death) -> WorkerDiedError:
     """The error for workers that die again and again although no batch is to blame."""
     return WorkerDiedError(
-        f"worker {worker} (pid {pid}) died: {describe_exit(exitcode)}. It was between batches, as were many before it, "
-        f"and no batch has come from any: something else in the worker ends it (a thread of the dataset, a limit)",
-        worker=worker,
-        exitcode=exitcode,
+        f"{death}. It was between batches, as were many before it, and no batch has come from any: something else in "
+        f"the worker ends it (a thread of the dataset, a limit)",
+        worker=death.worker,
+        exitcode=death.exitcode,
     )
 
 

@@ -10,10 +10,12 @@ A worker that is replaced in the middle of training must not be forked from the 
 locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was.
 
 It reaps a child only when it is told to, so a pid that the trainer knows is that of its worker until then. It ends
-with the pipe to the trainer, when the trainer closes it or dies; its workers have pipes of their own.
+with the pipe to the trainer, when the trainer shuts it or dies, after it has reaped the workers that are left, which
+have pipes of their own.
 
-What can go wrong: it is killed. Then the next `fork` raises TemplateGone, and the pool makes another template out of
-the trainer as it is now: a last resort. Exit codes of its workers are unknown from then on (None).
+What can go wrong: it is killed, or stopped. Then the next `fork` raises TemplateGone, if need be after `ANSWER`
+seconds, and the pool makes another template out of the trainer as it is now: a last resort, of which it warns. Exit
+codes of its workers are unknown from then on (None).
 """
 
 from __future__ import annotations
@@ -34,10 +36,17 @@ from multiprocess import connection
 
 from sharded_loader.execution import worker
 from sharded_loader.execution.messages import NewJob
+from sharded_loader.execution.pools.link import NO_SIGNAL, send_descriptors
 from sharded_loader.execution.pools.starting import forget_process, starting_worker
 
-ANSWER = 10.0
-"""Seconds in which the template answers, however large the process is that it forks."""
+ANSWER = 5.0
+"""Seconds in which the template answers, however large the process is that it forks (10 ms per GB)."""
+
+ENDING = 0.1
+"""Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
+
+_LOOKS = 10
+"""How many pieces `ANSWER` is waited in. A program that was stopped (Ctrl-Z) loses one of them, not all."""
 
 _REQUEST = struct.Struct("!cq")
 _ANSWER = struct.Struct("!q")
@@ -58,6 +67,7 @@ class Template:
 
     Attributes:
         lost: whether it has died, or stopped answering: another is needed.
+        finished: whether it has been told to end: it reaps its workers when it likes.
 
     Raises:
         OSError: the process cannot be forked.
@@ -83,7 +93,8 @@ class Template:
             theirs.close()
         self._process = process
         self.lost = False
-        self._control.settimeout(ANSWER)
+        self.finished = False
+        self._control.settimeout(ANSWER / _LOOKS)
         self._pid = os.getpid()
         _templates.add(self)
 
@@ -98,6 +109,8 @@ class Template:
             OSError: the template cannot fork.
             TemplateGone: it is gone: close it, and ``conn``, which a worker may have.
         """
+        if self.lost:
+            raise TemplateGone("the template process has not answered")
         sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
         try:
             descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
@@ -119,8 +132,10 @@ class Template:
 
     def reap(self, pid: int) -> int | None:
         """Exit code of a worker that has ended; None if it is not known."""
+        if self.lost or self.finished:
+            return None
         try:
-            self._control.sendall(_REQUEST.pack(_REAP, pid))
+            self._control.sendall(_REQUEST.pack(_REAP, pid), NO_SIGNAL)
             code = self._answer()
         except OSError:
             return None
@@ -130,7 +145,7 @@ class Template:
         deadline = time.monotonic() + ANSWER
         while True:
             try:
-                socket.send_fds(self._control, [request], descriptors)
+                send_descriptors(self._control, request, descriptors)
                 return
             except (ConnectionError, TimeoutError):
                 self.lost = True
@@ -143,29 +158,54 @@ class Template:
 
     def _answer(self) -> int:
         data = b""
+        looks = _LOOKS
         try:
             while len(data) < _ANSWER.size:
-                part = self._control.recv(_ANSWER.size - len(data))
+                try:
+                    part = self._control.recv(_ANSWER.size - len(data))
+                except TimeoutError:
+                    looks -= 1
+                    if not looks:
+                        raise TimeoutError(f"it has not answered for {ANSWER:g} s") from None
+                    continue
                 if not part:
-                    raise ConnectionResetError("the template process has ended")
+                    raise ConnectionResetError("it has ended")
                 data += part
         except OSError:
             self.lost = True  # also if it was too slow: its next answer would be to the last question
             raise
         return int(_ANSWER.unpack(data)[0])
 
+    def finish(self) -> None:
+        """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
+        if not self.finished and os.getpid() == self._pid:
+            self.finished = True
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """End the process; its workers have ended before."""
         if os.getpid() != self._pid:
             return
-        self.close_descriptors()
+        self.finish()
         with contextlib.suppress(ValueError):
-            if not self.lost:  # else its workers may live, which hold what a join with a timeout waits for
-                self._process.join(0.1)
-            if self._process.exitcode is None:
+            if self.lost or not self._has_ended(ENDING):
                 self._process.kill()
-                self._process.join()
+            self._process.join()
             self._process.close()
+        self.close_descriptors()
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Wait for its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too."""
+        self._control.settimeout(timeout)
+        try:
+            while self._control.recv(_ANSWER.size):  # an answer that an interrupted call has not waited for
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close_descriptors(self) -> None:
         """Close this end of the pipe; in a forked child, where the other end must not be kept from ending."""
@@ -184,8 +224,8 @@ class ForkedWorker:
         self._reaped = False
 
     def kill(self) -> None:
-        """SIGKILL, if it has not been reaped."""
-        if not self._reaped:
+        """SIGKILL, if it has not been reaped, and no longer may be."""
+        if not self._reaped and not self._template.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -239,6 +279,8 @@ def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob, num_w
     except OSError:
         pass  # the trainer is gone
     finally:
+        for process in children.values():
+            process.join()
         os._exit(0)
 
 
