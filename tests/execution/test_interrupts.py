@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ import pytest
 from injection import InterruptAt, next_interrupted
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools import link as link_module
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
 
@@ -151,15 +151,15 @@ def test_nothing_follows_a_message_whose_sending_was_interrupted(
     """A descriptor that was sent, but not yet taken out of the outbox, went out again: the worker read nonsense."""
     ours, theirs = multiprocess.Pipe(duplex=True)
     link = kind(ours)
-    send_fds = socket.send_fds
+    send_descriptors = link_module.send_descriptors
 
     def interrupted(*arguments: Any) -> int:
-        send_fds(*arguments)
+        send_descriptors(*arguments)
         raise KeyboardInterrupt
 
     try:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(socket, "send_fds", interrupted)
+            patched.setattr(link_module, "send_descriptors", interrupted)
             link.send(b"head", descriptor=theirs.fileno())
         link.send(b"next")
         link.flush()
