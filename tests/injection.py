@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ class InterruptAt:
         self.modules = modules
         self.left = number
         self.fired = False
+        self.before: dict[int, int] = {}  # by frame, its line before
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
@@ -26,13 +28,26 @@ class InterruptAt:
             return None  # what is raised there nobody gets to see
         if os.path.basename(name) not in self.modules or "sharded_loader" not in name:
             return None
-        if event == "line" and not _is_held_back():
+        before, self.before[id(frame)] = self.before.get(id(frame), 0), frame.f_lineno
+        if event == "line" and not _leaves_a_block(name, before, frame.f_lineno) and not _is_held_back():
             self.left -= 1
             if self.left == 0:
                 self.fired = True
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
+
+
+def _leaves_a_block(name: str, before: int, line: int) -> bool:
+    """Whether the line runs no call at which a real Ctrl-C could strike before the block's end.
+
+    At the end of a ``with`` block its first line comes once more, before ``__exit__`` is called; ``try:`` does nothing.
+    """
+    text, text_before = linecache.getline(name, line), linecache.getline(name, before)
+    if text.strip() == "try:":
+        return True
+    deeper = len(text_before) - len(text_before.lstrip()) > len(text) - len(text.lstrip())
+    return text.lstrip().startswith("with ") and line < before and deeper
 
 
 def _is_held_back() -> bool:
