@@ -46,6 +46,7 @@ def train(pool: str, workers: int, seed: int = 5) -> tuple[float, tuple[float, .
     return report.accuracy, report.losses
 
 
+@pytest.mark.slow
 def test_same_seed_same_training_whoever_reads() -> None:
     inline = train("inline", 0)
     for pool, workers in (("thread", 3), ("process", 1), ("process", 2)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from conftest import POOLS, covering, make_pool
 from hostile_samples import (
     HOSTILE,
     BadOnes,
@@ -115,15 +116,16 @@ def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
     return seen, skipped, [str(one.message) for one in warned]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_shards": 2}, {"num_replicas": 2, "rank": 0}], ids=str)
-@pytest.mark.parametrize("on_error", ["skip", "replace", negative])
+@covering(
+    name=POOLS, on_error=["skip", "replace", negative], options=[{}, {"num_shards": 2}, {"num_replicas": 2, "rank": 0}]
+)
 def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
-    new_pool: Callable[..., Pool], on_error: Any, options: dict[str, Any]
+    name: str, on_error: Any, options: dict[str, Any]
 ) -> None:
     for bad in ([5], [4, 5, 6, 7], [4, 5], list(range(12))):
         expected = tolerated(BadOnes(bad), InlinePool(), on_error, **options)
         for kind in (BadOnes, BadOnesInItems, BadOnesInBatches):
-            assert tolerated(kind(bad), new_pool(1), on_error, **options) == expected, (kind, bad)
+            assert tolerated(kind(bad), make_pool(name, 1), on_error, **options) == expected, (kind, bad)
         seen, skipped, warned = expected
         mine = [index for index in bad if "num_replicas" not in options or index % 2 == 0]
         assert skipped == mine

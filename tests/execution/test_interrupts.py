@@ -15,6 +15,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
+from conftest import POOLS, fork_first
 from injection import InterruptAt, next_interrupted
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -23,6 +24,7 @@ from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
 
 
+@fork_first("new_pool", POOLS)
 def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool]) -> None:
     loader = ShardedDataLoader(range(10_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
     expected = iter(range(0, 10_000, 3))

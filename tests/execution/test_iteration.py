@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import POOLS, fork_first
 from samples import Bad, Gate, Told, Uneven, boom
 from torch.utils.data import DistributedSampler
 
@@ -425,6 +426,7 @@ def test_the_attributes_that_other_libraries_read() -> None:
     assert not hasattr(loader, "_iterator")
 
 
+@fork_first("pool", POOLS)
 def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(10), torch.arange(10.0))
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SubsetRandomSampler([1, 3, 5, 7]), 2, False)

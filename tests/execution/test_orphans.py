@@ -90,7 +90,7 @@ def seconds_until_gone(pids: Iterable[int]) -> float:
 @pytest.mark.parametrize(
     ("method", "ending"),
     [
-        pytest.param(method, ending, marks=() if ending == "alone" else pytest.mark.slow)
+        pytest.param(method, ending, marks=() if ending == "alone" and method != "forkserver" else pytest.mark.slow)
         for ending in ("alone", "child", "_exit", "return")
         for method in PROCESS_POOLS
     ],

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, PROCESS_POOLS, covering
+from conftest import METHODS, PROCESS_POOLS, covering, fork_first
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -227,6 +227,7 @@ def test_every_structure_and_dtype_comes_back_as_it_was(process_pool: ProcessPoo
     assert [tensor.dtype for tensor in found["dtypes"]] == [getattr(torch, dtype) for dtype in DTYPES]
 
 
+@fork_first("process_pool")
 def test_a_tensor_that_requires_grad_is_a_clear_error(process_pool: ProcessPool) -> None:
     def batchify(indices: list[int]) -> torch.Tensor:
         return torch.ones(3, requires_grad=True)
@@ -534,6 +535,7 @@ def test_a_lambda_of_a_module_works(process_pool: ProcessPool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@fork_first("process_pool")
 def test_tensors_keep_their_memory_format_and_nested_ones_travel(process_pool: ProcessPool) -> None:
     def batchify(indices: list[int]) -> Any:
         images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -546,6 +548,7 @@ def test_tensors_keep_their_memory_format_and_nested_ones_travel(process_pool: P
     assert [len(tensor) for tensor in nested.unbind()] == [2, 3]
 
 
+@fork_first("process_pool")
 def test_worker_seeds_differ_between_workers_and_runs(process_pool: ProcessPool) -> None:
     def seeds(seed: int, workers: int) -> set[int]:
         def init(number: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import FORK_FIRST, METHODS, PROCESS_POOLS, covering, make_pool
 from recovery_samples import (
     BadStart,
     DiesInSetState,
@@ -46,11 +46,6 @@ DEATHS: dict[Callable[[], Any], tuple[int, str]] = {
 HOWS = (raises, raises_unpicklable, exits, *DEATHS)
 BATCH_SIZE = 5
 BAD = 3  # the batch of sample 17
-
-# Everything under fork; of the others, which take longer, a part.
-FORK_FIRST = pytest.mark.parametrize(
-    "method", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS]
-)
 
 
 def notes(error: BaseException) -> list[str]:

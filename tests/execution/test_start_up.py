@@ -116,7 +116,14 @@ def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(t
 
 
 @posix
-@pytest.mark.parametrize("how", ["raise RuntimeError('twice')", "raise SystemExit(3)", "import nothing_of_this_name"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "raise SystemExit(3)",
+        pytest.param("raise RuntimeError('twice')", marks=pytest.mark.slow),
+        pytest.param("import nothing_of_this_name", marks=pytest.mark.slow),
+    ],
+)
 def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_path: Path, how: str) -> None:
     fails_second_time = f"""
         import pathlib

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import FORK_FIRST, METHODS, PROCESS_POOLS, covering, make_pool
 from samples import Bad, Odd, boom, odd_errors
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -35,7 +35,7 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
 
 
 @unix
-@METHODS
+@FORK_FIRST
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
     run_script(
         tmp_path,
@@ -53,7 +53,7 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
 
 
 @unix
-@METHODS
+@FORK_FIRST
 def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
     out = run_script(
         tmp_path,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, make_pool
+from conftest import FORK_FIRST, PROCESS_POOLS, make_pool
 from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
@@ -28,9 +28,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes
 TIMEOUT = 0.5
 BATCH_SIZE = 5
 BAD = 3  # the batch of sample 17
-FORK_FIRST = pytest.mark.parametrize(
-    "method", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS]
-)
 
 
 def expected(where: str) -> list[Any]:
@@ -152,7 +149,7 @@ def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("name", ["thread", "fork"])
+@pytest.mark.parametrize("name", [pytest.param("thread", marks=pytest.mark.slow), "fork"])
 def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> None:
     done = tmp_path / "done"
 
@@ -179,7 +176,7 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
             time.sleep(TIMEOUT * 1.2)
 
 
-@METHODS
+@FORK_FIRST
 def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_path: Path) -> None:
     """Ctrl-Z and fg: trainer, workers and template stand still for longer than the timeout."""
     script = tmp_path / "script.py"

@@ -240,7 +240,7 @@ def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> Non
 
 
 def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None:
-    for _ in range(20):
+    for _ in range(4):
         held = [arena.lend(take(arena, 1 << 16)) for _ in range(10)]
         threads = [threading.Thread(target=held.pop) for _ in range(5)]
         for thread in threads:

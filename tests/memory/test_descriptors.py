@@ -11,7 +11,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
-from conftest import PROCESS_POOLS, covering
+from conftest import PROCESS_POOLS, SPAWNED, covering
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
@@ -56,7 +56,7 @@ def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch:
         assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@SPAWNED
 def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
     data = ArrayDataset(np.zeros(100_000))
     pool = ProcessPool(2, start_method=method, worker_init_fn=allow_no_more)

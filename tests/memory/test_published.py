@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from conftest import METHODS, SPAWNED
 from memory_samples import Diary, Large, Slow
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
@@ -18,8 +19,6 @@ from sharded_loader.memory.limits import Limit
 from sharded_loader.memory.publish import SHARED_BYTES, load, publish, share
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
-SPAWNED = pytest.mark.parametrize("method", ["forkserver", "spawn"] if sys.platform != "win32" else ["spawn"])
-ALL = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"] if sys.platform != "win32" else ["spawn"])
 MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 
 
@@ -122,7 +121,7 @@ def test_all_workers_share_one_copy(method: str) -> None:
         assert pss < nbytes + 4 * (60 << 20)  # of them together: one copy and their interpreters
 
 
-@ALL
+@METHODS
 @MEMORY
 def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
     method: str, memory: str, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +139,7 @@ def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
         assert not data.rows.any()  # nor the trainer
 
 
-@ALL
+@METHODS
 def test_refresh_sends_the_new_dataset(method: str) -> None:
     data = ArrayDataset(np.zeros(50_000), np.arange(50_000))
     with ShardedDataLoader(data, 10_000, pool=ProcessPool(2, start_method=method)) as loader:
