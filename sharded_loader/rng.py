@@ -6,11 +6,12 @@ global generators of a process worker by (seed, epoch, place of the batch). So n
 number of workers, nor history can change a stream, and a batch that is made again is the same batch.
 
     derive_key(*parts) -> key -> philox(*parts)          our own order, ``sample_rng``
-                              -> seed_globals(key)       ``random``, ``numpy.random``, torch (if imported)
+                              -> seeded_globals(key)     ``random``, ``numpy.random``, torch (if imported):
+                                                         see `sharded_loader.global_generators`
 
 While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;
-`sample_rng`, `sample_generator` and `sample_seed` look it up. Nothing here imports torch: where torch is
-not loaded in this process there is nothing of torch's to seed.
+`sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
+of its own is asked for.
 
 Source of the idea: counter-based generators keyed by their position (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011), as JAX and Grain use them.
@@ -20,8 +21,6 @@ from __future__ import annotations
 
 import operator
 import os
-import random
-import sys
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.imports import call_after_import
+from sharded_loader.global_generators import seeded_globals
 
 try:
     from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
@@ -39,14 +38,11 @@ except ImportError:
 if TYPE_CHECKING:
     import torch
 
-_global_generators = threading.RLock()
 _local = threading.local()
 
 
 def _begin_afresh() -> None:
-    """In a forked child: another thread of the parent may have held the lock, and no sample is being read."""
-    global _global_generators
-    _global_generators = threading.RLock()
+    """In a forked child: the sample that the parent's thread is reading is not this process's."""
     _local.scope = None
 
 
@@ -223,10 +219,17 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
     """Seed ``random``, ``numpy.random`` and torch by the sample inside the block, and restore them after.
 
     For code that draws from the global generators (torchvision's transforms): it then gives the same in
-    every pool. A lock is held inside the block, because threads share those generators. Outside a loader
-    the block runs unseeded.
+    every pool. Threads share those generators, so one at a time is inside such a block. Outside a loader the
+    block runs unseeded.
+
+    Args:
+        index: as in `sample_rng`.
+
+    Raises:
+        ValueError: likewise.
 
     Example:
+        >>> import random
         >>> with sample_seed():
         ...     value = random.random()
         >>> 0 <= value < 1
@@ -238,46 +241,6 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
         return
     with seeded_globals(derive_key(scope.seed, "globals", scope.epoch, _current_index(scope, index))):
         yield
-
-
-def seed_globals(key: int) -> None:
-    """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator (6 us).
-
-    ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
-    """
-    random.seed(key)
-    if "numpy.random" in sys.modules:
-        np.random.seed(key & 0xFFFFFFFF)
-    else:  # as soon as the user's code draws from it; to import it takes 8 ms
-        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(key & 0xFFFFFFFF))
-    torch_module = sys.modules.get("torch")
-    generator = getattr(torch_module, "default_generator", None)
-    if generator is not None:
-        generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-
-
-@contextmanager
-def seeded_globals(key: int) -> Iterator[None]:
-    """Seed the global generators inside the block and restore their states after it, under a lock."""
-    with _global_generators:
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        generator = getattr(sys.modules.get("torch"), "default_generator", None)
-        torch_state = None if generator is None else generator.get_state()
-
-        def restore() -> None:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            if generator is not None:
-                generator.set_state(torch_state)
-
-        try:
-            seed_globals(key)
-            yield
-            restore()
-        except BaseException:  # also a Ctrl-C that comes while they are restored
-            restore()
-            raise
 
 
 def draw_seed() -> int:

@@ -73,11 +73,12 @@ from sharded_loader.execution.pools.grouping import GROUP_SECONDS
 from sharded_loader.execution.pools.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
+from sharded_loader.global_generators import seed_globals
 from sharded_loader.imports import call_after_import
 from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_packed
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
-from sharded_loader.rng import derive_key, seed_globals
+from sharded_loader.rng import derive_key
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""

@@ -30,7 +30,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sharded_loader.rng import derive_key, seeded_globals
+from sharded_loader.global_generators import seeded_globals
+from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, resolve_seed
 from sharded_loader.sampling.tracing import current_trace
 

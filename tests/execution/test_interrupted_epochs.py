@@ -15,7 +15,7 @@ from conftest import make_pool
 from injection import PUMP, InterruptAt
 from test_resume import SAMPLERS, batches, through_json
 
-from sharded_loader import ShardedDataLoader, ThreadPool, rng
+from sharded_loader import ShardedDataLoader, ThreadPool, global_generators
 
 SAMPLING = (
     "reading.py",
@@ -23,6 +23,7 @@ SAMPLING = (
     "foreign.py",
     "batches.py",
     "progress.py",
+    "global_generators.py",
     "rng.py",
     "base.py",
     "test_resume.py",
@@ -103,7 +104,7 @@ def test_interrupted_anywhere_in_a_sampler_the_stream_goes_on(kind: str, at: int
         first = batches(iterator, at)
         got, fired = interrupted(line, lambda: next(iterator))  # noqa: B023 - called at once
         assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
-        assert not rng._global_generators._is_owned(), line  # or other threads would wait for ever
+        assert not global_generators._state.turns, line  # or other threads would wait for ever
         assert loader.state_dict()["epoch"] == 0
         first += [batch.tolist() for batch in got] + batches(iterator)
         second = batches(loader)

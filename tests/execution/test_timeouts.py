@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from conftest import FORK_FIRST, PROCESS_POOLS, make_pool
 from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, global_generators, sample_seed
 from sharded_loader.errors import WorkerTimeoutError
 from sharded_loader.execution.board import IDLE, SAMPLE
+from sharded_loader.execution.pools import thread as thread_pool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -316,3 +319,104 @@ def test_all_threads_may_hang() -> None:
         assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
         data.go_on.set()
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, next_begun, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            if index == 0:
+                late.wait()
+            if index == 1:
+                next_begun.set()
+                go_on.wait()
+            return index
+
+    make_error = thread_pool.timed_out
+
+    def finish_meanwhile(*arguments: Any, **options: Any) -> WorkerTimeoutError:
+        late.set()
+        next_begun.wait(5)
+        return make_error(*arguments, **options)
+
+    monkeypatch.setattr(thread_pool, "timed_out", finish_meanwhile)
+    with ShardedDataLoader(Late(), 1, pool=ThreadPool(1, timeout=0.1)) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0]
+        go_on.set()
+        assert [batch.tolist() for batch in iterator] == [[1], [2]]
+
+
+class StuckInItsSeed(Stuck):
+    """Sample 3 waits while the global generators are seeded by it."""
+
+    def __getitem__(self, index: int) -> Any:
+        with sample_seed():
+            value = random.random()
+            super().__getitem__(index)
+            return value
+
+
+def test_a_thread_that_hangs_in_sample_seed_is_the_only_error() -> None:
+    data = StuckInItsSeed()
+    data.go_on.set()
+    with ShardedDataLoader(data, 2, seed=1) as loader:
+        expected = [batch.tolist() for batch in loader]
+    data.go_on.clear()
+    random.seed(5)
+    states = random.getstate()
+    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2, timeout=0.1)) as loader:
+        batches, errors = until_the_end(iter(loader))
+        assert [error.index for error in errors] == [3]
+        assert [values for (values,) in batches] == expected[:1] + expected[2:]
+        assert random.getstate() == states
+        random.seed(6)
+        states = random.getstate()
+        data.go_on.set()
+        for thread in data.begun:
+            thread.join(5)
+        assert random.getstate() == states  # what it would put back is not its affair any more
+
+
+def test_a_closed_loader_gives_back_the_generators_that_a_thread_hangs_with() -> None:
+    data = StuckInItsSeed()
+    random.seed(5)
+    states = random.getstate()
+    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2)) as loader:
+        iterator = iter(loader)
+        while not data.begun:
+            time.sleep(0.001)
+    del iterator
+    assert random.getstate() == states
+    sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
+    with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
+        assert sorted(int(value) for batch in other for value in batch) == list(range(10))
+    data.go_on.set()
+    data.begun[0].join(5)
+
+
+def test_who_waits_for_the_global_generators_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(global_generators, "PATIENCE", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr(global_generators, "print", lambda *args, **to: (print(*args, **to), told.set()), raising=False)
+
+    def wait_for_it() -> None:
+        with global_generators.seeded_globals(2):
+            pass
+
+    waits = threading.Thread(target=wait_for_it, name="impatient")
+    with global_generators.seeded_globals(1):
+        waits.start()
+        assert told.wait(5)
+    waits.join(5)
+    assert not waits.is_alive()
+    said = capsys.readouterr().err
+    assert (
+        "impatient has waited 0.01 s" in said and threading.current_thread().name in said and "loader.close()" in said
+    )

@@ -12,6 +12,8 @@ roots of the garbage collector, and a reader leads to the user's dataset, often 
 A thread that is in the user's code when the pool is closed cannot be stopped: it ends after its sample, its
 result is dropped, and as a daemon it does not keep the program alive. The same with one that has stood still for
 ``timeout`` seconds: it is written off, an error stands in its batch's place, and another thread has its number.
+Whether it has finished just then is settled under its seat's lock, so a batch has one fate. Either way it is relieved
+of the global generators, if it hangs where it has seeded them for itself: others wait for those.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.supervision import Silent, Watch, timed_out
 from sharded_loader.execution.reader import Reader
+from sharded_loader.global_generators import free_globals_of, holder_before
+from sharded_loader.interrupts import uninterrupted
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
@@ -41,10 +45,11 @@ _pool_numbers = itertools.count()
 
 
 class _Seat:
-    """The place of one thread: what it reads, and whether anybody waits for it still."""
+    """The place of one thread: what it reads, and whether anybody waits for it still (both change under ``lock``)."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.lock = threading.Lock()
         self.board = new_board()
         self.silent = Silent()
         self.task: Task | None = None
@@ -58,7 +63,7 @@ class _Shared:
     def __init__(self, empty: Empty) -> None:
         self.empty = empty
         self.tasks: queue.SimpleQueue[tuple[Reader, Task] | None] = queue.SimpleQueue()
-        self.cancelled: set[int] = set()
+        self.live: set[int] = set()  # runs whose tasks are wanted
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
@@ -86,6 +91,8 @@ class _Shared:
             thread = seat.thread
             if thread not in (None, threading.current_thread()) and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    free_globals_of(thread.ident)
 
 
 class ThreadPool(Pool):
@@ -164,12 +171,15 @@ class ThreadPool(Pool):
 
     def submit(self, task: Task) -> None:
         if self._shared is not None and self._reader is not None:
+            self._shared.live.add(task.run)
             self._shared.tasks.put((self._reader, task))
 
     def receive(self) -> Iterator[Result]:
         shared = self._shared
         if shared is None:
             return
+        if self._watch.timeout is not None:
+            self._write_off(shared, self._watch.timeout)
         while shared.results:
             result = shared.results[0]
             if isinstance(result, Exception):
@@ -177,23 +187,33 @@ class ThreadPool(Pool):
                 raise result
             yield result
             shared.results.popleft()
-        if self._watch.timeout is not None:
-            yield from self._write_off(shared, self._watch.timeout)
 
-    def _write_off(self, shared: _Shared, timeout: float) -> Iterator[Result]:
+    def _write_off(self, shared: _Shared, timeout: float) -> None:
         """Errors for the batches over which threads stand still; others take their places."""
-        busy = [(seat, seat.silent, seat.board) for seat in shared.seats if seat.task is not None]
+        threads = {seat.thread.ident for seat in shared.seats if seat.thread is not None}
+        busy = []
+        for seat in shared.seats:
+            if seat.task is None:
+                continue
+            if seat.thread is not None and holder_before(seat.thread.ident) in threads:
+                seat.silent = Silent()  # the one that it waits for is watched itself
+            busy.append((seat, seat.silent, seat.board))
         for seat in self._watch.late(busy):
             task, words = seat.task, list(seat.board)
             if task is None or words[SAMPLE] == IDLE:
                 continue  # it has just finished
-            who = f"thread {seat.number}"
-            yield Result(task.run, task.seq, error=timed_out(who, timeout, task, words, 1, killed=False))
-            seat.written_off = True
+            error = timed_out(f"thread {seat.number}", timeout, task, words, 1, killed=False)
             another = self._seat(shared, seat.number)
-            shared.seats[shared.seats.index(seat)] = another
-            assert another.thread is not None  # just made
-            another.thread.start()
+            assert seat.thread is not None and another.thread is not None  # made with their seats
+            with uninterrupted():  # half of it would be a batch, or a thread, that nobody has
+                with seat.lock:
+                    if seat.task is not task:
+                        continue  # likewise, while its error was made
+                    seat.written_off = True
+                shared.results.append(Result(task.run, task.seq, error=error))
+                shared.seats[shared.seats.index(seat)] = another
+                another.thread.start()
+            free_globals_of(seat.thread.ident)
 
     def wait(self) -> None:
         if self._shared is not None:
@@ -206,7 +226,7 @@ class ThreadPool(Pool):
 
     def cancel(self, run: int) -> None:
         if self._shared is not None:
-            self._shared.cancelled.add(run)
+            self._shared.live.discard(run)
 
     def close(self) -> None:
         shared, self._shared = self._shared, None
@@ -241,13 +261,14 @@ def _work(shared: _Shared, seat: _Seat, init: list[Callable[[int], Any] | None])
     del worker_init_fn
     while (taken := shared.tasks.get()) is not None and not shared.closing:
         reader, task = taken
-        if task.run not in shared.cancelled:
+        if task.run in shared.live:
             board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
             seat.task = task
             result = reader.read(task, f"thread {number}", shared.empty, board)
-            board[SAMPLE], seat.task = IDLE, None
-            if shared.closing or seat.written_off:
-                return
+            with seat.lock:
+                board[SAMPLE], seat.task = IDLE, None
+                if shared.closing or seat.written_off:
+                    return
             shared.results.append(result)
             shared.ring()
             del result

@@ -1,0 +1,181 @@
+"""The generators that all threads of a process share: ``random``, ``numpy.random``, torch's default one.
+
+    seed_globals(key)                     seeded, and left so: a worker process has them to itself
+    with seeded_globals(key):             seeded for one thread, and put back: the others wait for their turn
+    holder_before(thread) -> thread       who has the turn that this thread waits for
+    free_globals_of(thread)               its turn ends now, whatever it is doing
+
+A turn lasts as long as the user's code that runs in it, which may hang. So it is no lock, which only its holder could
+give back: what the generators are put back to is kept here, and whoever gives up a thread (`ThreadPool`: its
+``timeout``, `close`) ends its turn for it. What that thread does later in its block disturbs nobody's seeds but those
+of the turn it happens to fall in.
+
+What can go wrong: a thread that hangs in its turn and that nobody gives up. Who waits for it says so on stderr after
+`PATIENCE` seconds. Nothing here imports torch: where it is not loaded there is nothing of torch's to seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from sharded_loader.imports import call_after_import
+
+PATIENCE = 10.0
+"""Seconds of waiting for a turn before it is said for whom."""
+
+
+class _Turn:
+    """One thread's use of the generators; the turns of one thread nest."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.name = threading.current_thread().name
+        self.put_back: Callable[[], None] = _nothing
+
+
+class _State:
+    """Everything is done under ``lock``, never the user's code. Reentrant: a finalizer may come in between."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.turns: list[_Turn] = []  # all of one thread, the innermost last
+        self.waiting: set[int] = set()
+
+
+_state = _State()
+
+
+def _begin_afresh() -> None:
+    """In a forked child: the other threads are gone, and one of them may have held the lock."""
+    global _state
+    before, _state = _state, _State()
+    _state.turns = [turn for turn in before.turns if turn.thread == threading.get_ident()]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+
+def seed_globals(key: int) -> None:
+    """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator (6 us).
+
+    ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
+    """
+    random.seed(key)
+    if "numpy.random" in sys.modules:
+        np.random.seed(key & 0xFFFFFFFF)
+    else:  # as soon as the user's code draws from it; to import it takes 8 ms
+        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(key & 0xFFFFFFFF))
+    torch_module = sys.modules.get("torch")
+    generator = getattr(torch_module, "default_generator", None)
+    if generator is not None:
+        generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
+@contextmanager
+def seeded_globals(key: int) -> Iterator[None]:
+    """Seed the global generators inside the block and restore their states after it, one thread at a time.
+
+    Args:
+        key: any integer; see `sharded_loader.rng.derive_key`.
+    """
+    turn = _Turn()
+    try:
+        _begin(turn)
+        seed_globals(key)
+        yield
+        _end(turn)
+    except BaseException:  # also a Ctrl-C that comes while they are restored
+        _end(turn)
+        raise
+
+
+def holder_before(thread: int | None) -> int | None:
+    """The thread that has the turn for which this one waits; None if it waits for none.
+
+    Args:
+        thread: ``ident`` of the one that may wait.
+    """
+    state = _state
+    with state.lock:
+        return state.turns[0].thread if state.turns and thread in state.waiting else None
+
+
+def free_globals_of(thread: int | None) -> None:
+    """End the turn of a thread that may never end it, if it has one: the generators are put back.
+
+    Args:
+        thread: ``ident`` of it.
+    """
+    state = _state
+    with state.lock:
+        if state.turns and state.turns[0].thread == thread:
+            _end(state.turns[0])
+
+
+def _begin(turn: _Turn) -> None:
+    told = False
+    while (holder := _take(turn)) is not None:
+        if not told:
+            told = True
+            print(
+                f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
+                f"{holder} has seeded for itself (sample_seed, transform(seeded=True), the start of a sampler). If "
+                f"that hangs: Ctrl-C and loader.close(), and find the sample with ThreadPool(timeout=)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _take(turn: _Turn) -> str | None:
+    """Wait for the turn and begin it; or the name of the thread that has not ended its own for `PATIENCE` seconds."""
+    state = _state
+    with state.lock:
+        try:
+            state.waiting.add(turn.thread)
+            state.changed.wait_for(lambda: not state.turns or state.turns[0].thread == turn.thread, PATIENCE)
+        finally:
+            state.waiting.discard(turn.thread)
+        if state.turns and state.turns[0].thread != turn.thread:
+            return state.turns[0].name
+        turn.put_back = _as_they_are()
+        state.turns.append(turn)
+        return None
+
+
+def _end(turn: _Turn) -> None:
+    """End a turn, and those inside it; nothing if it has been ended, or never began."""
+    state = _state
+    with state.lock:
+        if turn in state.turns:
+            turn.put_back()
+            del state.turns[state.turns.index(turn) :]
+            state.changed.notify_all()
+
+
+def _as_they_are() -> Callable[[], None]:
+    """What puts the generators back to their present states."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    torch_state = None if generator is None else generator.get_state()
+
+    def put_back() -> None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if generator is not None:
+            generator.set_state(torch_state)
+
+    return put_back
+
+
+def _nothing() -> None:
+    """The generators have not been seeded yet."""
