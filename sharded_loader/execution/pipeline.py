@@ -20,6 +20,7 @@ Owns: the windows. Does not own: the pool's workers (the pool does), batches han
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -405,7 +406,9 @@ class Pipeline:
                 run.window.clear()
                 if self.pool.started:
                     self.pool.cancel(number)
-            self._ended.popleft()
+            # By its number: the collector may have come by here in between, over another iterator.
+            with contextlib.suppress(ValueError):
+                self._ended.remove(number)
 
 
 def _closed() -> LoaderClosedError:

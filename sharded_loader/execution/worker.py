@@ -115,6 +115,7 @@ class _Worker:
                 kind, run, seq, content = unpack_head(message.head)
                 if kind == CANCEL:
                     self._cancelled.add(run)
+                    self._inbox.put(message)  # behind the last of the tasks that it is about
                 elif kind == BOARD:
                     self._map_board(run, seq, bytes(content).decode() or None)
                 elif kind == DEATH:
@@ -175,9 +176,11 @@ class _Worker:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
         taken = True
         while taken and (message := self._inbox.get()) is not None:
-            kind, _, _, content = unpack_head(message.head)
+            kind, cancelled, _, content = unpack_head(message.head)
             if kind == JOB:
                 taken = self._take_job(message if inherited is None else inherited)
+            elif kind == CANCEL:
+                self._cancelled.discard(cancelled)
             else:
                 for task in unpack_tasks(content):
                     self._do(*task)

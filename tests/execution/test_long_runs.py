@@ -1,0 +1,61 @@
+"""Weeks of training: what comes with every epoch goes with it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import multiprocess
+
+from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader.execution.messages import CANCEL, pack_head
+from sharded_loader.execution.pools.base import Pool
+from sharded_loader.execution.pools.link import send_message
+from sharded_loader.execution.worker import _Worker
+
+
+def test_threads_remember_only_the_runs_that_are_alive() -> None:
+    with ShardedDataLoader(range(8), 2, pool=ThreadPool(1)) as loader:
+        for _ in range(5):
+            for _ in loader:
+                break
+        held = iter(loader)
+        shared = loader.pool._shared  # type: ignore[attr-defined]
+        assert shared.live == {held.run.number}
+
+
+def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
+    ours, theirs = multiprocess.Pipe()
+    worker = _Worker(theirs, 0, 1)
+    worker._finished.set()
+    for run in range(5):
+        send_message(ours, pack_head(CANCEL, run), (), ())
+    ours.close()
+    worker.run(None)  # until the pipe's end
+    theirs.close()
+    assert not worker._cancelled
+
+
+def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Callable[[], Pool]) -> None:
+    pool = new_pool()
+    with ShardedDataLoader(range(40), 2, prefetch=2, pool=pool) as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        loader._pipeline._runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
+        second.itself = second  # type: ignore[attr-defined]
+        gc.disable()
+        try:
+            del second
+            loader._pipeline._ended.append(first.run.number)
+            loader._pipeline._drop_ended()
+        finally:
+            gc.enable()
+        assert not loader._pipeline._ended
+        assert len(list(loader)) == 20
+
+
+class Collects:
+    """The collector comes when this goes."""
+
+    def __del__(self) -> None:
+        gc.collect()
