@@ -21,6 +21,9 @@ What can go wrong:
   * the machine or a cgroup has no memory left: MemoryError, naming it and the bytes. The pipe would need as much.
 Never waiting: nothing here waits for memory that the user holds.
 
+A process that the user forks holds what was lent when it began (`memory.forks`): those slots are used again when their
+lease is over and it has ended too.
+
 Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fixed number of slots are ours.
 """
 
@@ -40,6 +43,7 @@ import numpy as np
 
 from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
+from sharded_loader.memory.forks import Fork
 from sharded_loader.memory.segments import Segment, choose_backend, create
 from sharded_loader.memory.slot import Slot as Slot
 
@@ -80,7 +84,8 @@ class Arena:
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
         self._taken = 0
-        self._returned: deque[Slot | None] = deque()
+        self._returned: deque[Slot | Fork] = deque()
+        self._forks: list[tuple[Fork, set[Slot]]] = []
         self._retired: set[Slot] = set()
         self._out: dict[Slot, int] = {}
         self._warned = self._warned_of_refusal = False
@@ -108,6 +113,9 @@ class Arena:
         self._taken += 1
         wanted = round_up(max(1, nbytes), ALIGNMENT)
         slot = self._carve(wanted)
+        if slot is None and self._forks:
+            self._revive()
+            slot = self._carve(wanted)
         if slot is None and self._grow(wanted):
             slot = self._carve(wanted)
         return slot
@@ -134,13 +142,13 @@ class Arena:
         self._out[slot] = self._taken
         return whole
 
-    def retire_lent(self) -> None:
-        """The process is being forked by its user: what is lent may be held by the child too, from now on.
+    def retire_lent(self, fork: Fork) -> None:
+        """The process is being forked by its user: what is lent may be held by the child too, until that ends.
 
         Any thread may fork, in the middle of another one's `take`: this leaves a mark, which `_reclaim` comes
         to before it comes to anything that is returned after the fork.
         """
-        self._returned.append(None)
+        self._returned.append(fork)
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors are the trainer's."""
@@ -154,22 +162,34 @@ class Arena:
             function()
         segments, self.segments, self._free = self.segments, [], []
         # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
-        self._returned, self._out, self._retired = deque(), {}, set()
+        self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
         for segment in segments:
             segment.close()
 
     def _reclaim(self) -> None:
         while self._returned:
-            slot = self._returned.popleft()
-            if slot is None:
-                self._retired.update(self._out)
+            slot = self._returned[0]
+            if isinstance(slot, Fork):
+                # Taken out last: an interruption marks twice, which does no harm.
+                self._forks.append((slot, set(self._out)))
+                self._returned.popleft()
+                self._revive()
                 continue
+            self._returned.popleft()
             if not slot.lent:
                 continue
             self._out.pop(slot, None)
-            if slot in self._retired:
-                self._retired.discard(slot)
+            if any(slot in held for _, held in self._forks):
+                self._retired.add(slot)
             else:
+                self.give(slot)
+
+    def _revive(self) -> None:
+        """Give back what only processes held that have ended."""
+        self._forks = [(fork, held) for fork, held in self._forks if held and not fork.has_ended()]
+        for slot in list(self._retired):
+            if not any(slot in held for _, held in self._forks):
+                self._retired.discard(slot)
                 self.give(slot)
 
     def _carve(self, nbytes: int) -> Slot | None:
@@ -264,6 +284,6 @@ def _refused(error: OSError, size: int, have: int) -> str:
     return f"{wanted}: the system refused ({error})"
 
 
-def _return(returned: deque[Slot | None], slot: Slot, pid: int) -> None:
+def _return(returned: deque[Slot | Fork], slot: Slot, pid: int) -> None:
     if os.getpid() == pid:
         returned.append(slot)

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, Arena, Slot
+from sharded_loader.memory.forks import Fork
 from sharded_loader.memory.limits import Limit
 from sharded_loader.memory.segments import create
 
@@ -308,25 +309,70 @@ def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak() -> None:
 # -- forks ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_lent_at_a_fork_is_not_used_again(arena: Arena) -> None:
+@posix
+def test_what_is_lent_at_a_fork_is_not_used_again_before_the_child_ends(arena: Arena) -> None:
+    child = Fork()
     before, free = take(arena, 1 << 16), take(arena, 1 << 16)
     gone = take(arena, 1 << 16)
     lent, returned = arena.lend(before), arena.lend(gone)
     del returned
-    arena.retire_lent()
+    arena.retire_lent(child)
     after = arena.lend(take(arena, 1 << 16))
     del lent, after
     arena.give(free)
     slots = {take(arena, 1 << 16) for _ in range(20)}
     assert before not in slots and free in slots and gone in slots
+    child.close_writer()  # as if it had ended
+    while before not in slots:
+        assert len(arena.segments) == 1
+        slots.add(take(arena, 1 << 16))
 
 
+def test_a_fork_without_a_pipe_is_taken_to_live_for_ever(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", refuse)
+        child = Fork()
+    whole = arena.lend(before := take(arena, 1 << 16))
+    arena.retire_lent(child)
+    del whole, child
+    gc.collect()
+    assert before not in {take(arena, 1 << 16) for _ in range(200)}
+
+
+@posix
+def test_a_fork_has_ended_when_those_have_who_came_of_it() -> None:
+    ready, go = os.pipe(), os.pipe()
+    child = Fork()
+    pid = os.fork()
+    if pid == 0:
+        if os.fork() == 0:
+            os.close(go[1])
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)  # until the parent closes it
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.read(ready[0], 1)
+    assert not child.has_ended()  # there is a grandchild
+    for end in (*ready, *go):
+        os.close(end)
+    deadline = time.monotonic() + 5
+    while not child.has_ended():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@posix
 def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> None:
     stop = threading.Event()
 
     def fork() -> None:
         while not stop.is_set():
-            arena.retire_lent()
+            child = Fork()
+            arena.retire_lent(child)
+            child.close_writer()
             time.sleep(1e-5)
 
     thread = threading.Thread(target=fork)
@@ -374,7 +420,7 @@ class Slots(RuleBasedStateMachine):
         self.arena = Arena(max_bytes)
         self.max_bytes = max_bytes
         self.live: list[Slot] = []
-        self.forked: list[Slot] = []
+        self.children: list[tuple[Fork, list[Slot]]] = []
         self.out: list[Slot] = []
 
     @rule(target=filling, nbytes=st.one_of(st.integers(0, 300), st.integers(0, 100_000)))
@@ -385,7 +431,7 @@ class Slots(RuleBasedStateMachine):
             if slot is not None:
                 assert slot.nbytes >= nbytes and slot.offset % 64 == 0
                 assert slot.offset + slot.nbytes <= self.arena.segments[slot.segment].nbytes
-                for other in self.live + self.forked:
+                for other in [*self.live, *(held for _, slots in self.children for held in slots)]:
                     assert not _overlap(slot, other)
                 self.live.append(slot)
             return slot
@@ -410,10 +456,17 @@ class Slots(RuleBasedStateMachine):
             self.live.remove(batch[0])
             self.out.remove(batch[0])
 
+    @precondition(lambda self: sys.platform != "win32")
     @rule()
     def fork(self) -> None:
-        self.arena.retire_lent()
-        self.forked += self.out
+        child = Fork()
+        self.arena.retire_lent(child)
+        self.children.append((child, self.out[:]))
+
+    @rule(number=st.integers(0, 3))
+    def end_child(self, number: int) -> None:
+        if number < len(self.children):
+            self.children.pop(number)[0].close_writer()
 
     @invariant()
     def counted(self) -> None:
@@ -423,6 +476,8 @@ class Slots(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "arena"):
+            assert all(not child.has_ended() for child, _ in self.children)
+            self.children.clear()
             self.arena.close()
 
 

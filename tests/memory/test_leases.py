@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
@@ -365,6 +366,24 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten() -> None:
             os.close(end)
         assert code == 0
         assert len(set(rest)) < 20  # slots were reused, but not that one
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_memory_that_children_held_is_used_again_when_they_have_ended() -> None:
+    with loader_over(make_pool("fork"), 400) as loader:
+        arena = arena_of(loader)
+        for number, batch in enumerate(loader):
+            assert is_batch(batch, 4 * number)
+            if number % 4 == 0:
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+            if number == 20:
+                nbytes, descriptors = arena.nbytes, psutil.Process().num_fds()
+        assert number == 99
+        assert arena.nbytes == nbytes
+        assert psutil.Process().num_fds() <= descriptors + 2
 
 
 @linux

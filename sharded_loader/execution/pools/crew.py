@@ -31,6 +31,7 @@ from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
+from sharded_loader.memory.forks import Fork
 from sharded_loader.memory.limits import oom_kills
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
@@ -164,9 +165,13 @@ _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
-    if not is_starting_worker():
-        for crew in list(_crews):
-            crew.arena.retire_lent()
+    if is_starting_worker():
+        return
+    arenas = [crew.arena for crew in list(_crews) if crew.arena.segments]
+    if arenas:
+        fork = Fork()
+        for arena in arenas:
+            arena.retire_lent(fork)
 
 
 def _after_fork_in_child() -> None:

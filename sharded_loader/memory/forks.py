@@ -1,0 +1,85 @@
+"""What the user forks, as far as batches are concerned: who may still hold what was lent at that moment.
+
+    before the fork   Fork() -> a mark in every arena that has lent something
+    in the parent     lives there from now on: `has_ended` asks the kernel
+    in the child      keeps one end of a pipe, as long as it lives, or a child of its own that has inherited it
+
+A process that becomes another program (``exec``) loses the end with its memory, so it counts as ended.
+
+Owns: the pipe. What can go wrong: no descriptors for one; then nobody can tell, and what was lent stays unused. So it
+does for as long as a child lives that has nothing to do with batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+_this_thread = threading.local()
+
+
+class Fork:
+    """One fork; made before it happens, in the thread that forks."""
+
+    live: ClassVar[weakref.WeakSet[Fork]] = weakref.WeakSet()
+    """Those of this process that have not been collected."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._reader: int | None = None
+        self._writer: int | None = None
+        with contextlib.suppress(OSError):
+            self._reader, self._writer = os.pipe()
+        Fork.live.add(self)
+        _this_thread.fork = weakref.ref(self)
+
+    def has_ended(self) -> bool:
+        """Whether nobody is left who came of it."""
+        if self._reader is None:
+            return False
+        poller = select.poll()
+        poller.register(self._reader, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close_reader(self) -> None:
+        """Nobody asks any more."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            os.close(reader)
+
+    def close_writer(self) -> None:
+        """The child, if there is one, has its copy."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            os.close(writer)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # in a child the writer is what it is known by
+            self.close_reader()
+            self.close_writer()
+
+
+def _none() -> None:
+    """No arena had anything to mark."""
+
+
+def _in_parent() -> None:
+    made: Callable[[], Fork | None] = _this_thread.__dict__.pop("fork", _none)
+    fork = made()
+    if fork is not None:
+        fork.close_writer()
+
+
+def _in_child() -> None:
+    _this_thread.__dict__.pop("fork", None)
+    for fork in list(Fork.live):
+        fork.close_reader()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_parent=_in_parent, after_in_child=_in_child)
