@@ -40,7 +40,7 @@ TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"
 BOARD, DEATH, STACKS = b"B", b"D", b"P"
 
 _HEAD = struct.Struct("!cqq")
-_REPLY = struct.Struct("!qqqII")
+_REPLY = struct.Struct("!qqqIQ")  # a pickle may be larger than 4 GiB: strings and bytes lie in it
 
 
 def pack_head(kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> bytes:

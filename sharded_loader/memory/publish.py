@@ -121,7 +121,10 @@ def publish(job: Any, **parts: Any) -> Encoded:
     try:
         return dump(_Publisher, job)
     except Exception as error:
-        culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
+        try:
+            culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
+        except RecursionError:  # too deep for pickle, and so for us
+            culprit = "it"
         fork = (
             '; or use ProcessPool(start_method="fork"), which does not pickle, unless it is an open file or a '
             "connection: forked workers would share it, and read each other's data"

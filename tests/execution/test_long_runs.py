@@ -1,4 +1,4 @@
-"""Weeks of training: what comes with every epoch goes with it."""
+"""Weeks of training: what comes with every epoch goes with it, and numbers are wide enough."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 import multiprocess
 
 from sharded_loader import ShardedDataLoader, ThreadPool
-from sharded_loader.execution.messages import CANCEL, pack_head
+from sharded_loader.execution.messages import _REPLY, CANCEL, pack_head, pack_reply
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.link import send_message
 from sharded_loader.execution.worker import _Worker
+from sharded_loader.memory.codec import Encoded
 
 
 def test_threads_remember_only_the_runs_that_are_alive() -> None:
@@ -59,3 +60,12 @@ class Collects:
 
     def __del__(self) -> None:
         gc.collect()
+
+
+def test_a_reply_may_hold_more_than_four_gigabytes() -> None:
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return 5 << 30
+
+    reply = pack_reply(1, 2, 3, Encoded(Huge(), (), ()))
+    assert _REPLY.unpack_from(reply)[-1] == 5 << 30

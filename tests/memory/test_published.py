@@ -30,6 +30,14 @@ def reopened(obj: Any) -> Any:
 # -- in the pickle --------------------------------------------------------------------------------------------
 
 
+def test_a_dataset_too_deep_for_pickle_is_a_clear_error() -> None:
+    chain: list[Any] = []
+    for _ in range(5000):
+        chain = [chain]
+    with pytest.raises(TypeError, match="cannot send the dataset to worker processes: .* recursion"):
+        publish(chain, dataset=chain)
+
+
 def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:
     data = torch.arange(100_000.0)
     dataset = SimpleDataset([data[:10], data, data[50_000:], data.view(100, 1000).T, data.detach().view(torch.int32)])
