@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments,
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, global_generators, sample_seed
 from sharded_loader.errors import WorkerTimeoutError
 from sharded_loader.execution.board import IDLE, SAMPLE
+from sharded_loader.execution.pools import crew, template
 from sharded_loader.execution.pools import thread as thread_pool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
@@ -241,6 +243,39 @@ def test_without_a_timeout_nobody_is_late() -> None:
 
     with ShardedDataLoader(Slow(), 1, pool=make_pool("fork")) as loader:
         assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("ending", ["a timeout", "close"])
+def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one inside the kernel, with a network file system that does not answer."""
+    monkeypatch.setattr(template.ForkedWorker, "kill", lambda worker: None)
+    monkeypatch.setattr(crew, "KILLED_GRACE", 0.1)
+    fail = Fails(hangs_with_the_gil, tmp_path / "count")
+    pool = make_pool("fork", timeout=0.2 if ending == "a timeout" else None, restarts=1)
+    with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+        iterator = iter(loader)
+        if ending == "a timeout":
+            batches, errors = until_the_end(iterator)
+            whole = expected("reading")
+            assert batches == whole[:BAD] + whole[BAD + 1 :]
+            assert [(error.batch, error.index) for error in errors] == [(BAD, 17)]
+        else:
+            while not fail.count:
+                next(iterator)
+        began = time.monotonic()
+        loader.close()
+        assert time.monotonic() - began < 5
+    assert "was killed and does not end" in capfd.readouterr().err
+
+
+def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> None:
+    owner = crew.Crew(None)
+    slot = owner.arena.take(1 << 20)
+    owner.free_slots(SimpleNamespace(slots={(0, 0): slot}, left_behind=True))  # type: ignore[arg-type]
+    assert slot not in [owner.arena.take(1 << 20) for _ in range(10)]
+    owner.close()
 
 
 # -- threads --------------------------------------------------------------------------------------------------

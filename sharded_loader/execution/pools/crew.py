@@ -6,8 +6,8 @@
     WorkerHandle    one worker: process, link, the tasks and slots that it has in hand
 
 `Crew.close` ends the workers (end-of-file, then SIGKILL, after `BUSY_GRACE` or `CLOSING_GRACE`) and frees a slot
-only when its writer has ended. It is called by the pool, or by a finalizer when the loader is garbage. In a process
-that the user forks it does nothing: the workers are the trainer's.
+only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). It is called by the pool, or by a
+finalizer when the loader is garbage. In a process that the user forks it does nothing: the workers are the trainer's.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ takes apart its copy of the trainer's page tables (4 ms for 150 MB), and then th
 
 BUSY_GRACE = 0.005
 """The same for those that are in a batch. They would not notice before its end."""
+
+KILLED_GRACE = 3.0
+"""Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
+that does not answer: nothing ends it before that does, so it is left behind."""
 
 
 class Crew:
@@ -135,7 +139,7 @@ class Crew:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
         slots, handle.slots = handle.slots, {}
         for slot in slots.values():
-            if slot is not None and not slot.lent:
+            if slot is not None and not slot.lent and not handle.left_behind:
                 self.arena.give(slot)
 
     def stop_workers(self) -> None:
@@ -202,9 +206,11 @@ class WorkerHandle:
         self.board: Any = new_board()
         self.silent = Silent()
         self.hung = False
+        self.left_behind = False
         self.counted = False
         self.given_up: Result | None = None
         self._released = False
+        self._killed_at: float | None = None
         self.exitcode: int | None = None
         self._pidfd: int | None = None
         # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
@@ -229,8 +235,20 @@ class WorkerHandle:
     def kill(self) -> None:
         """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
         if not self._released:
+            if self._killed_at is None:
+                self._killed_at = time.monotonic()
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
+
+    def is_over(self, noted: set[int]) -> bool:
+        """Whether nothing is to be expected of it: it has ended, or was killed for its silence, and even so does not.
+
+        Args:
+            noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
+        """
+        if self.hung and self._killed_at is not None and time.monotonic() - self._killed_at > KILLED_GRACE:
+            return True
+        return self.sentinel in noted and self.has_ended()
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr, and give it a moment for that."""
@@ -252,8 +270,12 @@ class WorkerHandle:
             return
         try:
             if self.is_alive():
-                self.process.kill()
-                connection.wait([self.sentinel])
+                self.kill()
+                assert self._killed_at is not None  # now, or before
+                self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
+                if self.is_alive():
+                    self._leave_behind()
+                    return
             self.process.join()
             self.exitcode = self.process.exitcode
             self.process.close()
@@ -266,3 +288,12 @@ class WorkerHandle:
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
+
+    def _leave_behind(self) -> None:
+        self.left_behind = True
+        print(
+            f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits inside the "
+            f"kernel, for a disk or a network file system, say. It is left behind",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -21,7 +21,7 @@ What can go wrong, and what then:
   * a worker dies: another takes its place and makes its batches again; a batch that has killed ``restarts`` of them
     is a `WorkerDiedError` in its place (`pools.supervision`). `wait` returns 3 ms (spawn) or 9 ms (fork) after the
     kill, most of them the kernel's for the process that ends, on two cores with three times as much to do;
-  * a worker stands still for ``timeout`` seconds: it is killed, and then as above;
+  * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * KeyboardInterrupt between a system call and its bookkeeping: the link is torn; the worker is replaced and
     all its tasks are done again, without an error;
@@ -58,10 +58,7 @@ from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.grouping import HELD, Grouping
 from sharded_loader.execution.pools.launching import launch, send_segment
 from sharded_loader.execution.pools.link import Link, wait_for_any
-from sharded_loader.execution.pools.starting import (
-    choose_start_method,
-    start_forkserver,
-)
+from sharded_loader.execution.pools.starting import choose_start_method, start_forkserver
 from sharded_loader.execution.pools.supervision import (
     Death,
     Deaths,
@@ -263,7 +260,7 @@ class ProcessPool(Pool):
             yield from self._take(handle)
             if handle.link.torn:
                 self._replace(handle)
-            elif handle.link.ended or (handle.sentinel in self._ended and handle.has_ended()):
+            elif handle.link.ended or handle.is_over(self._ended):
                 yield from self._bury(handle)
         if self._watch.timeout is not None:
             self._stop_late()
@@ -390,7 +387,7 @@ class ProcessPool(Pool):
         """A worker has ended: another takes its place and its tasks, but for one that has killed too many."""
         if not handle.counted:
             with uninterrupted():
-                handle.wait(1.0)
+                handle.wait(0.0 if handle.hung else 1.0)
                 handle.release()
                 handle.given_up = self._count_death(handle)
                 handle.counted = True
@@ -438,6 +435,8 @@ class ProcessPool(Pool):
         """Kill the workers that stand still; their deaths are dealt with as such."""
         busy = []
         for handle in self._workers:
+            if handle.hung:
+                continue  # it has been killed
             if handle.ready and handle.tasks:
                 busy.append((handle, handle.silent, handle.board))
             else:
@@ -446,5 +445,5 @@ class ProcessPool(Pool):
             handle.hung = True
             with uninterrupted():
                 handle.dump_stacks()
-                handle.process.kill()
+                handle.kill()
             self._ended.add(handle.sentinel)
