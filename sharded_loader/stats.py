@@ -70,7 +70,8 @@ class Meter:
     KEPT = 1000
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may ask for the counts in the middle of a count.
+        self._lock = threading.RLock()
         self._batches = self._samples = 0
         self._seconds = self._waiting = self._reading = self._placing = 0.0
         self.skipped: list[tuple[Any, BaseException]] = []

@@ -30,7 +30,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler, or a finalizer, may read a sample in between
         self.entries: dict[int, Any] = {}
         self.used = 0
 

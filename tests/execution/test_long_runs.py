@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import multiprocess
+import pytest
+from conftest import make_pool
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.execution.messages import _REPLY, CANCEL, pack_head, pack_reply
@@ -69,3 +74,34 @@ def test_a_reply_may_hold_more_than_four_gigabytes() -> None:
 
     reply = pack_reply(1, 2, 3, Encoded(Huge(), (), ()))
     assert _REPLY.unpack_from(reply)[-1] == 5 << 30
+
+
+@pytest.mark.parametrize("name", ["inline", "thread", "fork"])
+def test_a_signal_handler_may_ask_how_far_it_is_at_any_line(name: str) -> None:
+    """As one for SIGUSR1 does, which prints the counts, or for SIGTERM, which saves the state."""
+    asked = 0
+
+    def ask(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal asked
+        if event == "line" and not asking:
+            asked += 1
+            asking.append(True)
+            loader.stats(), loader.state_dict(), repr(loader), len(loader)
+            asking.clear()
+        return ask if "sharded_loader" in frame.f_code.co_filename else None
+
+    def loop() -> None:
+        sys.settrace(ask)
+        for batch in loader:
+            got.append(batch.tolist())
+        sys.settrace(None)
+
+    asking: list[bool] = []
+    got: list[list[int]] = []
+    with ShardedDataLoader(range(8), 2, pool=make_pool(name)) as loader:
+        thread = threading.Thread(target=loop, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert asked > 200
