@@ -21,6 +21,7 @@ from conftest import METHODS, PROCESS_POOLS, covering, fork_first
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
+from sharded_loader.memory import codec
 
 
 def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -172,6 +173,27 @@ def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) ->
         next(iterator)
         with pytest.raises(Local):
             next(iterator)
+
+
+def test_a_class_of_a_function_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among all classes of the process, which takes as long as a hundred small batches."""
+
+    class Point(NamedTuple):
+        x: Any
+
+    class Data:
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            return Point(index)
+
+    searches = []
+    all_classes = codec._all_classes
+    monkeypatch.setattr(codec, "_all_classes", lambda: searches.append(1) or all_classes())
+    with ShardedDataLoader(Data(), 2, pool=ProcessPool(1, start_method=PROCESS_POOLS[0])) as loader:
+        assert {type(batch) for batch in loader} == {Point}
+    assert len(searches) <= 1
 
 
 # -- structure and dtypes -------------------------------------------------------------------------------------
