@@ -151,7 +151,8 @@ class Place(NamedTuple):
         Args:
             error: gets two notes.
             sample: the index that was being read, in a list of one; None if none was.
-            samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
+            samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed; with
+                ``sample`` the two that do not fit together, that one last.
             but: what to beware of when it is seen again.
         """
         samples = samples.tolist() if hasattr(samples, "tolist") else samples
@@ -159,20 +160,17 @@ class Place(NamedTuple):
         if self.shard is not None:
             where.append(f"shard {self.shard}")
         if sample is not None:
-            where.append(f"sample {sample[0]!r}")
+            where.append(f"sample {sample[0]!r}" + (f" (it does not fit sample {samples[0]!r})" if samples else ""))
         if self.worker is not None:
             where.append(self.worker)
         # A dataset may raise one and the same object again and again: only its last place is true.
         set_notes(error, [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)])
         add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
-        if sample is not None:
+        if sample is not None and not samples:
             add_note(error, f"{_OUR_NOTES[1]} in this process{but}: loader.read({sample[0]!r}, epoch={self.epoch})")
-        elif len(samples):
-            add_note(
-                error,
-                f"{_OUR_NOTES[1]} in this process{but} (it was no single sample that failed): "
-                f"{read_again(samples, self.epoch)}",
-            )
+        elif samples:
+            none_alone = "" if sample is not None else " (it was no single sample that failed)"
+            add_note(error, f"{_OUR_NOTES[1]} in this process{but}{none_alone}: {read_again(samples, self.epoch)}")
 
 
 _OUR_NOTES = ("sharded_loader:", "see it again,")
