@@ -294,7 +294,8 @@ class ShardedDataLoader(LoaderAttributes):
 
         Args:
             state: what `state_dict` returned.
-            strict: False allows another ``batch_size`` for the samples that are left.
+            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
+                arguments (weights, budgets), which are otherwise refused in mid-epoch.
 
         Raises:
             ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what

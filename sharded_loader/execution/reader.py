@@ -30,7 +30,7 @@ from sharded_loader.rng import SampleScope, philox, sample_scope
 _BAD: Any = object()
 
 _KEPT = (
-    "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, because all "
+    "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, as all "
     'ranks take the same steps with the same shards: on_error="replace" fills a shard from the others of the batch'
 )
 
