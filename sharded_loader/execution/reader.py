@@ -205,16 +205,19 @@ class Reader:
         except KeyboardInterrupt:
             raise
         except BatchifyError as error:
-            raise self._placed(error, place, *self._misfit(samples, _as_list(indices)))  # noqa: B904 - as above
+            self._note_misfit(error, place, samples, _as_list(indices))
+            raise
         except BaseException as error:
             raise self._placed(error, place, None, indices)  # noqa: B904 - as above
 
-    def _misfit(self, samples: list[Any], indices: Sequence[Any]) -> tuple[list[Any] | None, Sequence[Any]]:
-        """The first sample that cannot be in a batch, alone or with the first one, and those two; all if none is."""
+    def _note_misfit(self, error: BatchifyError, place: Place, samples: list[Any], indices: Sequence[Any]) -> None:
+        """Name the first sample that cannot be in a batch, or in none with the first sample; all if none is such."""
         for index, sample in zip(indices, samples, strict=True):
+            if not self._fits([sample]):
+                return place.note(error, [index])
             if not self._fits([samples[0], sample]):
-                return [index], [indices[0], index] if self._fits([sample]) else ()
-        return None, indices
+                return place.note(error, misfit=(indices[0], index))
+        return place.note(error, samples=indices)
 
     def _fits(self, samples: list[Any]) -> bool:
         try:
