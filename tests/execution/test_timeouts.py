@@ -22,6 +22,7 @@ from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments,
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
 from sharded_loader.errors import WorkerTimeoutError
 from sharded_loader.execution.board import IDLE, SAMPLE
+from sharded_loader.execution.messages import Job, Task
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -284,6 +285,45 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
             assert not thread.is_alive()
         for _ in range(2):
             assert [int(value) for batch in loader for value in batch] == list(range(10))
+
+
+def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> None:
+    at_next, go_on = threading.Event(), threading.Event()
+    data = Stuck()
+
+    class Then(Stuck):
+        """After sample 3 has been let go, sample 4 waits too."""
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                data.go_on.wait()
+            if index == 4:
+                at_next.set()
+                go_on.wait()
+            return index
+
+    pool = ThreadPool(1, timeout=0.05)
+    pool.start(Job(Then(), None, 0, "raise"))
+    for seq in range(2):
+        pool.submit(Task(0, seq, 0, 0, ([3 + seq],), False))
+    try:
+        found = []
+        while not found:
+            pool.wait()
+            results = pool.receive()
+            for result in results:
+                found.append((result.seq, type(result.error)))
+                data.go_on.set()
+                assert at_next.wait(5)
+        go_on.set()
+        deadline = time.monotonic() + 5
+        while (1, type(None)) not in found and time.monotonic() < deadline:
+            pool.wait()
+            found += [(result.seq, type(result.error)) for result in pool.receive()]
+        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
+    finally:
+        go_on.set()
+        pool.close()
 
 
 def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:

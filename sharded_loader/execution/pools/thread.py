@@ -189,6 +189,8 @@ class ThreadPool(Pool):
                 continue  # it has just finished
             who = f"thread {seat.number}"
             yield Result(task.run, task.seq, error=timed_out(who, timeout, task, words, 1, killed=False))
+            if seat.task is not task:
+                continue  # it has finished after all, and does the next one; what it made late nobody takes
             seat.written_off = True
             another = self._seat(shared, seat.number)
             shared.seats[shared.seats.index(seat)] = another
@@ -246,9 +248,12 @@ def _work(shared: _Shared, seat: _Seat, init: list[Callable[[int], Any] | None])
             seat.task = task
             result = reader.read(task, f"thread {number}", shared.empty, board)
             board[SAMPLE], seat.task = IDLE, None
-            if shared.closing or seat.written_off:
+            if shared.closing:
                 return
+            # Also if it was written off: that may have happened after it had begun a task that nobody else does.
             shared.results.append(result)
             shared.ring()
+            if seat.written_off:
+                return
             del result
         del taken, reader, task  # a thread that waits holds nobody's batch
