@@ -17,12 +17,23 @@ import numpy as np
 import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, make_pool
-from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
+from recovery_samples import (
+    BadStart,
+    Fails,
+    dawdles,
+    hangs,
+    hangs_with_the_gil,
+    loader_arguments,
+    nothing,
+    until_the_end,
+    values_of,
+)
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerDiedError
 from sharded_loader.errors import WorkerTimeoutError
 from sharded_loader.execution.board import IDLE, SAMPLE
 from sharded_loader.execution.messages import Job, Task
+from sharded_loader.execution.pools import supervision
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -229,6 +240,27 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@FORK_FIRST
+def test_workers_that_hang_while_they_start_are_one_error(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "START_SECONDS", 0.3)
+    fail = Fails(hangs, tmp_path / "count")
+    pool = make_pool(method, 1, timeout=0.1, worker_init_fn=BadStart(fail))
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        with pytest.raises(WorkerDiedError, match="hung while it started, unpickled the dataset or ran worker_init_fn"):
+            next(iter(loader))
+        assert not pool.started
+
+
+@FORK_FIRST
+def test_a_worker_that_starts_is_given_longer_than_the_timeout(method: str, tmp_path: Path) -> None:
+    slow = Fails(dawdles, tmp_path / "count")
+    with ShardedDataLoader(range(8), 4, pool=make_pool(method, timeout=0.05, worker_init_fn=BadStart(slow))) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert slow.count == 2
 
 
 def test_without_a_timeout_nobody_is_late() -> None:
