@@ -145,13 +145,22 @@ class Place(NamedTuple):
     shard: int | None = None
     worker: str | None = None
 
-    def note(self, error: BaseException, sample: Any = None, *, samples: Sequence[Any] = (), but: str = "") -> None:
+    def note(
+        self,
+        error: BaseException,
+        sample: Any = None,
+        *,
+        samples: Sequence[Any] = (),
+        misfit: tuple[Any, Any] | None = None,
+        but: str = "",
+    ) -> None:
         """Add to ``error`` where it happened and how to see it again.
 
         Args:
             error: gets two notes.
             sample: the index that was being read, in a list of one; None if none was.
             samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
+            misfit: the indices of two samples of it that do not fit together.
             but: what to beware of when it is seen again.
         """
         samples = samples.tolist() if hasattr(samples, "tolist") else samples
@@ -160,13 +169,15 @@ class Place(NamedTuple):
             where.append(f"shard {self.shard}")
         if sample is not None:
             where.append(f"sample {sample[0]!r}")
+        elif misfit is not None:
+            where.append(f"sample {misfit[1]!r} (it does not fit sample {misfit[0]!r})")
         if self.worker is not None:
             where.append(self.worker)
         # A dataset may raise one and the same object again and again: only its last place is true.
         set_notes(error, [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)])
         add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
-        if sample is not None:
-            add_note(error, f"{_OUR_NOTES[1]} in this process{but}: loader.read({sample[0]!r}, epoch={self.epoch})")
+        if sample is not None or misfit is not None:
+            add_note(error, f"{_OUR_NOTES[1]} in this process{but}: {read_again(sample or misfit or [], self.epoch)}")
         elif len(samples):
             add_note(
                 error,
@@ -233,8 +244,9 @@ def without_frames(error: BaseException) -> BaseException:
     """``error`` with its traceback as text: the frames would keep the whole batch alive."""
     if error.__traceback__ is not None:
         text = format_traceback(error)
-        error.__traceback__ = error.__context__ = None
-        error.__cause__ = WorkerTraceback(text)
+        # Past a class that refuses attributes (a frozen dataclass).
+        for name, value in (("__traceback__", None), ("__context__", None), ("__cause__", WorkerTraceback(text))):
+            BaseException.__setattr__(error, name, value)
     return error
 
 

@@ -84,7 +84,10 @@ class ShardedDataLoader(LoaderAttributes):
             evaluation counts a few twice), or, with ``last_batch="discard"``, the last are left out.
         seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
-            their place; or a callable ``(SampleError) -> sample``.
+            their place; or a callable ``(SampleError) -> sample``. A batch or shard that loses all its samples is
+            left out with a warning; with ``num_replicas`` it is an error instead, because ranks go in step. A bad
+            sample raises: one that ends its worker, or hangs, is a `WorkerDiedError` or `WorkerTimeoutError` of its
+            batch, whatever ``on_error`` says.
         resident: keep the columns of an `ArrayDataset` on the devices, and gather batches there: no workers, no work
             per sample. ``"auto"``: where they can be kept and there is room; True: the same, with an error if they
             cannot be kept, and a warning if there is no room.
@@ -291,7 +294,8 @@ class ShardedDataLoader(LoaderAttributes):
 
         Args:
             state: what `state_dict` returned.
-            strict: False allows another ``batch_size`` for the samples that are left.
+            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
+                arguments (weights, budgets), which are otherwise refused in mid-epoch.
 
         Raises:
             ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what

@@ -148,7 +148,7 @@ class Progress:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
         place, saved = parse(state)
-        found = self._order.differences(saved, place.epoch, strict)
+        found = self._order.differences(saved, place, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
             raise ValueError(

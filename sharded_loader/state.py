@@ -14,6 +14,7 @@ place in it counts in the global order; nothing of the rank, the pool, the worke
     sampler         its class, with those inside it
     sampler_length  items of the global order; None for foreign samplers
     sampler_seeds   of the samplers that were given
+    sampler_arguments   what else decides the order of those of ours, if anything does: numbers, checksums of arrays
     batch_size, last_batch
     passed          foreign samplers only: what was read of them (`sharded_loader.sampling.tracing.Mark`)
 
@@ -58,6 +59,8 @@ def dump(place: Place, signature: Signature) -> dict[str, Any]:
         "batch_size": signature.batch_size,
         "last_batch": signature.last_batch,
     }
+    if signature.sampler_arguments:
+        state["sampler_arguments"] = dict(signature.sampler_arguments)
     if place.mark is not None:
         mark = place.mark
         state["passed"] = {
@@ -100,6 +103,9 @@ def parse(state: Any) -> tuple[Place, Signature]:
     seed, seeds = _integer(state, "seed"), _entry(state, "sampler_seeds")
     if not isinstance(seeds, list | tuple):
         raise ValueError(f"the state's 'sampler_seeds' is {seeds!r}; it must be a list of integers: {_ADVICE}")
+    arguments = state.get("sampler_arguments", {})
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the state's 'sampler_arguments' is {arguments!r}; it must be a dict: {_ADVICE}")
     signature = Signature(
         seed=seed,
         dataset_length=_integer(state, "dataset_length", optional=True),
@@ -108,6 +114,7 @@ def parse(state: Any) -> tuple[Place, Signature]:
         sampler_seeds=tuple(_integer({"sampler_seeds": one}, "sampler_seeds", optional=True) for one in seeds),
         batch_size=_integer(state, "batch_size", optional=True),
         last_batch=None if _entry(state, "last_batch") is None else _text(state, "last_batch"),
+        sampler_arguments=tuple(arguments.items()),
     )
     epoch, done = _integer(state, "epoch"), _integer(state, signature.unit)
     if version < 1 or epoch < 0 or (done < 0 and signature.last_batch != "rollover"):

@@ -71,6 +71,18 @@ class Bad:
         return index
 
 
+class Misfits:
+    """Sample 5 raises, 6 is longer than the others, and 9 can be in no batch at all."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise ValueError("bad")
+        return [1 << 70 if index == 9 else 0] * (4 if index == 6 else 3)
+
+
 def boom() -> None:
     raise Boom("sample", 42)
 

@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch.utils.data as torch_data
 
-from sharded_loader import BatchSampler, LoaderClosedError, RandomSampler, SequentialSampler, ShardedDataLoader
+from sharded_loader import (
+    BatchSampler,
+    BoundedBudgetSampler,
+    FixedBucketSampler,
+    IntervalSampler,
+    LoaderClosedError,
+    RandomSampler,
+    SequentialSampler,
+    ShardedDataLoader,
+    SortedSampler,
+    WeightedRandomSampler,
+)
 from sharded_loader.sampling.reading import Place
 from sharded_loader.sampling.signature import Signature
 from sharded_loader.sampling.tracing import Mark
@@ -54,6 +65,7 @@ def test_dump_and_parse_are_inverse_also_through_json(own_state: Any) -> None:
     for signature in (
         Signature(2**100, None, "Odd", None, (None, -3, 2**90), None, None),
         Signature(0, 10, "RandomSampler", 10, (), 4, "rollover"),
+        Signature(0, 10, "IntervalSampler", 10, (None,), 4, "keep", (("IntervalSampler.interval", 2),)),
     ):
         for mark in (None, Mark(3, 40, 2**32 - 1, 1, True, own_state)):
             place = Place(3, -2 if signature.last_batch == "rollover" else 5, mark)
@@ -110,6 +122,59 @@ def test_another_seed_of_a_given_sampler_is_refused() -> None:
         ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=2)).load_state_dict(state)
 
 
+LENGTHS = [5, 3, 9, 4, 7, 2, 8, 6] * 3
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        (IntervalSampler(24, 3), IntervalSampler(24, 2), "interval of the IntervalSampler was 3, and is 2"),
+        (
+            WeightedRandomSampler(LENGTHS, 24, seed=1),
+            WeightedRandomSampler([*LENGTHS[:-1], 1], 24, seed=1),
+            "weights of the WeightedRandomSampler: others than then",
+        ),
+        (
+            BoundedBudgetSampler(LENGTHS, 20, seed=1),
+            BoundedBudgetSampler(LENGTHS, 19, seed=1),
+            "budget of the BoundedBudgetSampler: others than then",
+        ),
+        (
+            FixedBucketSampler(LENGTHS, 3, num_buckets=2, shuffle=True, seed=1),
+            FixedBucketSampler(LENGTHS[::-1], 3, num_buckets=2, shuffle=True, seed=1),
+            "lengths of the FixedBucketSampler: others than then",
+        ),
+        (
+            BatchSampler(RandomSampler(9, seed=1), 4),
+            BatchSampler(RandomSampler(9, seed=1), 3),
+            "batch_size of the BatchSampler was 4, and is 3",
+        ),
+        (
+            SortedSampler(LENGTHS),
+            SortedSampler(LENGTHS, reverse=False),
+            "order of the keys of the SortedSampler: others than then",
+        ),
+    ],
+)
+def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any, now: Any, said: str) -> None:
+    def make(sampler: Any) -> ShardedDataLoader:
+        if type(sampler).__name__ in ("BoundedBudgetSampler", "FixedBucketSampler", "BatchSampler"):
+            return ShardedDataLoader(range(24), batch_sampler=sampler, seed=1)
+        return ShardedDataLoader(range(24), 4, sampler=sampler, seed=1)
+
+    loader = make(was)
+    begin, state = loader.state_dict(), state_of(loader)
+    make(was).load_state_dict(json.loads(json.dumps(state)))
+    other = make(now)
+    with pytest.raises(ValueError, match=said):
+        other.load_state_dict(state)
+    assert other.position == 0
+    other.load_state_dict(state, strict=False)
+    other.load_state_dict(begin)
+    older = {key: value for key, value in state.items() if key != "sampler_arguments"}
+    other.load_state_dict(older)
+
+
 def test_strict_false_does_not_take_batches_for_samples() -> None:
     sampler = BatchSampler(RandomSampler(20, seed=1), 4)
     state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler))
@@ -147,6 +212,7 @@ def passed(**entries: Any) -> dict[str, Any]:
         (changed(sampler=3), ValueError, "'sampler' is 3; it must be a string"),
         (changed(sampler_seeds=3), ValueError, "'sampler_seeds' is 3; it must be a list"),
         (changed(sampler_seeds=["a"]), ValueError, "'sampler_seeds' is 'a'"),
+        (changed(sampler_arguments=3), ValueError, "'sampler_arguments' is 3; it must be a dict"),
         (changed(passed=[1]), ValueError, "'passed' is [1]; it must be a dict"),
         (changed(passed={"epoch": 0}), ValueError, "no 'items'"),
         (changed(passed=passed(items=-1)), ValueError, "items -1"),

@@ -20,14 +20,19 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.default import assemble, default_batchify_fn
-from sharded_loader.data.errors import Empty
+from sharded_loader.data.errors import BatchifyError, Empty
 from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
-from sharded_loader.errors import Place, SampleError, add_note, as_exception, without_frames
+from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
 from sharded_loader.rng import SampleScope, philox, sample_scope
 
 _BAD: Any = object()
+
+_KEPT = (
+    "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, as all "
+    'ranks take the same steps with the same shards: on_error="replace" fills a shard from the others of the batch'
+)
 
 
 class Reader:
@@ -199,8 +204,29 @@ class Reader:
             return assemble(self._batchify, samples, empty)
         except KeyboardInterrupt:
             raise
+        except BatchifyError as error:
+            self._note_misfit(error, place, samples, _as_list(indices))
+            raise
         except BaseException as error:
             raise self._placed(error, place, None, indices)  # noqa: B904 - as above
+
+    def _note_misfit(self, error: BatchifyError, place: Place, samples: list[Any], indices: Sequence[Any]) -> None:
+        """Name the first sample that cannot be in a batch, or in none with the first sample; all if none is such."""
+        for index, sample in zip(indices, samples, strict=True):
+            if not self._fits([sample]):
+                return place.note(error, [index])
+            if not self._fits([samples[0], sample]):
+                return place.note(error, misfit=(indices[0], index))
+        return place.note(error, samples=indices)
+
+    def _fits(self, samples: list[Any]) -> bool:
+        try:
+            assemble(self._batchify, samples, np.empty)
+        except BatchifyError:
+            return False
+        except Exception:  # a function of the user's that wants whole batches
+            return True
+        return True
 
     @staticmethod
     def _placed(
@@ -235,15 +261,23 @@ class Reader:
             for number, indices in enumerate(task.shards)
         ]
         good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
-        if not good and self._job.keep_batch:
-            raise skipped[-1][1]
-        if good and self._job.on_error == "replace":
+        replaces = self._job.on_error == "replace" and bool(good)
+        if self._job.keep_batch and not replaces:
+            bad = 0
+            for shard in shards:
+                before, bad = bad, bad + sum(sample is _BAD for sample in shard)
+                if bad - before == len(shard):
+                    error = skipped[bad - 1][1]
+                    set_notes(error, [_KEPT, *notes_of(error)])
+                    raise error
+        read_at = [list(_as_list(indices)) for indices in task.shards]
+        if replaces:
             for number, shard in enumerate(shards):
                 for i, sample in enumerate(shard):
                     if sample is _BAD:
                         rng = philox(self._job.seed, "replace", task.epoch, task.seq, number, i)
                         n, j = good[int(rng.integers(len(good)))]
-                        shard[i] = shards[n][j]
+                        shard[i], read_at[number][i] = shards[n][j], read_at[n][j]
         batches = []
         lost = []
         count = 0
@@ -252,7 +286,8 @@ class Reader:
             if kept:
                 place = _place(task, number, worker)
                 board[SHARD], board[SAMPLE] = number, IN_BATCHIFY
-                batches.append(self._make_batch(kept, task, scope, empty, place, task.shards[number]))
+                indices = [index for index, sample in zip(read_at[number], shard, strict=True) if sample is not _BAD]
+                batches.append(self._make_batch(kept, task, scope, empty, place, indices))
                 count += len(kept)
             else:
                 lost.append(number)

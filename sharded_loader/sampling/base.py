@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,8 @@ class Sampler(Generic[Item_co]):
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
     seed: int | None = None
+    # What decides the order beside seed and length: what a state calls it, and the attribute, a number or an array.
+    decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def epoch(self) -> int:

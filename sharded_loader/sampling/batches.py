@@ -57,6 +57,8 @@ class BatchSampler(WrapperSampler[list[int]]):
     Source of the idea: `mxnet.gluon.data.BatchSampler`.
     """
 
+    decided_by = (("batch_size", "batch_size"), ("last_batch", "last_batch"))
+
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
@@ -234,6 +236,14 @@ class SortedBucketSampler(Sampler[list[int]]):
     Source of the idea: `gluonnlp.data.SortedBucketSampler`.
     """
 
+    decided_by = (
+        ("sort_keys", "_keys"),
+        ("batch_size", "batch_size"),
+        ("bucket size", "_bucket_size"),
+        ("reverse", "_reverse"),
+        ("shuffle", "_shuffle"),
+    )
+
     def __init__(
         self,
         sort_keys: Sequence[Any] | npt.NDArray[Any],
@@ -297,6 +307,8 @@ class BoundedBudgetSampler(Sampler[list[int]]):
 
     Source of the idea: `gluonnlp.data.BoundedBudgetSampler`, fairseq's batching by size.
     """
+
+    decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
 
     def __init__(
         self,

@@ -69,6 +69,13 @@ class FixedBucketSampler(Sampler[Any]):
     Source of the idea: `gluonnlp.data.FixedBucketSampler`.
     """
 
+    decided_by = (
+        ("lengths", "_members"),
+        ("buckets", "_batch_bucket"),
+        ("batch sizes", "_batch_begin"),
+        ("shuffle", "_shuffle"),
+    )
+
     def __init__(
         self,
         lengths: Sequence[Any] | npt.NDArray[Any],

@@ -39,6 +39,9 @@ _ONE_SHOT = (
     "an iterator can be read once, but every epoch reads the sampler anew: pass a list, or a class with __iter__"
 )
 
+# Where the classes of iterators live that are known to be their own ``iter()`` and nothing else.
+_PYTHONS_OWN = ("builtins", "itertools")
+
 # Samplers inside samplers, outermost first; more than a handful is a cycle.
 _MAX_NESTING = 16
 
@@ -85,7 +88,7 @@ def check_sampler(sampler: Any, name: str = "sampler") -> None:
             f"{name} must be a sampler or another iterable, got {sampler!r} of type {type(sampler).__name__}: "
             "pass a sampler, a list, or an object with __iter__ and __len__"
         )
-    built_in = isinstance(sampler, Iterator) and type(sampler).__module__ in ("builtins", "itertools")
+    built_in = isinstance(sampler, Iterator) and type(sampler).__module__ in _PYTHONS_OWN
     if built_in or isinstance(sampler, types.GeneratorType) or method is Iterator.__iter__:
         raise TypeError(f"{name} is a one-shot iterator of type {type(sampler).__name__}: {_ONE_SHOT}")
 
@@ -137,10 +140,23 @@ def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iter
         stateful: Any = sampler if _is_stateful(sampler) else items if _is_stateful(items) else None
         if state is not None and stateful is not None and stateful is not sampler:
             stateful.load_state_dict(state)
+        is_itself = items is sampler
+        if type(items).__module__ not in _PYTHONS_OWN:
+            items = _nexts(items)
         first = list(islice(items, 1))
-    if not first and items is sampler and state is None and _length_or(sampler, 1) > 0:
+    if not first and is_itself and state is None and _length_or(sampler, 1) > 0:
         raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {_ONE_SHOT}")
     return chain(first, items), stateful
+
+
+def _nexts(items: Iterator[Any]) -> Iterator[Any]:
+    """The items of an iterator whose ``__iter__`` begins anew: itertools would call it again."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
 
 
 def _is_stateful(one: Any) -> bool:

@@ -25,7 +25,14 @@ from sharded_loader.sampling.foreign import check_sampler, is_own, len_epoch, ne
 from sharded_loader.sampling.reading import EpochReading, Place, Source
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
-from sharded_loader.sampling.signature import Signature, differences, kind, own_length
+from sharded_loader.sampling.signature import (
+    Signature,
+    arguments,
+    differences,
+    kind,
+    other_arguments,
+    own_length,
+)
 from sharded_loader.sampling.splits import SplitSampler
 
 
@@ -67,6 +74,7 @@ class EpochOrder:
             _refuse_distributed_sampler(sampler, batch_sampler)
         decides = seed is not None or self.replicated
         self._given = [one for one in (*nested(sampler), *nested(batch_sampler)) if one is not None]
+        self._arguments = arguments(self._given)
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
@@ -136,11 +144,15 @@ class EpochOrder:
             sampler_seeds=tuple(map(_seed_of, self._given)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
+            sampler_arguments=self._arguments,
         )
 
-    def differences(self, saved: Signature, epoch: int, strict: bool) -> list[str]:
+    def differences(self, saved: Signature, place: Place, strict: bool) -> list[str]:
         """Why a state does not fit; none if `adopt` can make it fit."""
-        found = differences(saved, self.signature(epoch), strict)
+        own = self.signature(place.epoch)
+        found = differences(saved, own, strict)
+        if strict and place.done:
+            found += other_arguments(saved, own)
         if not found and len(saved.sampler_seeds) != len(self._given):
             found.append("the sampler was made by the loader, and is given; or the other way round")
         if not found:

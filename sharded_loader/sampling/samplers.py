@@ -60,6 +60,8 @@ class SequentialSampler(IndexSampler):
     Source of the idea: `mxnet.gluon.data.SequentialSampler`.
     """
 
+    decided_by = (("start", "_first"),)
+
     def __init__(self, length: int, start: int = 0) -> None:
         self._length = _check_length(length)
         self._first = check_int("start", start, -MAX_LENGTH, "give the first index")
@@ -129,6 +131,8 @@ class SubsetRandomSampler(IndexSampler):
     Source of the idea: `torch.utils.data.SubsetRandomSampler`.
     """
 
+    decided_by = (("indices", "_indices"),)
+
     def __init__(self, indices: Sequence[int] | npt.NDArray[Any], seed: int | None = None) -> None:
         array = np.asarray(indices)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -163,6 +167,8 @@ class FilterSampler(IndexSampler):
     Source of the idea: `mxnet.gluon.data.FilterSampler`.
     """
 
+    decided_by = (("indices", "_indices"),)
+
     def __init__(self, fn: Callable[[Any], Any], dataset: Any) -> None:
         kept = [index for index in range(len(dataset)) if fn(dataset[index])]
         self._indices: Indices = np.array(kept, dtype=np.int64)
@@ -193,6 +199,8 @@ class IntervalSampler(IndexSampler):
 
     Source of the idea: `mxnet.gluon.data.IntervalSampler` (contrib).
     """
+
+    decided_by = (("interval", "_interval"), ("rollover", "_rollover"))
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
         self._length = _check_length(length)
@@ -258,6 +266,8 @@ class SortedSampler(IndexSampler):
 
     Source of the idea: `gluonnlp.data.SortedSampler`.
     """
+
+    decided_by = (("order of the keys", "_indices"),)
 
     def __init__(self, sort_keys: Sequence[Any] | npt.NDArray[Any], reverse: bool = True) -> None:
         self._indices = sort_order(sortable(sort_keys), reverse)

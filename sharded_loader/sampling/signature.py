@@ -8,10 +8,15 @@ Nothing of the rank, the pool or the devices is in it.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.sampling.foreign import find_foreign, len_epoch, nested
+import numpy as np
+
+from sharded_loader.sampling.base import Sampler
+from sharded_loader.sampling.foreign import find_foreign, is_own, len_epoch, nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class Signature:
     """What a state is a place in. Two loaders with the same signature have the same stream.
 
     Attributes:
-        seed, dataset_length, sampler, sampler_length, sampler_seeds, batch_size, last_batch: see
+        seed, dataset_length, sampler, sampler_length, sampler_seeds, batch_size, last_batch, sampler_arguments: see
             `sharded_loader.state`.
     """
 
@@ -30,6 +35,7 @@ class Signature:
     sampler_seeds: tuple[int | None, ...]
     batch_size: int | None
     last_batch: str | None
+    sampler_arguments: tuple[tuple[str, Any], ...] = ()
 
     @property
     def unit(self) -> str:
@@ -66,6 +72,52 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
     if saved.last_batch != own.last_batch:
         found.append(f"last_batch was {saved.last_batch!r}, and is {own.last_batch!r}")
     return found
+
+
+def other_arguments(saved: Signature, own: Signature) -> list[str]:
+    """Which arguments of the samplers that were given are others than then, one phrase each.
+
+    Example:
+        >>> one = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 3),))
+        >>> other = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 2),))
+        >>> other_arguments(one, other)
+        ['interval of the IntervalSampler was 3, and is 2']
+    """
+    now = dict(own.sampler_arguments)
+    found = []
+    for name, was in saved.sampler_arguments:
+        if name in now and now[name] != was:
+            sampler, _, argument = name.partition(".")
+            if isinstance(was, str) and was.startswith(_SUM):
+                found.append(f"{argument} of the {sampler}: others than then")
+            else:
+                found.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
+    return found
+
+
+def arguments(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+    """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
+    return tuple(
+        (f"{type(one).__name__}.{name}", _told(getattr(one, attribute)))
+        for one in samplers
+        if isinstance(one, Sampler) and is_own(one)
+        for name, attribute in one.decided_by
+    )
+
+
+_SUM = "crc32 "
+
+
+def _told(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
+    checksum = 0
+    for part in parts:
+        array = np.asarray(part)
+        # The same for equal numbers of another dtype; 3 ms for a million weights, once.
+        checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
+    return f"{_SUM}{checksum:08x}"
 
 
 def _some(number: int | None) -> Any:

@@ -82,6 +82,7 @@ class Trace:
         self._length: int | None = None
         self._stateful: Any = None
         self._good: Any = None
+        self._rest = _Rest(iter(()))
         self._before: Trace | None = None
 
     def __enter__(self) -> None:
@@ -124,12 +125,15 @@ class Trace:
             return iter(())
         state = None if mark is None else copy.deepcopy(mark.state)
         items, self._stateful = begin(epoch, state)
-        # list.append returns None, so every item passes: 20 ns an item, a generator of our own takes 60.
-        taken = filterfalse(self._fresh.append, chain(items, self._end()))
-        self._good = self._own_state()
-        if mark is not None and state is not None and self._stateful is not None:
+        jumped = mark is not None and state is not None and self._stateful is not None
+        if mark is not None and jumped:
             self._items, self._checksum = mark.items, mark.checksum
-        elif mark is not None:
+        told = None if length is None or length < self._items else length - self._items
+        self._rest = _Rest(items)
+        # list.append returns None, so every item passes: 20 ns an item, a generator of our own takes 60.
+        taken = filterfalse(self._fresh.append, chain(islice(items, told), self._rest, self._end()))
+        self._good = self._own_state()
+        if mark is not None and not jumped:
             self._pass_over(taken, mark.items)
             if mark.rank == self._rank and (self._items, self._checksum) != (mark.items, mark.checksum):
                 raise ValueError(self._refusal(mark))
@@ -139,10 +143,13 @@ class Trace:
     def mark(self) -> Mark:
         """The place after what has been read."""
         self._count()
-        # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
-        finished = self._finished or self._items == self._length
+        finished = self._finished
         if not finished:
-            self._good = self._own_state()
+            state = self._own_state()
+            finished = self._items == self._length and self._rest.is_empty()
+            # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
+            if not finished:
+                self._good = state
         return Mark(self._epoch, self._items, self._checksum, self._rank, finished, self._good)
 
     def _own_state(self) -> Any:
@@ -178,6 +185,31 @@ class Trace:
             f"same seed as then; if its order depends on what it yielded before, give it state_dict() and "
             f"load_state_dict()"
         )
+
+
+class _Rest(Iterator[Any]):
+    """What a sampler yields after as many items as its length says: nothing, if the length is right."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._ahead: list[Any] = []
+        self._error: Exception | None = None
+
+    def is_empty(self) -> bool:
+        """Look whether there is another item; an error counts as one, and is raised in its turn."""
+        if not self._ahead and self._error is None:
+            try:
+                self._ahead = list(islice(self._items, 1))
+            except Exception as error:
+                self._error = error
+        return not self._ahead and self._error is None
+
+    def __next__(self) -> Any:
+        if self.is_empty():
+            raise StopIteration
+        if self._error is not None:
+            raise self._error
+        return self._ahead.pop()
 
 
 def _encode(items: list[Any]) -> bytes:

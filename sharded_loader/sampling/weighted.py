@@ -40,6 +40,8 @@ class WeightedRandomSampler(IndexSampler):
     (Efraimidis and Spirakis, 2006).
     """
 
+    decided_by = (("weights", "_weights"), ("replacement", "_replacement"))
+
     def __init__(
         self,
         weights: Sequence[float] | npt.NDArray[Any],

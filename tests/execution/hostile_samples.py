@@ -51,6 +51,13 @@ class RaisesInGetattr(Exception):
         raise KeyError(name)
 
 
+class Refuses(Exception):
+    """Takes no attributes, as a frozen dataclass."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
 class WithLock(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -80,6 +87,7 @@ HOSTILE: list[tuple[Callable[[], BaseException], str, dict[str, Any]]] = [
     (lambda: ExitsInStr("x"), "ExitsInStr", {"args": ("x",)}),
     (lambda: RaisesInGetattr("x"), "RaisesInGetattr", {"args": ("x",)}),
     (lambda: WithLock("x"), "WithLock", {"code": 5}),
+    (lambda: Refuses("x"), "Refuses", {"args": ("x",)}),
     (lambda: ValueError("x" * 3_000_000), "ValueError", {"args": ("x" * 3_000_000,)}),
     (grouped, type(grouped()).__name__, {}),
     (lambda: SystemExit(NoText()), "SampleReadError", {}),

@@ -41,6 +41,21 @@ def test_errors_whose_own_code_raises_name_their_sample_and_keep_their_class(poo
             assert [shard.tolist() for shard in next(batches)] == [[2 * number + 1]]
 
 
+def test_whatever_a_sample_raises_it_is_skipped_if_it_is_an_exception(pool: Pool) -> None:
+    with ShardedDataLoader(Hostile(), 2, pool=pool, on_error="skip") as loader:
+        batches = iter(loader)
+        bad = []
+        for number, (make, _, _) in enumerate(HOSTILE[:-1]):
+            if isinstance(make(), Exception):
+                assert next(batches).tolist() == [2 * number + 1]
+                bad.append(2 * number)
+            else:
+                with pytest.raises(SampleReadError):
+                    next(batches)
+        assert [index for index, _ in loader.skipped] == bad
+        assert all(error.__traceback__ is None for _, error in loader.skipped)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
 def test_a_group_whose_members_pickle_keeps_them(pool: Pool) -> None:
     class Grouped(BadOnes):

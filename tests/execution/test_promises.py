@@ -23,6 +23,7 @@ from samples import (
     Immovable,
     InBulk,
     Local,
+    Misfits,
     OneWay,
     Shy,
     TwoArguments,
@@ -40,6 +41,7 @@ from samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader.data.errors import BatchifyError
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -296,6 +298,28 @@ def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
         assert notes(caught.value)[1].endswith("[loader.read(i, epoch=0) for i in (6, 7)]")
 
 
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_an_error_in_stacking_names_the_first_sample_that_does_not_fit(on_error: Any) -> None:
+    with ShardedDataLoader(Misfits(), 4, on_error=on_error) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ValueError, match="different shapes") as caught:
+            next(iterator)
+        assert "epoch 0, batch 1, sample 6 (it does not fit sample 4)" in notes(caught.value)[0]
+        assert notes(caught.value)[1].endswith("in this process: [loader.read(i, epoch=0) for i in (4, 6)]")
+        with pytest.raises(ValueError, match="neither int64 nor uint64") as caught:
+            next(iterator)
+        assert "batch 2, sample 9" in notes(caught.value)[0] and "fit" not in notes(caught.value)[0]
+        assert notes(caught.value)[1].endswith("loader.read(9, epoch=0)")
+
+
+def test_an_error_in_stacking_keeps_its_sample_on_the_way(pool: Pool) -> None:
+    with ShardedDataLoader(Misfits(), 2, pool=pool, num_shards=1, on_error="skip") as loader:
+        with pytest.raises(BatchifyError) as caught:
+            list(loader)
+        assert "batch 3, shard 0, sample 7 (it does not fit sample 6)" in notes(caught.value)[0]
+
+
 def test_a_bulk_read_that_fails_names_the_sample(pool: Pool) -> None:
     with ShardedDataLoader(InBulk(range(20)), 4, pool=pool) as loader:
         with pytest.raises(Boom) as caught:
@@ -359,6 +383,18 @@ def test_with_replicas_a_batch_without_a_good_sample_raises(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=2, rank=1) as loader:
         with pytest.raises(Boom):
             list(loader)
+
+
+def test_with_replicas_a_shard_without_a_good_sample_raises_or_is_filled(pool: Pool) -> None:
+    ranks: dict[str, Any] = {"num_replicas": 1, "rank": 0, "num_shards": 2}
+    with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", **ranks) as loader:
+        with pytest.raises(Boom) as caught:
+            list(loader)
+        where, again = notes(caught.value)[-2:]
+        assert "epoch 0, batch 3, shard 1, sample 7" in where and again.endswith("loader.read(7, epoch=0)")
+        assert any('on_error="replace"' in note for note in notes(caught.value))
+    with ShardedDataLoader(Bad(boom), 2, on_error="replace", **ranks) as loader:
+        assert [shard.tolist() for shard in list(loader)[3]] == [[6], [6]]
 
 
 def test_shards_move_up_when_one_loses_all_its_samples(pool: Pool) -> None:

@@ -219,6 +219,45 @@ class StatefulShuffle:
         self.next_yielded = state["yielded"]
 
 
+class BeginsAnew:
+    """Its own iterator, which each ``iter()`` begins anew, or at the place that was loaded."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.at = self.loaded = 0
+
+    def __iter__(self) -> BeginsAnew:
+        self.at, self.loaded = self.loaded, 0
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["at"]
+
+
+class TooShort(GluonStyle):
+    """Its length is not what it yields."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+class StatefulTooShort(StatefulShuffle):
+    def __len__(self) -> int:
+        return 8
+
+
 class Unsized:
     def __iter__(self) -> Iterator[int]:
         yield from range(23)
@@ -298,6 +337,9 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "stateful by epoch, discard": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4, "last_batch": "discard"},
     "stateful, even": lambda: {"sampler": Stateful(24), "batch_size": 4},
     "stateful iterator": lambda: {"sampler": WithStatefulIterator(23), "batch_size": 4},
+    "begins anew": lambda: {"sampler": BeginsAnew(23), "batch_size": 4},
+    "tells too short a length": lambda: {"sampler": TooShort(23), "batch_size": 4},
+    "stateful, tells too short a length": lambda: {"sampler": StatefulTooShort(23), "batch_size": 4},
 }
 
 

@@ -20,12 +20,23 @@ import psutil
 import pytest
 import torch
 from conftest import FORK_FIRST, PROCESS_POOLS, make_pool
-from recovery_samples import Fails, hangs, hangs_with_the_gil, loader_arguments, nothing, until_the_end, values_of
+from recovery_samples import (
+    BadStart,
+    Fails,
+    dawdles,
+    hangs,
+    hangs_with_the_gil,
+    loader_arguments,
+    nothing,
+    until_the_end,
+    values_of,
+)
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, global_generators, sample_seed
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerDiedError, global_generators, sample_seed
 from sharded_loader.errors import WorkerTimeoutError
 from sharded_loader.execution.board import IDLE, SAMPLE
-from sharded_loader.execution.pools import crew, template
+from sharded_loader.execution.messages import Job, Task
+from sharded_loader.execution.pools import crew, supervision, template
 from sharded_loader.execution.pools import thread as thread_pool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
@@ -232,6 +243,27 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@FORK_FIRST
+def test_workers_that_hang_while_they_start_are_one_error(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "START_SECONDS", 0.3)
+    fail = Fails(hangs, tmp_path / "count")
+    pool = make_pool(method, 1, timeout=0.1, worker_init_fn=BadStart(fail))
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        with pytest.raises(WorkerDiedError, match="hung while it started, unpickled the dataset or ran worker_init_fn"):
+            next(iter(loader))
+        assert not pool.started
+
+
+@FORK_FIRST
+def test_a_worker_that_starts_is_given_longer_than_the_timeout(method: str, tmp_path: Path) -> None:
+    slow = Fails(dawdles, tmp_path / "count")
+    with ShardedDataLoader(range(8), 4, pool=make_pool(method, timeout=0.05, worker_init_fn=BadStart(slow))) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert slow.count == 2
+
+
 def test_without_a_timeout_nobody_is_late() -> None:
     class Slow:
         def __len__(self) -> int:
@@ -319,6 +351,45 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
             assert not thread.is_alive()
         for _ in range(2):
             assert [int(value) for batch in loader for value in batch] == list(range(10))
+
+
+def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> None:
+    at_next, go_on = threading.Event(), threading.Event()
+    data = Stuck()
+
+    class Then(Stuck):
+        """After sample 3 has been let go, sample 4 waits too."""
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                data.go_on.wait()
+            if index == 4:
+                at_next.set()
+                go_on.wait()
+            return index
+
+    pool = ThreadPool(1, timeout=0.05)
+    pool.start(Job(Then(), None, 0, "raise"))
+    for seq in range(2):
+        pool.submit(Task(0, seq, 0, 0, ([3 + seq],), False))
+    try:
+        found = []
+        while not found:
+            pool.wait()
+            results = pool.receive()
+            for result in results:
+                found.append((result.seq, type(result.error)))
+                data.go_on.set()
+                assert at_next.wait(5)
+        go_on.set()
+        deadline = time.monotonic() + 5
+        while (1, type(None)) not in found and time.monotonic() < deadline:
+            pool.wait()
+            found += [(result.seq, type(result.error)) for result in pool.receive()]
+        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
+    finally:
+        go_on.set()
+        pool.close()
 
 
 def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:

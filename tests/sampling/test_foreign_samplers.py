@@ -130,6 +130,26 @@ def test_two_live_epochs_of_one_foreign_sampler_do_not_mix() -> None:
     assert [list(items) for items in zip(*pairs, strict=True)] == alone
 
 
+def test_a_sampler_that_each_iter_begins_anew_yields_each_index_once() -> None:
+    class BeginsAnew:
+        at = 0
+
+        def __iter__(self) -> BeginsAnew:
+            self.at = 0
+            return self
+
+        def __next__(self) -> int:
+            self.at += 1
+            if self.at > 5:
+                raise StopIteration
+            return self.at
+
+    sampler = BeginsAnew()
+    for epoch in range(2):
+        assert list(iter_epoch(sampler, epoch, 7)) == [1, 2, 3, 4, 5]
+    assert list(iter_epoch(sampler, 2, 7, start=3)) == [4, 5]
+
+
 def test_own_and_foreign_are_told_apart() -> None:
     class Pure:
         def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:

@@ -90,7 +90,8 @@ class ProcessPool(Pool):
             ``multiprocessing.set_start_method``, else fork on Linux and spawn elsewhere.
         worker_init_fn: called with the worker's number, once in each, before it reads.
         timeout: seconds without progress on one sample, after which its worker is killed and the batch made again.
-            Counted while the loop waits for a batch. None: never.
+            Counted while the loop waits for a batch. None: never. A worker that starts is given ten minutes, if
+            that is longer.
         restarts: a batch that kills so many workers is given up: `WorkerDiedError`, or `WorkerTimeoutError`, in its
             place. 0 and 1: at the first death.
         max_bytes: bound on the shared memory that batches lie in. None: a quarter of what is free at the first
@@ -407,9 +408,9 @@ class ProcessPool(Pool):
         words = list(handle.board)
         death = Death(handle.number, handle.pid, handle.exitcode, self._crew.oom_kills())
         if not handle.ready:
-            if self._deaths.in_start(handle.number, handle.exitcode):
+            if self._deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()
-                raise died_in_start(death)
+                raise died_in_start(death, hung=handle.hung)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:
@@ -433,15 +434,15 @@ class ProcessPool(Pool):
 
     def _stop_late(self) -> None:
         """Kill the workers that stand still; their deaths are dealt with as such."""
-        busy = []
+        watched: list[tuple[WorkerHandle, Silent, Any]] = []
         for handle in self._workers:
             if handle.hung:
                 continue  # it has been killed
-            if handle.ready and handle.tasks:
-                busy.append((handle, handle.silent, handle.board))
+            if handle.tasks or not handle.ready:
+                watched.append((handle, handle.silent, handle.board if handle.ready else ()))
             else:
                 handle.silent = Silent()
-        for handle in self._watch.late(busy):
+        for handle in self._watch.late(watched):
             handle.hung = True
             with uninterrupted():
                 handle.dump_stacks()

@@ -29,6 +29,11 @@ PROVEN = 10
 """So many times more often may a worker be killed in its start, if another has been seen to start."""
 
 
+START_SECONDS = 600.0
+"""What a worker is given to start, at least: it may import for minutes from a disk far away. One that hangs is known
+by its silence alone."""
+
+
 def hopeless(ended: int, killed: int, limit: int, *, proven: bool) -> bool:
     """Whether it is no use to start another worker. Counted since any worker was last ready.
 
@@ -161,11 +166,11 @@ class Watch:
         self.step = None if timeout is None else min(1.0, timeout / 8)
 
     def late(self, workers: Iterable[tuple[Any, Silent, Sequence[int]]]) -> list[Any]:
-        """Those of the workers that have stood still for ``timeout`` seconds."""
+        """Those of the workers that have stood still for ``timeout`` seconds; without words, in their start."""
         if self.timeout is None or self.step is None:
             return []
-        now = time.monotonic()
-        return [who for who, silent, words in workers if silent.observe(words, now, 2 * self.step) >= self.timeout]
+        now, given = time.monotonic(), (max(self.timeout, START_SECONDS), self.timeout)
+        return [who for who, silent, at in workers if silent.observe(at, now, 2 * self.step) >= given[len(at) > 0]]
 
 
 class Death(NamedTuple):
@@ -202,11 +207,12 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
     return error
 
 
-def died_in_start(death: Death) -> WorkerDiedError:
-    """The error for workers that cannot start."""
+def died_in_start(death: Death, *, hung: bool = False) -> WorkerDiedError:
+    """The error for workers that cannot start; ``hung``: that were killed because they did not."""
+    fate = str(death) if not hung else f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed"
     return WorkerDiedError(
-        f"{death}. It had not begun to read: it died while it started, unpickled the dataset or ran worker_init_fn, "
-        f"and so did those before it; its own output on stderr may say more",
+        f"{fate}. It had not begun to read: it {'hung' if hung else 'died'} while it started, unpickled the dataset or "
+        f"ran worker_init_fn, and so did those before it; its own output on stderr may say more",
         worker=death.worker,
         exitcode=death.exitcode,
     )
