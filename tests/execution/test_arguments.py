@@ -26,6 +26,7 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
         ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
+        ({"batch_sampler": 4}, TypeError, "num_workers="),
         ({"last_batch": "drop"}, ValueError, "keep.*discard.*rollover"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": -2}, ValueError, "batch_size"),
