@@ -420,6 +420,12 @@ class ShardedDataLoader(LoaderAttributes):
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied: "
+            "make it from the same arguments where it is needed; state_dict() takes its place along"
+        )
+
     def __repr__(self) -> str:
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"

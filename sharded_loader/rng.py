@@ -251,4 +251,4 @@ def draw_seed() -> int:
     """
     import torch
 
-    return int(torch.empty((), dtype=torch.int64).random_(0, 2**62).item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62).item())

@@ -278,7 +278,8 @@ def reduce_tensor(obj: Any) -> Any:
     if not stored.is_contiguous():
         order = list(range(obj.dim()))
         stored = obj.resolve_conj().resolve_neg().contiguous()
-    raw = stored.reshape(-1).view(torch.uint8).numpy()
+    # Not reshape: a tensor of one element is contiguous with any stride, which stays, and which view refuses.
+    raw = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8).numpy()
     return _rebuild_tensor, (raw, str(obj.dtype).removeprefix("torch."), tuple(stored.shape), tuple(order))
 
 
@@ -298,7 +299,7 @@ def rebuild_view(
     import torch
 
     storage = torch.from_numpy(raw).untyped_storage()
-    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=getattr(torch, dtype), device="cpu").set_(storage, offset, shape, stride)
 
 
 # -- classes ------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
-            self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            self._storages[key] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
         raw = self._storages[key]
         place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return rebuild_view, (raw, str(tensor.dtype).removeprefix("torch."), *place)

@@ -309,6 +309,11 @@ def _seed_of(sampler: Any) -> int | None:
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
+    if isinstance(batch_sampler, int):
+        raise TypeError(
+            f"batch_sampler is {batch_sampler!r}: the arguments after sampler do not come in torch's order: "
+            "write their names, num_workers= for example"
+        )
     if batch_sampler is not None:
         if batch_size is not None or shuffle or sampler is not None or last_batch is not None:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
         ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
+        ({"batch_sampler": 4}, TypeError, "num_workers="),
         ({"last_batch": "drop"}, ValueError, "keep.*discard.*rollover"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": -2}, ValueError, "batch_size"),
@@ -126,6 +129,14 @@ def test_a_pool_serves_one_loader() -> None:
     pool = ThreadPool(1)
     with make(pool=pool), pytest.raises(ValueError, match="another loader"):
         make(pool=pool)
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_neither_pickled_nor_copied_and_says_what_to_do(take: Callable[[Any], Any]) -> None:
+    loader = make()
+    with pytest.raises(TypeError, match="from the same arguments"):
+        take(loader)
+    assert len(list(loader)) == 3
 
 
 def test_a_distributed_sampler_and_num_replicas_would_share_twice() -> None:

@@ -141,6 +141,19 @@ def test_torch_manual_seed_governs_the_default_seed() -> None:
     assert order() == order()
 
 
+def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
+    def order(**arguments: Any) -> list[int]:
+        torch.manual_seed(4)
+        return flat(ShardedDataLoader(np.arange(30), 5, shuffle=True, **arguments))
+
+    expected = order()
+    torch.set_default_device("meta")
+    try:
+        assert order(pool=pool) == expected
+    finally:
+        torch.set_default_device(None)
+
+
 # -- P8 -----------------------------------------------------------------------------------------------------
 
 

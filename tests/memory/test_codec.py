@@ -76,7 +76,7 @@ def assert_same(a: Any, b: Any) -> None:
             a, b = a.to_dense(), b.to_dense()
         if a.is_quantized:
             a, b = a.int_repr(), b.int_repr()
-        a, b = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+        a, b = (t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1) for t in (a, b))
         assert bytes(a.view(torch.uint8).numpy()) == bytes(b.view(torch.uint8).numpy())
     elif isinstance(a, np.ndarray):
         # In band NumPy itself makes the byte order native.
@@ -211,6 +211,14 @@ def test_tensors_of_every_layout(nbytes: int | None) -> None:
         torch.quantize_per_tensor(base, 0.5, 3, torch.qint8),
     ]
     assert_same(tensors, through(tensors, nbytes))
+
+
+@pytest.mark.parametrize("nbytes", SLOTS)
+def test_a_column_of_one_row_is_a_tensor_like_any_other(nbytes: int | None) -> None:
+    """One element is contiguous whatever its stride: the last batch of a batchify function that takes a column."""
+    columns = [torch.arange(2.0)[1:].as_strided((1,), (2,), 1), torch.ones(1, 4, 6)[:, 0, 0], torch.zeros(0, 4)[:, 0]]
+    columns += [torch.ones(1, dtype=torch.bfloat16).as_strided((1, 1), (7, 5)), torch.ones(1, 3)[:, :1]]
+    assert_same(columns, through(columns, nbytes))
 
 
 def test_nested_tensors() -> None:

@@ -69,6 +69,16 @@ def test_tensors_without_elements_and_tensors_over_arrays() -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
+    data = torch.arange(50_000.0)
+    torch.set_default_device("meta")
+    try:
+        part, whole = reopened([data[:10], data])
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(part, data[:10]) and torch.equal(whole, data)
+
+
 def test_parameters_and_tensors_with_grad_may_be_in_a_dataset() -> None:
     layer = torch.nn.Linear(100, 200)
     parameter, result = reopened([layer, (layer.weight * 2).detach().requires_grad_()])
