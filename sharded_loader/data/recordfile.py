@@ -24,8 +24,10 @@ The format is that of dmlc-core, as MXNet writes it. The classes for users are i
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import struct
 import threading
 import warnings
@@ -113,7 +115,10 @@ class _Descriptor:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | _BINARY)
         self._lock = threading.Lock()
-        self.size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if stat.S_ISDIR(status.st_mode):  # Linux notices it at the first read, and has forgotten the path by then
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self.size = status.st_size
 
     def refresh_size(self) -> int:
         """The size now: the file may still be written to."""
