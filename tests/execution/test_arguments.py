@@ -52,6 +52,7 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"devices": []}, ValueError, "empty"),
         ({"devices": "cpu"}, TypeError, "list"),
         ({"device": "gpu"}, ValueError, "this process sees: cpu"),
+        ({"device": "auto"}, ValueError, 'devices="auto" means all'),
         ({"device": "cuda:99"}, ValueError, "this process sees: cpu"),
         ({"devices": ["cpu", "cuda:99"]}, ValueError, "this process sees: cpu"),
         ({"devices": [99]}, ValueError, "this process sees: cpu"),
