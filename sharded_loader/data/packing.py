@@ -27,6 +27,14 @@ class IRHeader(NamedTuple):
         label: a number, or an array of float32.
         id: usually the record's key; 0 to 2**64 - 1.
         id2: a second one.
+
+    Example:
+        >>> record = pack(IRHeader(0, [0.5, 2.0], 7, 0), b"image")
+        >>> header, image = unpack(record)
+        >>> header.flag, header.label.tolist(), header.id, image
+        (2, [0.5, 2.0], 7, b'image')
+
+    Source: ``mxnet.recordio.IRHeader``.
     """
 
     flag: int

@@ -64,6 +64,25 @@ class RecordIOError(ValueError):
         path: the file.
         offset: where the damaged record begins. The records before it are readable.
         problem: what is wrong there, and what to do.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader.recordio import MXRecordIO
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     file.write(b"a")
+        ...     file.write(b"b")
+        >>> os.truncate(path, 20)  # the second record begins at 12
+        >>> with MXRecordIO(path, "r") as file:
+        ...     print(file.read())
+        ...     try:
+        ...         file.read()
+        ...     except RecordIOError as error:
+        ...         print(error.offset, error.problem[:48])
+        b'a'
+        12 the part at 12 says 1 bytes, the file ends at 20
+        >>> folder.cleanup()
     """
 
     def __init__(self, path: str, offset: int, problem: str) -> None:

@@ -100,6 +100,10 @@ def test_completion_offers_every_public_name_once() -> None:
     assert [name for name in sharded_loader.__all__ if dir(sharded_loader).count(name) != 1] == []
 
 
+def test_every_public_name_has_an_example() -> None:
+    assert [name for name in documented() if ">>>" not in (find(name).__doc__ or "")] == []
+
+
 def test_the_list_of_names_is_that_of_the_pages_and_every_link_to_a_name_leads_there() -> None:
     links = {page: set(re.findall(r"\]\[(sharded_loader[\w.]*)\]", text)) for page, text in PAGES.items()}
     assert links["reference/index.md"] == set(documented())
