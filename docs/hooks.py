@@ -72,7 +72,11 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """A page that would fetch something from the network is a warning, and so the end of a strict build."""
+    """Warnings, and so the end of a strict build: what a page would fetch from the network, and links within it that
+    lead nowhere. (MkDocs looks at links in Markdown, not at the table of contents of a notebook.)"""
     for found in _FETCHED.findall(output):
         _log.warning("%s fetches something from the network: %s", page.file.src_uri, found[:120])
+    places = set(re.findall(r'\bid="([^"]+)"', output))
+    for link in sorted(set(re.findall(r'href="#([^"]+)"', output)) - places):
+        _log.warning("%s has a link to #%s, which is not there", page.file.src_uri, link)
     return output

@@ -65,6 +65,9 @@ def check_dataset(dataset: Any) -> None:
             f"{name} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a dataset "
             f"with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
         )
+    if isinstance(dataset, type):
+        kind = dataset.__name__
+        raise TypeError(f"the dataset is the class {kind} itself: give an object of it, {kind}(...)")
     if not hasattr(type(dataset), "__getitem__"):
         raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
 

@@ -72,7 +72,8 @@ class WorkerTimeoutError(TimeoutError):
     """A worker made no progress on one sample for the pool's ``timeout``.
 
     Attributes:
-        batch, epoch: what it was reading.
+        batch: number of the batch that it was reading.
+        epoch: its epoch.
         index: the sample, None if it was reading several at once, or was in ``batchify_fn``.
 
     Example:

@@ -70,7 +70,7 @@ class ShardedDataLoader(LoaderAttributes):
         num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
         pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
         prefetch: batches in flight. Default ``2 * num_workers``, more while a batch takes a worker less than 0.15 ms.
-            May be changed while iterating, like `device_prefetch`: of them, batches copied to the devices ahead.
+            May be changed while iterating.
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
@@ -93,14 +93,17 @@ class ShardedDataLoader(LoaderAttributes):
             cannot be kept, and a warning if there is no room.
 
     Attributes:
-        dataset, batch_size, sampler, batch_sampler, num_workers, drop_last: as other loaders name them.
-        epoch: the epoch in progress, or the one that the next ``iter`` begins.
-        position: batches delivered in it.
+        dataset: as it was given.
+        prefetch: batches in flight. May be changed.
+        device_prefetch: of them, batches copied to the devices ahead: 2, and 0 without accelerators. May be changed.
+        shard_weights: shares of the shards, None for equal ones. May be changed.
 
     Raises:
-        ValueError, TypeError: arguments that are wrong or contradict each other.
+        ValueError: arguments that are wrong or contradict each other.
+        TypeError: the same, where it is the kind of argument that is wrong.
 
-    A short last batch has no empty shard: it has fewer shards.
+    A short last batch has no empty shard: it has fewer shards. Read-only are ``epoch``, ``position``, ``skipped``,
+    ``num_skipped``, ``seed``, ``pool`` and the names that other loaders have (``batch_size``, ``sampler``, ...).
 
     Example:
         >>> loader = ShardedDataLoader(range(10), 4, num_shards=2)

@@ -27,6 +27,14 @@ class IRHeader(NamedTuple):
         label: a number, or an array of float32.
         id: usually the record's key; 0 to 2**64 - 1.
         id2: a second one.
+
+    Example:
+        >>> record = pack(IRHeader(0, [0.5, 2.0], 7, 0), b"image")
+        >>> header, image = unpack(record)
+        >>> header.flag, header.label.tolist(), header.id, image
+        (2, [0.5, 2.0], 7, b'image')
+
+    Source: ``mxnet.recordio.IRHeader``.
     """
 
     flag: int
@@ -60,18 +68,19 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
     Source: ``mxnet.recordio.pack``.
     """
     header = IRHeader(*header)
-    if isinstance(header.label, Number):
-        header, label = header._replace(flag=0), b""
-    else:
-        array = np.asarray(header.label, dtype=np.float32)
-        header, label = header._replace(flag=array.size, label=0.0), array.tobytes()
     try:
-        return _HEADER.pack(*header) + label + s
-    except (struct.error, OverflowError) as error:
+        if isinstance(header.label, Number):
+            fields, label = header._replace(flag=0), b""
+        else:
+            array = np.asarray(header.label, dtype=np.float32)
+            fields, label = header._replace(flag=array.size, label=0.0), array.tobytes()
+        packed = _HEADER.pack(*fields)
+    except (struct.error, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"{header!r} does not fit ({error}): the label is a number in float32's range or an array of them, "
             "id and id2 are integers from 0 to 2**64 - 1"
         ) from error
+    return packed + label + s
 
 
 def unpack(s: bytes) -> tuple[IRHeader, bytes]:

@@ -39,8 +39,9 @@ class RecordFileDataset(Dataset):
     """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
 
     The index is the ``.idx`` beside it (``train.rec``, ``train.idx``); where there is none the file is scanned, once,
-    and the offsets travel with the dataset to the workers. Keys do not matter here, so none may be lost by being a
-    duplicate. Safe in threads, after a fork, and pickled.
+    and the offsets travel with the dataset to the workers. Records that an index does not list are not read: delete it
+    where files were joined. Keys do not matter here, so none may be lost by being a duplicate. Safe in threads, after a
+    fork, and pickled.
 
     Args:
         filename: the ``.rec`` file.

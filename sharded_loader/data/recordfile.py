@@ -24,8 +24,10 @@ The format is that of dmlc-core, as MXNet writes it. The classes for users are i
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import struct
 import threading
 import warnings
@@ -62,6 +64,25 @@ class RecordIOError(ValueError):
         path: the file.
         offset: where the damaged record begins. The records before it are readable.
         problem: what is wrong there, and what to do.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader.recordio import MXRecordIO
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     file.write(b"a")
+        ...     file.write(b"b")
+        >>> os.truncate(path, 20)  # the second record begins at 12
+        >>> with MXRecordIO(path, "r") as file:
+        ...     print(file.read())
+        ...     try:
+        ...         file.read()
+        ...     except RecordIOError as error:
+        ...         print(error.offset, error.problem[:48])
+        b'a'
+        12 the part at 12 says 1 bytes, the file ends at 20
+        >>> folder.cleanup()
     """
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
@@ -113,7 +134,10 @@ class _Descriptor:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | _BINARY)
         self._lock = threading.Lock()
-        self.size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if stat.S_ISDIR(status.st_mode):  # Linux notices it at the first read, and has forgotten the path by then
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self.size = status.st_size
 
     def refresh_size(self) -> int:
         """The size now: the file may still be written to."""

@@ -228,7 +228,8 @@ class MXIndexedRecordIO(MXRecordIO):
         key_type: makes a key of the index's text.
 
     Attributes:
-        idx: dict from key to offset. keys: list of the keys in the order of the index.
+        idx: dict from key to offset.
+        keys: list of the keys in the order of the index.
 
     Raises:
         ValueError: a line of the index is malformed (with its number).

@@ -45,7 +45,8 @@ def find_device(name: Any) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device {name!r} is unknown; this process sees: {listed}") from None
+        hint = '; devices="auto" means all accelerators' if name == "auto" else ""
+        raise ValueError(f"device {name!r} is unknown; this process sees: {listed}{hint}") from None
     # The meta device holds no data: only who makes the object himself can mean it (as a stand-in, in tests).
     if device.type == "cpu" or name == torch.device("meta"):
         return device

@@ -315,6 +315,11 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
             "write their names, num_workers= for example"
         )
     if batch_sampler is not None:
+        if isinstance(batch_sampler, int):
+            raise TypeError(
+                f"batch_sampler is {batch_sampler!r}, a number. By position it comes after last_batch, as in GluonNLP, "
+                "not in torch's order: write the names, such as num_workers="
+            )
         if batch_size is not None or shuffle or sampler is not None or last_batch is not None:
             raise ValueError(
                 "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "

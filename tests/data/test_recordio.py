@@ -365,6 +365,10 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
         RecordFileDataset(tmp_path / "none.rec")
     with pytest.raises(FileNotFoundError, match=r"none\.rec"):
         MXRecordIO(tmp_path / "none.rec", "r")
+    (tmp_path / "folder.rec").mkdir()
+    for read in (read_all, RecordFileDataset):
+        with pytest.raises(OSError, match=r"folder\.rec"):  # on Windows a PermissionError
+            read(tmp_path / "folder.rec")
     (tmp_path / "empty.rec").touch()
     assert read_all(tmp_path / "empty.rec") == []
     with RecordFileDataset(tmp_path / "empty.rec") as dataset:
@@ -810,7 +814,8 @@ def test_use_after_close_and_the_wrong_way_round_are_refused(tmp_path: Path) -> 
 
 
 def test_header_that_does_not_fit_is_refused() -> None:
-    for header in (IRHeader(0, 1.0, -1, 0), IRHeader(0, 1.0, 2**64, 0), IRHeader(0, 1e300, 0, 0), (0, 1.0, "7", 0)):
+    unfit = [IRHeader(0, 1.0, -1, 0), IRHeader(0, 1.0, 2**64, 0), IRHeader(0, 1e300, 0, 0), (0, 1.0, "7", 0)]
+    for header in [*unfit, IRHeader(0, "cat", 0, 0), IRHeader(0, ["cat"], 0, 0), IRHeader(0, [[1], [2, 3]], 0, 0)]:
         with pytest.raises(ValueError, match="does not fit"):
             pack(header, b"")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a record of 5 bytes has no IRHeader"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import sharded_loader
+from sharded_loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -94,6 +95,24 @@ def test_the_reference_has_every_public_name_once() -> None:
     shown = [id(find(name)) for name in documented()]
     assert sorted(public[one] for one in set(public) - set(shown)) == []
     assert sorted(public.get(one, "not public") for one in shown) == sorted(public.values())
+
+
+def test_completion_offers_every_public_name_once() -> None:
+    assert [name for name in sharded_loader.__all__ if dir(sharded_loader).count(name) != 1] == []
+
+
+def test_every_attribute_of_a_loader_is_in_the_reference() -> None:
+    shown = find("sharded_loader.ShardedDataLoader").__doc__ or ""
+    assert "inherited_members: true" in PAGES["reference/loader.md"]
+    # What the constructor sets hides the property below it from the reference.
+    source = (ROOT / "sharded_loader" / "loader.py").read_text(encoding="utf-8")
+    hidden = [name for name in vars(LoaderAttributes) if re.search(rf"^ +self\.{name} = ", source, re.MULTILINE)]
+    assert hidden
+    assert [name for name in hidden if f"\n        {name}: " not in shown.partition("Attributes:")[2]] == []
+
+
+def test_every_public_name_has_an_example() -> None:
+    assert [name for name in documented() if ">>>" not in (find(name).__doc__ or "")] == []
 
 
 def test_the_list_of_names_is_that_of_the_pages_and_every_link_to_a_name_leads_there() -> None:

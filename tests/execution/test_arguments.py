@@ -55,6 +55,7 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"devices": []}, ValueError, "empty"),
         ({"devices": "cpu"}, TypeError, "list"),
         ({"device": "gpu"}, ValueError, "this process sees: cpu"),
+        ({"device": "auto"}, ValueError, 'devices="auto" means all'),
         ({"device": "cuda:99"}, ValueError, "this process sees: cpu"),
         ({"devices": ["cpu", "cuda:99"]}, ValueError, "this process sees: cpu"),
         ({"devices": [99]}, ValueError, "this process sees: cpu"),
@@ -67,6 +68,8 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"batchify_fn": 3}, TypeError, "batchify_fn"),
         ({"sampler": (i for i in range(3))}, TypeError, "one-shot"),
         ({"dataset": 3}, TypeError, "__getitem__"),
+        ({"dataset": list}, TypeError, r"the class list itself: give an object of it, list\(\.\.\.\)"),
+        ({"batch_sampler": 4}, TypeError, "batch_sampler is 4, a number.*num_workers="),  # torch's positions
         ({"resident": True}, ValueError, "resident"),
         ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
         ({"shufle": True}, TypeError, "did you mean 'shuffle'"),
