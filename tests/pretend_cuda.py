@@ -321,8 +321,10 @@ def transfer(source: torch.Tensor, on: torch.device, non_blocking: bool) -> None
     """The time that a copy from the host takes."""
     if source.nbytes:
         current_stream(on).give(source.nbytes / BANDWIDTH)
-        if not (non_blocking and source.is_pinned()):
+        if not non_blocking:
             waits()
+        elif not source.is_pinned():  # the host waits too, and torch does not tell
+            current_stream(on).synchronize()
 
 
 def is_pinned(self: torch.Tensor, device: Any = None) -> bool:

@@ -36,13 +36,22 @@ def images(count: int, megabytes: float = 0.25) -> ArrayDataset:
 
 
 def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = []
+    blocked, paged, copies, copy = [], [], 0, Streams.copy
+
+    def watched(streams: Streams, target: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal copies
+        copies += 1
+        # From other memory, or into another layout, the host waits, and torch does not tell.
+        paged.extend(source.shape for _ in range(not source.is_pinned() or source.stride() != target.stride()))
+        copy(streams, target, source)
+
     with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, pool=pool) as loader:
         total = torch.zeros((), device=cuda)
         for values, _ in loader:  # segments are registered, and memory is allocated
             total += values.mean()
         torch.cuda.synchronize(cuda)
         monkeypatch.setattr(Streams, "block", lambda self, event: blocked.append(event))
+        monkeypatch.setattr(Streams, "copy", watched)
         for _ in range(3):
             torch.cuda.synchronize(cuda)
             with no_synchronisation():
@@ -52,6 +61,7 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
     assert total.item() == pytest.approx(4 * 8 * 31.5, rel=1e-4)
     # Some microseconds of work per step: the host is never 16 steps ahead.
     assert blocked == []
+    assert (paged, copies) == ([], 3 * 8 * 2)
 
 
 def test_resident_batches_make_no_call_that_makes_the_host_wait(cuda: torch.device) -> None:

@@ -140,18 +140,22 @@ def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) 
     assert first["a"].tolist() == shared.tolist()
 
 
-@pytest.mark.parametrize("name", ["bool", "uint8", "int16", "uint16", "float16", "float64", "complex64", "bfloat16"])
+DTYPES = ["bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64", "complex64", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "float8_e5m2"])
 @pytest.mark.parametrize("resident", [False, True])
 def test_every_dtype_arrives(cuda: torch.device, name: str, resident: bool) -> None:
-    values = torch.arange(64).reshape(16, 4)
-    column: Any = (values % 2).to(torch.bool) if name == "bool" else values.to(getattr(torch, name))
+    values = (torch.arange(64) % (2 if name == "bool" else 64)).to(getattr(torch, name))
+    column = ArrayDataset(values.reshape(16, 4), values[:16])
     with (
-        ShardedDataLoader(ArrayDataset(column), 5, device=cuda, resident=resident) as loader,
-        ShardedDataLoader(ArrayDataset(column), 5) as host,
+        ShardedDataLoader(column, 5, device=cuda, resident=resident) as loader,
+        ShardedDataLoader(column, 5) as host,
     ):
         for found, wanted in zip(loader, host, strict=True):
-            assert (found.dtype, found.device) == (column.dtype, cuda)
-            assert found.tolist() == wanted.tolist()
+            for one, other in zip(found, wanted, strict=True):
+                assert (one.dtype, one.device) == (values.dtype, cuda)
+                assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("stream", ["the default stream", "a stream of the user's"])
