@@ -69,8 +69,8 @@ class ShardedDataLoader(LoaderAttributes):
         batchify_fn: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
         pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
-        prefetch: batches in flight. Default ``2 * num_workers``, more while a batch takes a worker less than 0.15 ms.
-            May be changed while iterating, like `device_prefetch`: of them, batches copied to the devices ahead.
+        prefetch: how many batches are read ahead. Default ``2 * num_workers``, more while a batch takes a worker less
+            than 0.15 ms. The attribute may be set while iterating.
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
@@ -93,6 +93,8 @@ class ShardedDataLoader(LoaderAttributes):
         dataset, batch_size, sampler, batch_sampler, num_workers, drop_last: as other loaders name them.
         epoch: the epoch in progress, or the one that the next ``iter`` begins.
         position: batches delivered in it.
+        device_prefetch: of the batches read ahead, how many are copied to the devices ahead of the one that is handed
+            out (2; 0 without accelerators). May be set while iterating.
 
     Raises:
         ValueError, TypeError: arguments that are wrong or contradict each other.
