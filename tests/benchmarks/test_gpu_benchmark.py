@@ -47,7 +47,7 @@ def records_of(workload: str, **values: list[float]) -> list[Record]:
         (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
-        (Bar("resident", "streamed", 20), {"streamed": [1e6]}, None, None),
+        (Bar("resident 256", "streamed", 20), {"streamed": [1e6]}, None, None),
     ],
 )
 def test_bars(bar: Bar, values: dict[str, list[float]], measured: float | None, met: bool | None) -> None:
@@ -63,7 +63,7 @@ def test_every_bar_is_about_something_that_the_parts_measure() -> None:
     columns = {table.prefix: table.columns for table in gpu_report.TABLES}
     assert set(columns) == set(gpu_parts.PARTS)
     for bar in gpu_report.BARS:
-        assert bar.workload in names | {"step", "resident"}
+        assert bar.workload in names | {"step"} | {f"resident {size}" for size in scale.gathered}
         assert {"ours", bar.of or "ours"} <= set(columns[bar.workload.split()[0]])
 
 
@@ -89,10 +89,10 @@ def test_a_part_that_was_not_measured_has_no_table() -> None:
 
 
 def test_the_report_names_the_device_and_counts_the_bars() -> None:
-    records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident", ours=[2.0], streamed=[1.0])
+    records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident 256", ours=[2.0], streamed=[1.0])
     text = gpu_report.whole(records, ABOUT, is_gpu=True)
     assert "Some GPU, 80 GB, driver 1.2, cpus 16" in text
-    assert "Bars: 1 met, 1 not met, 8 not measured." in text
+    assert "Bars: 1 met, 1 not met, 9 not measured." in text
     assert gpu_report.NO_GPU not in text
     assert text.count("**") == 2 * 2
 
@@ -181,7 +181,12 @@ def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.
     assert "needs a GPU" in shown
     written = json.loads((tmp_path / "gpu.json").read_text())
     values = {(r["workload"], r["loader"]) for r in written["records"] if r["value"]}
-    assert {("host 65 KB", "next()"), ("resident", "ours"), ("resident", "streamed"), ("shards", "one")} <= values
+    assert {
+        ("host 65 KB", "next()"),
+        ("resident 64", "ours"),
+        ("resident 256", "streamed"),
+        ("shards", "one"),
+    } <= values
     assert [r["error"] for r in written["records"] if r["error"]] == ["needs a GPU"]
     # Numbers of a CPU do not get among those of GPUs.
     assert "as it was" in (tmp_path / "README.md").read_text()
