@@ -219,6 +219,7 @@ class ShardedDataLoader(LoaderAttributes):
         run = iterator.run
         try:
             if pipeline.pool.shares_dataset:
+                self._placement.settle()
                 begin_epoch(self.dataset, run.epoch, self._runs())
             pipeline.open(run, job, renew=self._stale)
             self._stale = False

@@ -90,10 +90,14 @@ NO_OTHER_CONTEXT = """
 import numpy, torch
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
-for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
-    with ShardedDataLoader(data, 8, device="cuda:1", **options) as loader:
-        for batch in loader:
-            assert batch.device.index == 1
+def read(device):
+    for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
+        with ShardedDataLoader(data, 8, device=device, **options) as loader:
+            for batch in loader:
+                assert batch.device.index == 1
+read("cuda:1")
+torch.cuda.set_device(1)
+read("cuda")
 torch.cuda.synchronize(1)
 assert torch._C._cuda_hasPrimaryContext(1)
 assert not torch._C._cuda_hasPrimaryContext(0)
