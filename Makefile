@@ -33,7 +33,7 @@ test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-gpu: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/gpu --session-timeout 480
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 
 arguments -> Run -> the parts, one after the other -> records -> tables on stdout, gpu.json and tables in --out
 
-One process: a device's context takes seconds to make. What fails is shown in its place, and the rest goes on; if
-something hangs, the stacks are written and the program ends, with what was measured until then in gpu.json.
+One process: a device's context takes seconds to make. What fails is shown in its place, and the rest goes on. What was
+measured is in gpu.json at once. If the program is interrupted (Ctrl-C, SIGTERM), or something hangs beyond the budget,
+it ends with the tables of what there is; in the second case after the stacks, with status 1.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import faulthandler
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import gpu_report, measure, report
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str], watched: bool = False) -> int:
     """Run the benchmark.
 
     Args:
-        watched: end the process if it hangs.
+        watched: end the process if it hangs, and take SIGTERM for a Ctrl-C.
 
     Returns:
         The exit status: 0 whatever was measured, 2 where there is no such device.
@@ -64,18 +67,24 @@ def main(arguments: Sequence[str], watched: bool = False) -> int:
         print(f"{error}", file=sys.stderr)
         return 2
     scale = SMOKE if not device.is_gpu else QUICK if chosen.quick else Scale()
-    run = Run(
-        device,
-        scale,
-        chosen.workers,
-        time.monotonic() + chosen.budget,
-        lambda line: print(line, file=sys.stderr, flush=True),
-    )
     settings = measure.Settings((), ("ours", "torch"), scale.rounds, chosen.workers, 0, scale.span)
     about = measure.about(settings, shlex.join(["python", "-m", "benchmarks.gpu", *arguments]), chosen.note)
     about |= device.about()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if chosen.out is not None:
+            keep(chosen.out, run, about)
+
+    def finish() -> None:
+        text = gpu_report.whole(run.records, about, device.is_gpu)
+        print(text, flush=True)
+        if chosen.out is not None:
+            write(chosen.out, run, about, text)
+
+    run = Run(device, scale, chosen.workers, time.monotonic() + chosen.budget, say)
     if watched:
-        faulthandler.dump_traceback_later(chosen.budget + GRACE, exit=True)
+        watch(chosen.budget + GRACE, finish)
     try:
         for name in chosen.only:
             if time.monotonic() > run.deadline:
@@ -86,17 +95,30 @@ def main(arguments: Sequence[str], watched: bool = False) -> int:
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 run.fail(name, "ours", 0, f"{type(error).__name__}: {error}")
-            if chosen.out is not None:
-                keep(chosen.out, run, about)
     except KeyboardInterrupt:
         print(f"interrupted after {len(run.records)} measurements: here is what there is", file=sys.stderr)
+    finish()
     if watched:
         faulthandler.cancel_dump_traceback_later()
-    text = gpu_report.whole(run.records, about, device.is_gpu)
-    print(text)
-    if chosen.out is not None:
-        write(chosen.out, run, about, text)
     return 0
+
+
+def watch(seconds: float, finish: Callable[[], None]) -> None:
+    """End this process after so many seconds, with what there is; at once, like a Ctrl-C, on SIGTERM."""
+
+    def give_up() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        try:
+            finish()
+        finally:
+            os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    # If not even a thread gets to run, what is in gpu.json is all there is.
+    faulthandler.dump_traceback_later(seconds + 5, exit=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def keep(folder: Path, run: Run, about: dict[str, object]) -> None:

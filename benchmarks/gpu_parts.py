@@ -41,6 +41,7 @@ class Scale:
         side: of the training images, in pixels.
         step: seconds that a training step takes at least; the batch is made as large as that needs.
         samples: of the data that stays on the device.
+        gathered: samples in a batch of it.
         registered: bytes of the segments that are page-locked.
         room: bytes for batches in flight.
     """
@@ -52,6 +53,7 @@ class Scale:
     side: int = 224
     step: float = 0.008
     samples: int = 50_000
+    gathered: tuple[int, ...] = (256, 4096)
     registered: tuple[int, ...] = (1 << 26, 1 << 28, 1 << 30)
     room: int = 2_500 * MB
 
@@ -65,6 +67,7 @@ SMOKE = Scale(
     side=16,
     step=0,
     samples=512,
+    gathered=(64, 256),
     registered=(1 << 20,),
     room=8 * MB,
 )
@@ -348,25 +351,26 @@ def resident(run: Run) -> None:
     """Samples per second of data that stays on the device, and of the same data streamed."""
     from sharded_loader import ArrayDataset
 
-    rng, count, size = np.random.default_rng(0), run.scale.samples, 256
+    rng, count = np.random.default_rng(0), run.scale.samples
     data = ArrayDataset(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), rng.integers(0, 10, count))
     device, depth = run.device.device, Depth(run.workers, 2)
     shuffled: dict[str, Any] = {"shuffle": True, "seed": 0, "device": device, "last_batch": "discard"}
 
-    def kept() -> Feed:
+    def kept(size: int) -> Feed:
         feed = ours(data, size, Depth(0, 0), resident=True, **shuffled)
         next(feed)
         return feed
 
-    run.in_turn(
-        "resident",
-        {
-            "ours": kept,
-            "streamed": functools.partial(ours, data, size, depth, **shuffled),
-            "inline": functools.partial(ours, data, size, Depth(0, 0), **shuffled),
-        },
-        lambda feed: run.rate(feed, 2 * depth.batches) * size,
-    )
+    for size in run.scale.gathered:
+        run.in_turn(
+            f"resident {size}",
+            {
+                "ours": functools.partial(kept, size),
+                "streamed": functools.partial(ours, data, size, depth, **shuffled),
+                "inline": functools.partial(ours, data, size, Depth(0, 0), **shuffled),
+            },
+            lambda feed, size=size: run.rate(feed, 2 * depth.batches) * size,  # type: ignore[misc]
+        )
 
 
 def shards(run: Run) -> None:

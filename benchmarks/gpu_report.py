@@ -29,7 +29,7 @@ BARS = (
     Bar("step", "ideal", 0.98),
     Bar("host 65 KB", None, 150e-6, at_most=True),
     Bar("host 16 MB", None, 150e-6, at_most=True),
-    Bar("resident", "streamed", 20),
+    *(Bar(f"resident {size}", "streamed", 20) for size in (256, 4096)),
 )
 
 
@@ -108,7 +108,7 @@ TABLES = (
     ),
     Table("Page-locking a segment", "lock", {"lock": "lock", "unlock": "unlock"}, (), per_gigabyte),
     Table(
-        "Samples per second, 50,000 images 3x32x32 uint8 with labels, shuffled, batch 256",
+        "Samples per second, 50,000 images 3x32x32 uint8 with labels, shuffled, by the size of a batch",
         "resident",
         {"ours": "resident", "streamed": "streamed by workers", "inline": "streamed by the loop"},
         (("ours", "streamed"), ("ours", "inline")),

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
     from sharded_loader.memory.allocation import empty as empty
     from sharded_loader.parallel import Replicas as Replicas
-    from sharded_loader.parallel import split_and_load as split_and_load
-    from sharded_loader.parallel import split_data as split_data
     from sharded_loader.rng import sample_generator as sample_generator
     from sharded_loader.rng import sample_rng as sample_rng
     from sharded_loader.rng import sample_seed as sample_seed
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import SplitSampler as SplitSampler
     from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
     from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
+    from sharded_loader.splitting import split_and_load as split_and_load
+    from sharded_loader.splitting import split_data as split_data
     from sharded_loader.stats import LoaderStats as LoaderStats
 
 _HOMES = {
@@ -78,7 +78,7 @@ _HOMES = {
     "sharded_loader.execution.pools.thread": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
     "sharded_loader.memory.allocation": ["empty"],
-    "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
+    "sharded_loader.parallel": ["Replicas"],
     "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [
         "BatchSampler",
@@ -99,6 +99,7 @@ _HOMES = {
         "SubsetRandomSampler",
         "WeightedRandomSampler",
     ],
+    "sharded_loader.splitting": ["split_and_load", "split_data"],
     "sharded_loader.stats": ["LoaderStats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

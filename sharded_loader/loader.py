@@ -69,15 +69,15 @@ class ShardedDataLoader(LoaderAttributes):
         batchify_fn: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
         pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
-        prefetch: batches in flight. Default ``2 * num_workers``, more while a batch takes a worker less than 0.15 ms.
-            May be changed while iterating.
+        prefetch: how many batches are read ahead. Default ``2 * num_workers``, more while a batch takes a worker less
+            than 0.15 ms.
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
         device: plain batches on this device.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
         num_shards: split batches into that many shards, in host memory.
-        shard_weights: shares of the shards, e.g. ``[2, 1]``. May be changed while iterating.
+        shard_weights: shares of the shards, e.g. ``[2, 1]``.
         num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
             asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank. Every rank reads equally
             many samples: if they do not divide, the first of the epoch come again at its end (so an
@@ -93,10 +93,10 @@ class ShardedDataLoader(LoaderAttributes):
             cannot be kept, and a warning if there is no room.
 
     Attributes:
-        dataset: as it was given.
-        prefetch: batches in flight. May be changed.
-        device_prefetch: of them, batches copied to the devices ahead: 2, and 0 without accelerators. May be changed.
-        shard_weights: shares of the shards, None for equal ones. May be changed.
+        prefetch: as above. May be set while iterating.
+        device_prefetch: of the batches read ahead, how many are copied to the devices ahead of the one that is handed
+            out (2; 0 without accelerators). May be set while iterating.
+        shard_weights: shares of the shards, None for equal ones. May be set while iterating.
 
     Raises:
         ValueError: arguments that are wrong or contradict each other.
@@ -223,6 +223,7 @@ class ShardedDataLoader(LoaderAttributes):
         run = iterator.run
         try:
             if pipeline.pool.shares_dataset:
+                self._placement.settle()
                 begin_epoch(self.dataset, run.epoch, self._runs())
             pipeline.open(run, job, renew=self._stale)
             self._stale = False

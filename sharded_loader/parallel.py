@@ -1,7 +1,9 @@
-"""Data-parallel training in one process: split a batch over devices, run copies of a model, join the gradients.
+"""Data-parallel training in one process: run copies of a model, join the gradients.
 
-    batch -> split_and_load -> shards[i] on devices[i] -> Replicas.run -> outputs and gradients per replica
+    shards[i] on devices[i] -> Replicas.run -> outputs and gradients per replica
           -> reduce_grads (replica 0 has the gradient of the whole batch) -> optimizer -> broadcast
+
+Shards come from a loader with ``devices=``, or from `splitting.split_and_load`.
 
 `Replicas` owns copies 1.. of the model; replica 0 is the user's own model, moved to ``devices[0]``, so that an
 optimizer made from ``model.parameters()`` keeps working. On several accelerators each device has a thread for
@@ -11,7 +13,7 @@ after the other, because torch already uses all cores there and the default gene
 What can go wrong: more shards than replicas, sizes that are not as many as the shards, an absent device: ValueErrors.
 An exception in one replica is raised by `run` after all threads have ended.
 
-Source of the idea: ``mxnet.gluon.utils.split_and_load`` and ``mxnet.gluon.Trainer``.
+Source of the idea: ``mxnet.gluon.Trainer``.
 """
 
 from __future__ import annotations
@@ -20,177 +22,13 @@ import contextvars
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.stacking import is_numbers
-from sharded_loader.data.structure import (
-    dataclass_fields,
-    is_dataclass_instance,
-    map_leaves,
-    rebuild_dataclass,
-    rebuild_mapping,
-    rebuild_sequence,
-    to_torch,
-)
-from sharded_loader.devices.names import find_devices, indexed
-
-DeviceLike = str | int | torch.device
-
-
-def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
-    """Cut a batch into slices along one axis; the first ones are one row larger where it must be.
-
-    Args:
-        data: a tensor, an array (becomes a tensor of its dtype), a list of numbers, or a structure of tensors
-            and lists of strings, all with the same number of rows.
-        num_slice: how many slices.
-        batch_axis: the axis of the rows.
-        even_split: refuse rows that ``num_slice`` does not divide.
-
-    Returns:
-        ``num_slice`` views (empty ones where there are fewer rows), each of the structure of ``data``.
-
-    Raises:
-        ValueError: ``num_slice`` < 1; no such axis; not even, with ``even_split``; parts of different length.
-
-    Example:
-        >>> [len(part) for part in split_data(torch.arange(10), 4, even_split=False)]
-        [3, 3, 2, 2]
-    """
-    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
-        raise ValueError(f"num_slice is {num_slice!r}: give an int of 1 or more")
-    tree = _as_batch(data)
-    shapes = list(_row_shapes(tree, batch_axis))
-    if not shapes:
-        raise ValueError(f"a {type(data).__name__} has no rows to split: give tensors, arrays, or a structure of them")
-    for shape, axis in shapes:
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
-    size = shapes[0][0][shapes[0][1]]
-    for shape, axis in shapes:
-        if shape[axis] != size:
-            raise ValueError(
-                f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
-                f"{shape}: split only what has one row per sample"
-            )
-    if even_split and size % num_slice:
-        raise ValueError(
-            f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
-            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven partitioning "
-            "of data."
-        )
-    each, larger = divmod(size, num_slice)
-    bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
-    return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
-
-
-def _as_batch(data: Any) -> Any:
-    """The batch with tensors; a list of numbers is one array, as in default batchify."""
-    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
-        return to_torch(default_batchify_fn.assemble(data, np.empty))
-    return to_torch(data)
-
-
-def _is_row_list(tree: Any) -> bool:
-    """A batch field of strings or objects: one entry per sample."""
-    structure = (torch.Tensor, np.ndarray, list, tuple, Mapping)
-    return type(tree) is list and not any(isinstance(x, structure) or is_dataclass_instance(x) for x in tree)
-
-
-def _children(tree: Any) -> list[Any]:
-    if isinstance(tree, Mapping):
-        return list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return list(tree)
-    return [value for _, value in dataclass_fields(tree)] if is_dataclass_instance(tree) else []
-
-
-def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The shape and batch axis of every part that has rows."""
-    if isinstance(tree, (torch.Tensor, np.ndarray)):
-        yield tuple(tree.shape), axis
-    elif _is_row_list(tree):
-        yield (len(tree),), 0
-    else:
-        for child in _children(tree):
-            yield from _row_shapes(child, axis)
-
-
-def _slice_rows(tree: Any, begin: int, end: int, axis: int) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.narrow(axis, begin, end - begin)
-    if isinstance(tree, np.ndarray):  # of strings or dates, which torch lacks
-        return tree[(slice(None),) * (axis % tree.ndim) + (slice(begin, end),)]
-    if _is_row_list(tree):
-        return tree[begin:end]
-    if isinstance(tree, Mapping):
-        return rebuild_mapping(tree, {key: _slice_rows(value, begin, end, axis) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        return rebuild_sequence(tree, [_slice_rows(child, begin, end, axis) for child in tree])
-    if is_dataclass_instance(tree):
-        return rebuild_dataclass(tree, [(n, _slice_rows(v, begin, end, axis)) for n, v in dataclass_fields(tree)])
-    return tree
-
-
-def split_and_load(
-    data: Any,
-    devices: Sequence[DeviceLike] | str | None = None,
-    batch_axis: int = 0,
-    even_split: bool = True,
-    *,
-    ctx_list: Sequence[DeviceLike] | None = None,
-) -> list[Any]:
-    """Cut a batch into one slice per device and put each on its device, with no detour through another.
-
-    Args:
-        data: as for `split_data`; dtypes are kept.
-        devices: names, indices or `torch.device` objects, or ``"auto"``: all visible accelerators, else the CPU.
-        batch_axis: the axis of the rows.
-        even_split: refuse rows that the number of devices does not divide.
-        ctx_list: Gluon's name for ``devices``.
-
-    Returns:
-        One slice per device; with fewer rows than devices (and ``even_split=False``) fewer slices.
-
-    Raises:
-        ValueError: as `split_data`; a batch without rows; a device that is not there.
-        TypeError: neither or both of ``devices`` and ``ctx_list``.
-
-    Example:
-        >>> [x.tolist() for x in split_and_load([1, 2, 3], ["cpu", "cpu"], even_split=False)]
-        [[1, 2], [3]]
-
-    Source of the idea: ``mxnet.gluon.utils.split_and_load``.
-    """
-    if (devices is None) == (ctx_list is None):
-        raise TypeError("split_and_load needs devices (ctx_list is Gluon's name for the same): give exactly one")
-    placed = _resolve(devices if ctx_list is None else ctx_list)
-    slices = split_data(data, len(placed), batch_axis, even_split)
-    rows = [next(_row_shapes(part, batch_axis)) for part in slices]
-    filled = [part for part, (shape, axis) in zip(slices, rows, strict=True) if shape[axis]]
-    if not filled:
-        raise ValueError("the batch has no rows: leave empty batches out of the sampler")
-    # Slices are filled from the front, so the first len(filled) devices have work.
-    return [map_leaves(_mover(device), part) for part, device in zip(filled, placed, strict=False)]
-
-
-def _mover(device: torch.device) -> Callable[[Any], Any]:
-    # To the host an asynchronous copy would be read before it has arrived.
-    asynchronous = device.type != "cpu"
-    return lambda leaf: leaf.to(device, non_blocking=asynchronous) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _resolve(devices: Any) -> list[torch.device]:
-    """The devices that are meant, each with its index, so that equal ones compare equal."""
-    found, _ = find_devices(None, devices)
-    return [indexed(device) for device in found or ()]
+from sharded_loader.devices.names import DeviceLike, device_list
 
 
 class Replicas:
@@ -205,6 +43,7 @@ class Replicas:
         ValueError: no devices, a device that is not there, a model whose lazy parameters have no shape yet.
 
     Example:
+        >>> from sharded_loader import split_and_load
         >>> model = torch.nn.Linear(2, 1)
         >>> replicas = Replicas(model, ["cpu", "cpu"])
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -226,7 +65,7 @@ class Replicas:
     def __init__(self, model: torch.nn.Module, devices: Sequence[DeviceLike] | str) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Replicas was given a {type(model).__name__} as model: give a torch.nn.Module")
-        self.devices = _resolve(devices)
+        self.devices = device_list(devices)
         if any(torch.nn.parameter.is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
             raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")
         copies = [copy.deepcopy(model) for _ in self.devices[1:]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import os
 import re
 import sys
@@ -23,8 +24,8 @@ from sharded_loader.execution.pools.starting import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
-# Exempt: CUDA's driver keeps its devices open until the process ends, matplotlib its fonts.
-KEPT_OPEN = re.compile(r"^/dev/nvidia|\.ttf$")
+# Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.
+KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvidia|\.ttf$")
 PATIENCE = 3.0
 
 PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
@@ -251,6 +252,9 @@ def cuda() -> Any:
     """The first GPU; what CUDA opens and starts at its first use is there before a test is watched."""
     import torch
 
+    from sharded_loader.devices.pinning import Registrar
+    from sharded_loader.devices.streams import Streams
+
     device = torch.device("cuda", 0)
     with torch.cuda.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of cuBLAS, in the thread of the backward pass: once in a process
@@ -259,4 +263,9 @@ def cuda() -> Any:
         with torch.cuda.stream(torch.cuda.Stream(device)), torch.autocast("cuda", dtype=torch.bfloat16):
             model(pinned.to(device, non_blocking=True)).sum().backward()
         torch.cuda.synchronize(device)
+        locked = mmap.mmap(-1, 1 << 16)
+        undo = Registrar(Streams(device), lambda: None).register(locked)
+        if undo is not None:
+            undo()
+        locked.close()
     return device

@@ -154,10 +154,11 @@ class Lane:
 
     def drain(self) -> None:
         """Wait until all copies are done."""
-        while self.kept:
-            event, _ = self.kept[0]
-            self._streams.block(event)
-            self.kept.popleft()
+        with self._lock:  # or another thread's `begin` would take out what is waited for, and this its next
+            while self.kept:
+                event, _ = self.kept[0]
+                self._streams.block(event)
+                self.kept.popleft()
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""

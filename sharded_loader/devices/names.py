@@ -1,6 +1,7 @@
 """Which devices the user means.
 
     device=, devices=  --find_devices-->  torch.device objects, or None for host memory
+    a list, or "auto"  --device_list-->   torch.device objects, each with its number
 
 What can go wrong: a device that is not there, an int alone, an empty list (ValueError, TypeError; the messages list
 the devices that there are). Looking creates no context on any device.
@@ -12,6 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+DeviceLike = str | int | torch.device
+"""What names a device."""
 
 
 def accelerators() -> list[torch.device]:
@@ -86,6 +90,29 @@ def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, 
     if not devices:
         raise ValueError('devices is empty; name at least one, or give "auto"')
     return [find_device(one) for one in devices], True
+
+
+def device_list(devices: Any) -> list[torch.device]:
+    """The devices that a list means, or ``"auto"``, each with its number, so that equal ones compare equal.
+
+    Raises:
+        ValueError, TypeError: one device instead of a list, an int alone, an empty list, or an unknown device.
+
+    Example:
+        >>> device_list(["cpu", "cpu"])
+        [device(type='cpu'), device(type='cpu')]
+    """
+    if isinstance(devices, int):
+        raise ValueError(
+            f"devices is {devices!r}: an int alone could be an index or a count; give a list, such as [0, 1], "
+            f'or "auto" for all'
+        )
+    if isinstance(devices, (str, torch.device)) and devices != "auto":
+        raise TypeError(
+            f'devices is {str(devices)!r}, which is one: give a list, [{str(devices)!r}], or "auto" for all'
+        )
+    found, _ = find_devices(None, devices)
+    return [indexed(device) for device in found or ()]
 
 
 def indexed(device: torch.device) -> torch.device:

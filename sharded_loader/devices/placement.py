@@ -18,6 +18,7 @@ cached is given back, and the copy is tried again; if that fails, it is that bat
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,12 +73,17 @@ class Placement:
             self._registrar = Registrar(_streams(self.asynchronous[0]), self.closer())
         return self._registrar.register(mapping)
 
+    def settle(self) -> None:
+        """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
+        if self.asynchronous and self._memory is None:
+            self._memory = PinnedMemory(_streams(self.asynchronous[0]))
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """Memory for the batches of threads, and of the loop itself: pinned, if they are going to be copied."""
         if not self.asynchronous:
             return np.empty(shape, dtype)
-        if self._memory is None:
-            self._memory = PinnedMemory(_streams(self.asynchronous[0]))
+        self.settle()
+        assert self._memory is not None  # it has been settled
         return self._memory.empty(shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
@@ -127,8 +133,8 @@ class Placement:
 
     def closer(self) -> Callable[[], None]:
         """What waits for the copies under way, as a function that does not hold this object."""
-        lanes = self._lanes
-        return lambda: _drain(lanes)
+        lanes, pid = self._lanes, os.getpid()
+        return lambda: _drain(lanes, pid)
 
     def send(self, device: torch.device, shards: list[Any]) -> Any:
         """Begin to copy some shards, of tensors, to one device.
@@ -174,9 +180,10 @@ def _streams(device: torch.device) -> Streams:
     return found
 
 
-def _drain(lanes: dict[torch.device, Lane]) -> None:
-    for lane in list(lanes.values()):
-        lane.drain()
+def _drain(lanes: dict[torch.device, Lane], pid: int) -> None:
+    if os.getpid() == pid:  # a child that the user has forked has neither the device nor who might hold a lock
+        for lane in list(lanes.values()):
+            lane.drain()
 
 
 def _pin(leaf: Any) -> Any:

@@ -20,6 +20,12 @@ OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
 """What torch raises when an accelerator has no memory left; also called torch.OutOfMemoryError, from 2.5 on."""
 
 
+_GATHERED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
+_GATHERED |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Rows of other dtypes (unsigned, 8-bit floats) are gathered as these: not every torch has a kernel of theirs."""
+
+
 class Streams:
     """One accelerator, as far as copies to it are concerned.
 
@@ -104,7 +110,10 @@ class Streams:
             column: on the device.
             rows: their numbers, on the device.
         """
-        return column.index_select(0, rows)
+        dtype = column.dtype
+        if dtype in _GATHERED:
+            return column.index_select(0, rows)
+        return column.view(_WORDS[column.itemsize]).index_select(0, rows).view(dtype)
 
     def empty_cache(self) -> None:
         """Give unused memory back to the device."""

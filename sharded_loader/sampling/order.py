@@ -309,11 +309,6 @@ def _seed_of(sampler: Any) -> int | None:
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
-    if isinstance(batch_sampler, int):
-        raise TypeError(
-            f"batch_sampler is {batch_sampler!r}: the arguments after sampler do not come in torch's order: "
-            "write their names, num_workers= for example"
-        )
     if batch_sampler is not None:
         if isinstance(batch_sampler, int):
             raise TypeError(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ def records_of(workload: str, **values: list[float]) -> list[Record]:
         (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
-        (Bar("resident", "streamed", 20), {"streamed": [1e6]}, None, None),
+        (Bar("resident 256", "streamed", 20), {"streamed": [1e6]}, None, None),
     ],
 )
 def test_bars(bar: Bar, values: dict[str, list[float]], measured: float | None, met: bool | None) -> None:
@@ -60,7 +63,7 @@ def test_every_bar_is_about_something_that_the_parts_measure() -> None:
     columns = {table.prefix: table.columns for table in gpu_report.TABLES}
     assert set(columns) == set(gpu_parts.PARTS)
     for bar in gpu_report.BARS:
-        assert bar.workload in names | {"step", "resident"}
+        assert bar.workload in names | {"step"} | {f"resident {size}" for size in scale.gathered}
         assert {"ours", bar.of or "ours"} <= set(columns[bar.workload.split()[0]])
 
 
@@ -86,10 +89,10 @@ def test_a_part_that_was_not_measured_has_no_table() -> None:
 
 
 def test_the_report_names_the_device_and_counts_the_bars() -> None:
-    records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident", ours=[2.0], streamed=[1.0])
+    records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident 256", ours=[2.0], streamed=[1.0])
     text = gpu_report.whole(records, ABOUT, is_gpu=True)
     assert "Some GPU, 80 GB, driver 1.2, cpus 16" in text
-    assert "Bars: 1 met, 1 not met, 8 not measured." in text
+    assert "Bars: 1 met, 1 not met, 9 not measured." in text
     assert gpu_report.NO_GPU not in text
     assert text.count("**") == 2 * 2
 
@@ -178,7 +181,12 @@ def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.
     assert "needs a GPU" in shown
     written = json.loads((tmp_path / "gpu.json").read_text())
     values = {(r["workload"], r["loader"]) for r in written["records"] if r["value"]}
-    assert {("host 65 KB", "next()"), ("resident", "ours"), ("resident", "streamed"), ("shards", "one")} <= values
+    assert {
+        ("host 65 KB", "next()"),
+        ("resident 64", "ours"),
+        ("resident 256", "streamed"),
+        ("shards", "one"),
+    } <= values
     assert [r["error"] for r in written["records"] if r["error"]] == ["needs a GPU"]
     # Numbers of a CPU do not get among those of GPUs.
     assert "as it was" in (tmp_path / "README.md").read_text()
@@ -188,6 +196,63 @@ def test_the_program_runs_with_the_cpu_for_a_gpu(tmp_path: Path, capsys: pytest.
 def test_without_the_device_there_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cuda:99"]) == 2
     assert "--device cuda:99: torch sees" in capsys.readouterr().err
+
+
+HANGING = """
+import sys, time
+from benchmarks import gpu
+def hang(run):
+    run.keep("bus 16 MB", "ours", 0, 5e9)
+    time.sleep(100)
+gpu.PARTS["bus"], gpu.GRACE = hang, 0.5
+gpu.main(["--device", "cpu", "--only", "bus", "--budget", sys.argv[1], "--out", sys.argv[2]], watched=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["the budget is over", "it is told to end"])
+def test_one_that_is_cut_off_shows_what_there_is(tmp_path: Path, end: str) -> None:
+    told = end == "it is told to end"
+    command = [sys.executable, "-c", HANGING, "100" if told else "0.5", str(tmp_path)]
+    root = Path(report.__file__).parent.parent
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "gpu.json").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        if told:
+            process.terminate()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == (0 if told else 1)
+    assert "5 GB/s" in out
+    assert "5 GB/s" in (tmp_path / "gpu.md").read_text()
+    assert ("in hang" in err) is not told
+    assert ("interrupted after 1 measurements" in err) is told
+
+
+PRETENDED = """
+import dataclasses, sys
+import pretend_cuda
+pretend_cuda.install()
+from benchmarks import gpu, gpu_parts
+gpu.QUICK = dataclasses.replace(gpu_parts.SMOKE, rounds=2)
+sys.exit(gpu.main(["--quick", "--workers", "1", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -> None:
+    """What is written for a GPU alone is run here too, so that no minute of a real one is spent on a slip."""
+    root = Path(report.__file__).parent.parent
+    path = os.pathsep.join([str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, env = [sys.executable, "-c", PRETENDED, str(tmp_path)], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "gpu.json").read_text())["records"]
+    assert [record for record in records if record["error"]] == []
+    names = {(record["workload"].split()[0], record["loader"]) for record in records}
+    for table in gpu_report.TABLES:
+        assert {(table.prefix, loader) for loader in table.columns} <= names
+    assert "pretended" in done.stdout
 
 
 def test_the_network_takes_the_images() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.devices import placement
 from sharded_loader.devices.lane import HOST_AHEAD, Lane
 from sharded_loader.execution.pools.base import Pool
 
@@ -189,6 +192,60 @@ def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_don
     machine.finish()
     assert mine.sum() == 0
     lane.drain()
+
+
+def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a `close` from elsewhere: a copy that nobody has waited for must not be forgotten."""
+    lane = Lane(SimulatedStreams(machine, machine.devices[0]))
+    lane.finish(lane.begin([torch.arange(1000)]))
+    other = threading.Thread(target=lambda: lane.finish(lane.begin([torch.arange(1000)])))
+    block = SimulatedStreams.block
+
+    def slow(streams: SimulatedStreams, event: Any) -> None:
+        block(streams, event)
+        if not other.ident:
+            other.start()
+            other.join(0.1)
+
+    monkeypatch.setattr(SimulatedStreams, "block", slow)
+    lane.drain()
+    other.join()
+    ((event, _),) = lane.kept
+    assert not event.passed
+    lane.drain()
+
+
+def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = placement.Placement([machine.devices[0]], pin_memory=False)
+    placed.finish(placed.begin([np.arange(1000)], sharded=False))
+    close, pid = placed.closer(), os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: pid + 1)
+        close()
+    assert machine.blocked == 0
+    close()
+    assert machine.blocked == 1
+
+
+def test_the_device_is_asked_for_by_the_consumer_s_thread_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, worker_pool: Pool
+) -> None:
+    """In a thread that reads, ``cuda`` is the first one, whatever the user has set."""
+    asked: list[threading.Thread] = []
+
+    def indexed(device: torch.device) -> torch.device:
+        asked.append(threading.current_thread())
+        return machine.devices[1]
+
+    monkeypatch.setattr(placement, "indexed", indexed)
+    with ShardedDataLoader(dataset(), 8, device=machine.devices[0], pool=worker_pool) as loader:
+        for _ in range(2):
+            list(loader)
+    assert set(asked) == {threading.current_thread()}
 
 
 def test_nothing_is_shared_between_the_streams_of_two_devices(machine: Machine) -> None:

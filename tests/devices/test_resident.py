@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from simulated import Machine
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.devices.streams import Streams
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -208,3 +210,14 @@ def test_what_cannot_be_resident_is_refused_or_with_auto_read_as_always(
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match='it must be True, False or "auto"'):
         ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device="cpu", resident=value)
+
+
+@pytest.mark.parametrize("name", ["float32", "bool", "complex64", "uint16", "uint32", "uint64", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(12,), (12, 3)])
+def test_rows_of_every_dtype_are_gathered(name: str, shape: tuple[int, ...]) -> None:
+    """On the CPU, which has no kernels for some of them either."""
+    dtype: torch.dtype = getattr(torch, name)
+    column = (torch.arange(36)[: math.prod(shape)] % 7).reshape(shape).to(dtype)
+    taken = Streams.take(None, column, torch.tensor([11, 0, 3]))  # type: ignore[arg-type]
+    assert taken.dtype == dtype
+    assert taken.tolist() == [column.tolist()[row] for row in (11, 0, 3)]

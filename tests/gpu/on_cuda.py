@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ SHORT, LONG = 20_000, 800_000
 
 SECONDS = 1_500_000_000
 """Cycles: about a second, whatever the clock."""
+
+PART = int(os.environ.get("GPU_TESTS_PART", "1"))
+"""One of so many steps is done: to try the tests where a GPU is only pretended."""
 
 needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a GPU")
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")

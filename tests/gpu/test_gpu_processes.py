@@ -16,7 +16,7 @@ from conftest import PROCESS_POOLS, make_pool
 from on_cuda import needs_cuda, needs_two
 
 from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
-from sharded_loader.parallel import split_and_load
+from sharded_loader.splitting import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
@@ -90,10 +90,14 @@ NO_OTHER_CONTEXT = """
 import numpy, torch
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
-for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
-    with ShardedDataLoader(data, 8, device="cuda:1", **options) as loader:
-        for batch in loader:
-            assert batch.device.index == 1
+def read(device):
+    for options in ({"pool": ProcessPool(2)}, {"thread_pool": True, "num_workers": 2}, {}, {"resident": True}):
+        with ShardedDataLoader(data, 8, device=device, **options) as loader:
+            for batch in loader:
+                assert batch.device.index == 1
+read("cuda:1")
+torch.cuda.set_device(1)
+read("cuda")
 torch.cuda.synchronize(1)
 assert torch._C._cuda_hasPrimaryContext(1)
 assert not torch._C._cuda_hasPrimaryContext(0)

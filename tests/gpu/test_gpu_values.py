@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_cuda import OnCuda, host_values, lanes_of, needs_cuda, sleep
+from on_cuda import PART, OnCuda, host_values, lanes_of, needs_cuda, sleep
 from stress import order_of, rows, stress
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.devices.pinning import address_of
+from sharded_loader.devices.streams import Streams
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.memory.arena import Arena
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
-COUNT, WIDTH, BATCH, STEPS = 1024, 16_384, 32, 2000  # 2 MB per batch
+COUNT, WIDTH, BATCH, STEPS = 1024, 16_384, 32, 2000 // PART  # 2 MB per batch
+EPOCHS = max(1, 20 // PART)
 
 
 def loader_of(**options: Any) -> ShardedDataLoader:
@@ -35,7 +38,7 @@ def test_2000_batches_are_intact_under_stress(cuda: torch.device, pool: Pool) ->
 def test_they_are_on_a_stream_that_the_user_has_chosen(cuda: torch.device, worker_pool: Pool) -> None:
     target = OnCuda(cuda, COUNT, WIDTH)
     with loader_of(device=cuda, pool=worker_pool) as loader, torch.cuda.stream(torch.cuda.Stream(cuda)):
-        _, differing = stress(target, loader, 500, seed=5)
+        _, differing = stress(target, loader, STEPS // 4, seed=5)
     assert differing == 0
 
 
@@ -44,7 +47,7 @@ def test_they_are_while_the_stream_changes_from_batch_to_batch(cuda: torch.devic
     target, rng = OnCuda(cuda, COUNT, WIDTH), random.Random(6)
     streams = [torch.cuda.current_stream(cuda), torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
     with loader_of(device=cuda, pool=worker_pool) as loader:
-        for epoch in range(20):
+        for epoch in range(EPOCHS):
             loader.set_epoch(epoch)
             target.begin_epoch(order_of(loader, epoch))
             batches = iter(loader)
@@ -56,7 +59,7 @@ def test_they_are_while_the_stream_changes_from_batch_to_batch(cuda: torch.devic
                     del batch
                     target.delay(rng, loader)
                     target.poison(shapes)
-    assert target.wrong() == (20 * COUNT // BATCH, 0)
+    assert target.wrong() == (EPOCHS * COUNT // BATCH, 0)
 
 
 @pytest.mark.parametrize("where", ["the current stream", "a side stream"])
@@ -83,29 +86,31 @@ def test_the_users_own_copies_of_pinned_batches_are_intact(cuda: torch.device, p
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    early, given = [], 0
-    pool = ProcessPool(2)
-    loader = loader_of(device=cuda, pool=pool)
-    give = Arena.give
+    early, given, copies = [], 0, []
+    give, copy = Arena.give, Streams.copy
+
+    def noted(streams: Streams, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy(streams, target, source)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(cuda))
+        copies.append((source.data_ptr(), event))
 
     def watched(arena: Arena, slot: Any) -> None:
         nonlocal given
-        given += 1
-        mapping = arena.segments[slot.segment].mapping
-        start = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0] + slot.offset
-        for lane in lanes_of(loader):
-            for event, sources in list(lane.kept):
-                inside = [s for s in sources if start <= s.data_ptr() < start + slot.nbytes]
-                if inside and not event.query():
-                    early.append(slot)
+        start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
+        mine = [item for item in copies if start <= item[0] < start + slot.nbytes]
+        given += bool(mine)
+        early.extend(slot for _, event in mine if not event.query())
+        copies[:] = [item for item in copies if item not in mine]
         give(arena, slot)
 
+    monkeypatch.setattr(Streams, "copy", noted)
     monkeypatch.setattr(Arena, "give", watched)
-    with loader:
+    with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
         for _ in range(5):
             for _ in loader:
                 with torch.cuda.stream(lanes_of(loader)[0]._stream):
-                    sleep(200_000)
+                    sleep(4_000_000)  # the host is two milliseconds ahead
         torch.cuda.synchronize(cuda)
     assert given > 20
     assert early == []
@@ -135,18 +140,22 @@ def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) 
     assert first["a"].tolist() == shared.tolist()
 
 
-@pytest.mark.parametrize("name", ["bool", "uint8", "int16", "uint16", "float16", "float64", "complex64", "bfloat16"])
+DTYPES = ["bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64", "complex64", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "float8_e5m2"])
 @pytest.mark.parametrize("resident", [False, True])
 def test_every_dtype_arrives(cuda: torch.device, name: str, resident: bool) -> None:
-    values = torch.arange(64).reshape(16, 4)
-    column: Any = (values % 2).to(torch.bool) if name == "bool" else values.to(getattr(torch, name))
+    values = (torch.arange(64) % (2 if name == "bool" else 64)).to(getattr(torch, name))
+    column = ArrayDataset(values.reshape(16, 4), values[:16])
     with (
-        ShardedDataLoader(ArrayDataset(column), 5, device=cuda, resident=resident) as loader,
-        ShardedDataLoader(ArrayDataset(column), 5) as host,
+        ShardedDataLoader(column, 5, device=cuda, resident=resident) as loader,
+        ShardedDataLoader(column, 5) as host,
     ):
         for found, wanted in zip(loader, host, strict=True):
-            assert (found.dtype, found.device) == (column.dtype, cuda)
-            assert found.tolist() == wanted.tolist()
+            for one, other in zip(found, wanted, strict=True):
+                assert (one.dtype, one.device) == (values.dtype, cuda)
+                assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("stream", ["the default stream", "a stream of the user's"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader.parallel import split_and_load, split_data
+from sharded_loader.splitting import split_and_load, split_data
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "split_data.json").read_text())}
 X = np.arange(20, dtype=np.int32).reshape(10, 2)
@@ -70,10 +70,11 @@ def test_each_slice_goes_to_its_device():
         (lambda: split_data({"a": X, "b": X[:3]}, 1), ValueError, "different lengths"),
         (lambda: split_data(3, 1), ValueError, "no rows"),
         (lambda: split_and_load(X[:0], ["cpu"]), ValueError, "no rows"),
-        (lambda: split_and_load(X), TypeError, "exactly one"),
-        (lambda: split_and_load(X, ["cpu"], ctx_list=["cpu"]), TypeError, "exactly one"),
+        (lambda: split_and_load(X), TypeError, "not told where to: give devices"),
+        (lambda: split_and_load(X, ["cpu"], ctx_list=["cpu"]), TypeError, "Gluon's name for the same: give one"),
         (lambda: split_and_load(X, []), ValueError, "empty"),
-        (lambda: split_and_load(X, 2), ValueError, "int alone"),
+        (lambda: split_and_load(X, 2), ValueError, r"int alone.*give a list, such as \[0, 1\], or"),
+        (lambda: split_and_load(X, "cpu"), TypeError, r"which is one: give a list, \['cpu'\]"),
         (lambda: split_and_load(X, ["gpu0"]), ValueError, "gpu0.*sees: cpu"),
         (lambda: split_and_load(X, ["cuda:99"]), ValueError, "cuda:99.*sees: cpu"),
         (lambda: split_and_load(X, [99]), ValueError, "99.*sees: cpu"),

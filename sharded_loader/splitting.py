@@ -1,0 +1,179 @@
+"""Cut a batch into slices of rows, one for each device.
+
+    batch -> split_data -> views -> split_and_load -> slices[i] on devices[i]
+
+A batch is a tensor, an array, or any structure of them; lists of strings are cut too. Cutting copies nothing, and a
+slice goes straight to its device.
+
+What can go wrong: an uneven split where it has to be even, parts of different lengths, no rows, an absent device:
+ValueErrors.
+
+Source of the idea: ``mxnet.gluon.utils.split_data`` and ``split_and_load``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from sharded_loader.data.default import default_batchify_fn
+from sharded_loader.data.stacking import is_numbers
+from sharded_loader.data.structure import (
+    dataclass_fields,
+    is_dataclass_instance,
+    map_leaves,
+    rebuild_dataclass,
+    rebuild_mapping,
+    rebuild_sequence,
+    to_torch,
+)
+from sharded_loader.devices.names import DeviceLike, device_list
+
+
+def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+    """Cut a batch into slices along one axis; the first ones are one row larger where it must be.
+
+    Args:
+        data: a tensor, an array (becomes a tensor of its dtype), a list of numbers, or a structure of tensors
+            and lists of strings, all with the same number of rows.
+        num_slice: how many slices.
+        batch_axis: the axis of the rows.
+        even_split: refuse rows that ``num_slice`` does not divide.
+
+    Returns:
+        ``num_slice`` views (empty ones where there are fewer rows), each of the structure of ``data``.
+
+    Raises:
+        ValueError: ``num_slice`` < 1; no such axis; not even, with ``even_split``; parts of different length.
+
+    Example:
+        >>> [len(part) for part in split_data(torch.arange(10), 4, even_split=False)]
+        [3, 3, 2, 2]
+    """
+    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
+        raise ValueError(f"num_slice is {num_slice!r}: give an int of 1 or more")
+    tree = _as_batch(data)
+    shapes = list(_row_shapes(tree, batch_axis))
+    if not shapes:
+        raise ValueError(f"a {type(data).__name__} has no rows to split: give tensors, arrays, or a structure of them")
+    for shape, axis in shapes:
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
+    size = shapes[0][0][shapes[0][1]]
+    for shape, axis in shapes:
+        if shape[axis] != size:
+            raise ValueError(
+                f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
+                f"{shape}: split only what has one row per sample"
+            )
+    if even_split and size % num_slice:
+        raise ValueError(
+            f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
+            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven partitioning "
+            "of data."
+        )
+    each, larger = divmod(size, num_slice)
+    bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
+    return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
+
+
+def _as_batch(data: Any) -> Any:
+    """The batch with tensors; a list of numbers is one array, as in default batchify."""
+    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
+        return to_torch(default_batchify_fn.assemble(data, np.empty))
+    return to_torch(data)
+
+
+def _is_row_list(tree: Any) -> bool:
+    """A batch field of strings or objects: one entry per sample."""
+    structure = (torch.Tensor, np.ndarray, list, tuple, Mapping)
+    return type(tree) is list and not any(isinstance(x, structure) or is_dataclass_instance(x) for x in tree)
+
+
+def _children(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    return [value for _, value in dataclass_fields(tree)] if is_dataclass_instance(tree) else []
+
+
+def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The shape and batch axis of every part that has rows."""
+    if isinstance(tree, (torch.Tensor, np.ndarray)):
+        yield tuple(tree.shape), axis
+    elif _is_row_list(tree):
+        yield (len(tree),), 0
+    else:
+        for child in _children(tree):
+            yield from _row_shapes(child, axis)
+
+
+def _slice_rows(tree: Any, begin: int, end: int, axis: int) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.narrow(axis, begin, end - begin)
+    if isinstance(tree, np.ndarray):  # of strings or dates, which torch lacks
+        return tree[(slice(None),) * (axis % tree.ndim) + (slice(begin, end),)]
+    if _is_row_list(tree):
+        return tree[begin:end]
+    if isinstance(tree, Mapping):
+        return rebuild_mapping(tree, {key: _slice_rows(value, begin, end, axis) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return rebuild_sequence(tree, [_slice_rows(child, begin, end, axis) for child in tree])
+    if is_dataclass_instance(tree):
+        return rebuild_dataclass(tree, [(n, _slice_rows(v, begin, end, axis)) for n, v in dataclass_fields(tree)])
+    return tree
+
+
+def split_and_load(
+    data: Any,
+    devices: Sequence[DeviceLike] | str | None = None,
+    batch_axis: int = 0,
+    even_split: bool = True,
+    *,
+    ctx_list: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Cut a batch into one slice per device and put each on its device, with no detour through another.
+
+    Args:
+        data: as for `split_data`; dtypes are kept.
+        devices: names, indices or `torch.device` objects, or ``"auto"``: all visible accelerators, else the CPU.
+        batch_axis: the axis of the rows.
+        even_split: refuse rows that the number of devices does not divide.
+        ctx_list: Gluon's name for ``devices``.
+
+    Returns:
+        One slice per device; with fewer rows than devices (and ``even_split=False``) fewer slices.
+
+    Raises:
+        ValueError: as `split_data`; a batch without rows; a device that is not there.
+        TypeError: neither or both of ``devices`` and ``ctx_list``.
+
+    Example:
+        >>> [x.tolist() for x in split_and_load([1, 2, 3], ["cpu", "cpu"], even_split=False)]
+        [[1, 2], [3]]
+
+    Source of the idea: ``mxnet.gluon.utils.split_and_load``.
+    """
+    if devices is None and ctx_list is None:
+        raise TypeError('split_and_load was not told where to: give devices, such as ["cuda:0", "cuda:1"], or "auto"')
+    if devices is not None and ctx_list is not None:
+        raise TypeError("split_and_load was given devices and ctx_list, which is Gluon's name for the same: give one")
+    placed = device_list(devices if ctx_list is None else ctx_list)
+    slices = split_data(data, len(placed), batch_axis, even_split)
+    rows = [next(_row_shapes(part, batch_axis)) for part in slices]
+    filled = [part for part, (shape, axis) in zip(slices, rows, strict=True) if shape[axis]]
+    if not filled:
+        raise ValueError("the batch has no rows: leave empty batches out of the sampler")
+    # Slices are filled from the front, so the first len(filled) devices have work.
+    return [map_leaves(_mover(device), part) for part, device in zip(filled, placed, strict=False)]
+
+
+def _mover(device: torch.device) -> Callable[[Any], Any]:
+    # To the host an asynchronous copy would be read before it has arrived.
+    asynchronous = device.type != "cpu"
+    return lambda leaf: leaf.to(device, non_blocking=asynchronous) if isinstance(leaf, torch.Tensor) else leaf

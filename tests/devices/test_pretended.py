@@ -1,0 +1,26 @@
+"""The tests for a GPU, run to their ends where one is only pretended: a slip in them would waste a real one's time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHOSEN = "not (spawn or forkserver or thread) or thread_gets or threads_put"
+HERE = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("part", ["host", "pinning", "processes", "values"])
+def test_the_tests_for_a_gpu_pass_on_a_pretended_one(part: str) -> None:
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "pretend_cuda", "-p", "no:cacheprovider"]
+    command += [str(HERE / "gpu" / f"test_gpu_{part}.py"), "-k", CHOSEN]
+    env = {**os.environ, "PYTHONPATH": path, "GPU_TESTS_PART": "100"}
+    done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
