@@ -152,6 +152,16 @@ class BadTravel(BadBatch):
         return FailsToPickle(rows, self.fail) if 17 in rows[:, 0] else rows
 
 
+class Wide:
+    """Samples that go through slots."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(20_000, index)
+
+
 class BadStart:
     """A worker_init_fn."""
 

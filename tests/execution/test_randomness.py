@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from random_samples import (
     jitter,
 )
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, sample_rng
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, rng, sample_rng
 from sharded_loader.execution.pools.base import Pool
+from sharded_loader.rng import SampleScope, sample_scope
 
 
 def epochs(dataset: Any, pool: Pool, count: int = 2, **options: Any) -> list[Any]:
@@ -89,3 +91,21 @@ def test_read_draws_what_the_loop_drew(pool: Pool) -> None:
     with ShardedDataLoader(Drawing(), 4, pool=pool, seed=3) as loader:
         loader.set_epoch(2)
         assert next(iter(loader))[1].tolist() == loader.read(1, epoch=2).tolist()
+
+
+def test_a_generator_costs_microseconds_and_is_made_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sample_scope(SampleScope(3, 0)) as scope:
+
+        def draw() -> None:
+            scope.at(7)
+            sample_rng()
+
+        # 7 on a free machine.
+        assert min(timeit.repeat(draw, number=100, repeat=20)) / 100 < 100e-6
+    made: list[Any] = []
+    philox = rng.philox
+    monkeypatch.setattr(rng, "philox", lambda *key: made.append(key) or philox(*key))
+    epochs(Numbers(), InlinePool())
+    assert not made
+    epochs(Drawing(), InlinePool(), 1)
+    assert len(made) == 12

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import FORK_FIRST, METHODS, PROCESS_POOLS, covering, make_pool
 from recovery_samples import (
@@ -20,6 +21,7 @@ from recovery_samples import (
     Fails,
     Parents,
     Random,
+    Wide,
     crashes,
     exits,
     killed,
@@ -33,6 +35,7 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
+from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -284,6 +287,41 @@ def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: 
                     os.kill(pid, signal.SIGKILL)
     assert len(held) == 30
     assert all(bool((batch == np.array([[2 * i], [2 * i + 1]])).all()) for i, batch in enumerate(held))
+
+
+@FORK_FIRST
+@pytest.mark.parametrize("end", ["torn", "killed", "closed"])
+def test_a_slot_is_free_only_when_its_writer_is_over(method: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[tuple[int, bool]] = []
+
+    def watched(self: Crew, handle: WorkerHandle) -> None:
+        freed.append((len(handle.slots), is_over(handle.pid)))
+        free_slots(self, handle)
+
+    free_slots = Crew.free_slots
+    monkeypatch.setattr(Crew, "free_slots", watched)
+    pool = make_pool(method, restarts=100)
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(Wide(), 2, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
+            if number in (5, 6) and end != "closed":
+                handle = pool._workers[number % 2]
+                if end == "torn":
+                    handle.link.torn = True  # as an interruption leaves it: the worker lives, and writes
+                else:
+                    os.kill(handle.pid, signal.SIGKILL)
+            elif number == 5:
+                break
+    assert sum(slots for slots, _ in freed) > 0
+    assert all(over for _, over in freed)
+
+
+def is_over(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:

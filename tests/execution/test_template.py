@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from typing import Any
 
 import pytest
 from recovery_samples import Random, values_of
@@ -33,6 +34,31 @@ def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
             pool._crew.template._process.kill()
             os.kill(pool.pids[len(got) // 4 % 2], signal.SIGKILL)
         assert got == list(range(400))
+
+
+@pytest.mark.filterwarnings("ignore:the template process:RuntimeWarning")
+def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, left = template.Template.fork, [0]
+
+    def after_a_kill(self: template.Template, number: int, conn: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            self._process.kill()
+            self._process.join()
+        return fork(self, number, conn)
+
+    monkeypatch.setattr(template.Template, "fork", after_a_kill)
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        iterator = iter(loader)
+        got = next(iterator).tolist()
+        left[0] = 3
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        got += [index for batch in iterator for index in batch.tolist()]
+        while left[0]:  # until the kernel has got round to a worker
+            list(loader)
+        assert got == list(range(40))
 
 
 def test_a_template_that_hangs_is_replaced_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

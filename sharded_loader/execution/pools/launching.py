@@ -6,7 +6,8 @@
 A forked worker has its job, but begins when a message tells it to: it has then taken the death pipe, which comes
 before, and ends with its trainer even if the user's code holds the GIL from its first line on.
 
-What can go wrong: no process, no descriptor (OSError). A template that is dead, or hangs, is replaced once.
+What can go wrong: no process, no descriptor (OSError). A template that is dead, or hangs, is replaced; those that are
+killed one after the other before they fork a worker, a few times.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from sharded_loader.execution.pools.template import Template, TemplateGone
 from sharded_loader.memory.segments import Segment
 
 
+TEMPLATES = 5
+"""How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
+
+
 def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job: NewJob) -> WorkerHandle:
     """Start worker ``number`` of ``num_workers``.
 
@@ -36,17 +41,22 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
         crew: gets the template, and has the board and the death pipe.
         new_job: what it inherits under fork; otherwise it has yet to be sent.
     """
-    try:
-        process, link = _start(number, num_workers, start_method, crew, new_job)
-    except TemplateGone as error:
-        template, crew.template = crew.template, None
-        if template is not None:
-            template.close()
-        _warn(
-            f"{error}; workers are forked from the trainer as it is now: with its threads, and with the dataset as "
-            f"it is now"
-        )
-        process, link = _start(number, num_workers, start_method, crew, new_job)
+    templates = 1
+    while True:
+        try:
+            process, link = _start(number, num_workers, start_method, crew, new_job)
+            break
+        except TemplateGone as error:
+            template, crew.template = crew.template, None
+            if template is not None:
+                template.close()
+            if templates == TEMPLATES:
+                raise
+            templates += 1
+            _warn(
+                f"{error}; workers are forked from the trainer as it is now: with its threads, and with the dataset "
+                f"as it is now"
+            )
     handle = WorkerHandle(number, process, link)
     crew.tie(process)
     if crew.board is not None:

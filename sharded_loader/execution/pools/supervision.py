@@ -209,10 +209,13 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
 
 def died_in_start(death: Death, *, hung: bool = False) -> WorkerDiedError:
     """The error for workers that cannot start; ``hung``: that were killed because they did not."""
-    fate = str(death) if not hung else f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed"
+    fate, how = f"{death}.", "It had not begun to read: it died while it started"
+    if hung:
+        fate = f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed."
+        how = "It had not begun to read: it hung while it started"
     return WorkerDiedError(
-        f"{fate}. It had not begun to read: it {'hung' if hung else 'died'} while it started, unpickled the dataset or "
-        f"ran worker_init_fn, and so did those before it; its own output on stderr may say more",
+        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; its own output on "
+        f"stderr may say more",
         worker=death.worker,
         exitcode=death.exitcode,
     )
