@@ -28,7 +28,6 @@ from sharded_loader.execution.pools.starting import forget_process, starting_wor
 from sharded_loader.execution.pools.template import Template, TemplateGone
 from sharded_loader.memory.segments import Segment
 
-
 TEMPLATES = 5
 """How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
 
