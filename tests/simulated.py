@@ -66,7 +66,7 @@ class Machine:
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
-        self.memory_bytes = (1 << 30, 1 << 30)
+        self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self._random = random.Random(seed)
         self.recorded: dict[int, list[Stream]] = {}
         self._current = threading.local()
@@ -307,5 +307,5 @@ class SimulatedStreams(Streams):
     def empty_cache(self) -> None:
         self.machine.empty_cache()
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int] | None:
         return self.machine.memory_bytes
