@@ -122,7 +122,7 @@ class Streams:
     def memory(self) -> tuple[int, int] | None:
         """Bytes free on the device, with what torch holds and does not use, and in all; None if it does not tell."""
         module = self._module
-        if not hasattr(module, "mem_get_info"):  # torch.xpu before 2.6
+        if not hasattr(module, "mem_get_info"):  # not every module, nor every version
             return None
         free, total = module.mem_get_info(self.device)
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
