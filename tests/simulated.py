@@ -7,7 +7,7 @@ allocator does it: a block that is dropped may be used again at once by work on 
 after the ends of the streams that it was recorded on.
 
 `Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
-unmapped under a copy, and so on.
+unmapped under a copy, memory pinned for a device that nobody has made current, and so on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Machine:
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
         self.refuse: int = 0
-        self.memory_bytes = (1 << 30, 1 << 30)
+        self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self._random = random.Random(seed)
         self.recorded: dict[int, list[Stream]] = {}
         self._current = threading.local()
@@ -172,7 +172,13 @@ class Machine:
         """Whether host memory is page-locked in place."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
 
+    def pins(self) -> None:
+        """Pinning makes a context on the device that is current in the thread, by default the first."""
+        if getattr(self._current, "made", None) is None:
+            self.faults.append("memory was pinned with no device made current")
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pins()
         if self.refuse:
             return self.refuse
         if address in self.registered:
@@ -181,6 +187,7 @@ class Machine:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.pins()
         nbytes = self.registered.pop(address)
         for streams in self.streams.values():
             for stream in streams:
@@ -202,7 +209,12 @@ class SimulatedStreams(Streams):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        yield
+        threads, before = self.machine._current, getattr(self.machine._current, "made", None)
+        threads.made = self.device
+        try:
+            yield
+        finally:
+            threads.made = before
 
     def new_stream(self) -> Stream:
         return self.machine.new_stream(self.device)
@@ -265,6 +277,7 @@ class SimulatedStreams(Streams):
         return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        self.machine.pins()
         array, pinned = np.frombuffer(bytearray(max(1, nbytes)), np.uint8), self.machine.pinned
         address = array.__array_interface__["data"][0]
         pinned[address] = max(1, nbytes)
@@ -294,5 +307,5 @@ class SimulatedStreams(Streams):
     def empty_cache(self) -> None:
         self.machine.empty_cache()
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int] | None:
         return self.machine.memory_bytes

@@ -180,13 +180,16 @@ class Residence:
         self._placement.make_room()
 
     def _load(self, streams: Streams) -> _OnDevice | None:
-        free, total = streams.memory()
         hosts = [to_torch(column) if isinstance(column, np.ndarray) else column for column in _columns(self._dataset)]
-        nbytes = sum(host.nbytes for host in hosts)
-        room = max(0, free - int(total * RESERVE))
-        if nbytes > room:
-            self._warn(streams, f"{nbytes:,} bytes of columns, room for {room:,}")
-            return None
+        memory = streams.memory()
+        if memory is None and not self._told:
+            return None  # whether there is room is not known, and nobody insists
+        if memory is not None:
+            free, total = memory
+            nbytes, room = sum(host.nbytes for host in hosts), max(0, free - int(total * RESERVE))
+            if nbytes > room:
+                self._warn(streams, f"{nbytes:,} bytes of columns, room for {room:,}")
+                return None
         try:
             with streams.current(), torch.inference_mode(False):
                 return _OnDevice(streams, streams.caller_stream(), [streams.load(host) for host in hosts])

@@ -119,10 +119,13 @@ class Streams:
         """Give unused memory back to the device."""
         self._module.empty_cache()
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes that are free on the device, with what torch holds and does not use; and bytes in all."""
-        free, total = self._module.mem_get_info(self.device)
-        unused = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes free on the device, with what torch holds and does not use, and in all; None if it does not tell."""
+        module = self._module
+        if not hasattr(module, "mem_get_info"):  # not every module, nor every version
+            return None
+        free, total = module.mem_get_info(self.device)
+        unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
         return int(free + unused), int(total)
 
 

@@ -242,7 +242,8 @@ sys.exit(gpu.main(["--quick", "--workers", "1", "--out", sys.argv[1]]))
 @pytest.mark.slow
 def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -> None:
     """What is written for a GPU alone is run here too, so that no minute of a real one is spent on a slip."""
-    root = Path(report.__file__).parent.parent
+    root, readme = Path(report.__file__).parent.parent, tmp_path / "README.md"
+    readme.write_text(f"{gpu_report.BEGIN}\nas it was\n{gpu_report.END}\n")
     path = os.pathsep.join([str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command, env = [sys.executable, "-c", PRETENDED, str(tmp_path)], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=100)
@@ -253,6 +254,7 @@ def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -
     for table in gpu_report.TABLES:
         assert {(table.prefix, loader) for loader in table.columns} <= names
     assert "pretended" in done.stdout
+    assert "pretended" in readme.read_text() and "as it was" not in readme.read_text()
 
 
 def test_the_network_takes_the_images() -> None:

@@ -104,6 +104,18 @@ def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
             assert ("resident on" in repr(loader)) is kept
 
 
+@pytest.mark.parametrize(("resident", "kept"), [(True, True), ("auto", False)])
+def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists(
+    machine: Machine, resident: Any, kept: bool
+) -> None:
+    machine.memory_bytes = None
+    with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident=resident) as loader:
+        batch = next(iter(loader))
+        machine.finish()
+        assert batch["label"].tolist() == list(range(16))
+        assert ("resident on" in repr(loader)) is kept
+
+
 def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
     machine: Machine, new_pool: Callable[..., Pool]
 ) -> None:
