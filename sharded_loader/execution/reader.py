@@ -25,7 +25,7 @@ from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
-from sharded_loader.rng import SampleScope, philox, sample_scope
+from sharded_loader.rng import SampleScope, current_scope, philox, reading
 
 _BAD: Any = object()
 
@@ -74,19 +74,22 @@ class Reader:
         count = 0
         if board is None:
             board = new_board()
-        with sample_scope(SampleScope(self._job.seed, task.epoch)) as scope:
-            try:
-                self._tell_epoch(task, worker)
-                if self._job.on_error == "raise":
-                    batches, count = self._read_strict(task, scope, worker, empty, board)
-                else:
-                    batches, count, lost = self._read_tolerant(task, scope, worker, empty, skipped, board)
-            except BaseException as raised:
-                if isinstance(raised, KeyboardInterrupt):
-                    if worker is None:
-                        raise
-                    raised = self._placed(raised, *_at(task, worker, board))
-                error = raised
+        before, scope = current_scope(), SampleScope(self._job.seed, task.epoch)
+        try:
+            reading.scope = scope
+            self._tell_epoch(task, worker)
+            if self._job.on_error == "raise":
+                batches, count = self._read_strict(task, scope, worker, empty, board)
+            else:
+                batches, count, lost = self._read_tolerant(task, scope, worker, empty, skipped, board)
+        except BaseException as raised:
+            if isinstance(raised, KeyboardInterrupt):
+                if worker is None:
+                    raise
+                raised = self._placed(raised, *_at(task, worker, board))
+            error = raised
+        finally:
+            reading.scope = before
         batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
         seconds = time.perf_counter() - began
         try:
@@ -106,9 +109,13 @@ class Reader:
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
-        with sample_scope(SampleScope(self._job.seed, epoch)) as scope:
+        before, scope = current_scope(), SampleScope(self._job.seed, epoch)
+        try:
+            reading.scope = scope
             scope.at(index)
             return self._dataset[index]
+        finally:
+            reading.scope = before
 
     def probe(self, task: Task, board: Board) -> None:
         """Read the samples of a task one by one and drop them, where they are else read in bulk.
@@ -119,7 +126,9 @@ class Reader:
         gather, get_items = self._gather, self._get_items
         if gather is None and get_items is None:
             return
-        with sample_scope(SampleScope(self._job.seed, task.epoch)):
+        before = current_scope()
+        try:
+            reading.scope = SampleScope(self._job.seed, task.epoch)
             for number, indices in enumerate(task.shards):
                 board[SHARD] = number
                 for ordinal, index in enumerate(_as_list(indices)):
@@ -129,6 +138,8 @@ class Reader:
                             gather([index], np.empty)
                         elif get_items is not None:
                             get_items([index])
+        finally:
+            reading.scope = before
 
     def _read_strict(
         self, task: Task, scope: SampleScope, worker: str | None, empty: Empty, board: Board

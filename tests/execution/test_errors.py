@@ -128,7 +128,8 @@ def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
             else:
                 seen.append([part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist())
         skipped = sorted(index for index, _ in loader.skipped)
-    return seen, skipped, [str(one.message) for one in warned]
+    # Python 3.12 and later warn of every fork beside threads.
+    return seen, skipped, [str(one.message) for one in warned if one.category is not DeprecationWarning]
 
 
 @covering(

@@ -15,7 +15,7 @@ from conftest import make_pool
 from injection import PUMP, InterruptAt
 from test_resume import SAMPLERS, batches, through_json
 
-from sharded_loader import ShardedDataLoader, ThreadPool, global_generators
+from sharded_loader import ShardedDataLoader, ThreadPool, global_generators, rng
 
 SAMPLING = (
     "reading.py",
@@ -105,6 +105,7 @@ def test_interrupted_anywhere_in_a_sampler_the_stream_goes_on(kind: str, at: int
         got, fired = interrupted(line, lambda: next(iterator))  # noqa: B023 - called at once
         assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
         assert not global_generators._state.turns, line  # or other threads would wait for ever
+        assert rng.current_scope() is None, line  # or sample_rng() would give the same generator for ever
         assert loader.state_dict()["epoch"] == 0
         first += [batch.tolist() for batch in got] + batches(iterator)
         second = batches(loader)

@@ -19,7 +19,7 @@ from random_samples import (
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, rng, sample_rng
 from sharded_loader.execution.pools.base import Pool
-from sharded_loader.rng import SampleScope, sample_scope
+from sharded_loader.rng import SampleScope
 
 
 def epochs(dataset: Any, pool: Pool, count: int = 2, **options: Any) -> list[Any]:
@@ -94,12 +94,14 @@ def test_read_draws_what_the_loop_drew(pool: Pool) -> None:
 
 
 def test_a_generator_costs_microseconds_and_is_made_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sample_scope(SampleScope(3, 0)) as scope:
+    scope = SampleScope(3, 0)
 
-        def draw() -> None:
-            scope.at(7)
-            sample_rng()
+    def draw() -> None:
+        scope.at(7)
+        sample_rng()
 
+    with monkeypatch.context() as patch:
+        patch.setattr(rng.reading, "scope", scope, raising=False)
         # 7 on a free machine.
         assert min(timeit.repeat(draw, number=100, repeat=20)) / 100 < 100e-6
     made: list[Any] = []
