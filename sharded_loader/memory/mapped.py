@@ -17,11 +17,15 @@ What can go wrong: the file goes before a worker has opened it; that is the erro
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import mmap
+import operator
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,13 +79,18 @@ def memmap_of(array: Array) -> tuple[Any, int] | None:
     return (base, start) if low >= 0 and high <= len(memory) else None
 
 
-def describe(whole: Any) -> Mapping | None:
-    """The stretch of the file that lies under this memmap; None if opening the file again would not give the same."""
+def describe(whole: Any, regions: Regions) -> Mapping | None:
+    """The stretch of the file that lies under this memmap; None if opening the file again would not give the same.
+
+    Args:
+        whole: the memmap.
+        regions: of this process.
+    """
     # numpy.memmap maps whole pages, and keeps the offset that it was asked for.
     offset = whole.offset - whole.offset % mmap.ALLOCATIONGRANULARITY
     mode = "r+" if whole.mode == "w+" else whole.mode  # which would empty it
     mapping = Mapping(os.fspath(whole.filename), offset, len(whole._mmap), mode)
-    return mapping if _is_found_again(mapping, _address(np.frombuffer(whole._mmap, np.uint8))) else None
+    return mapping if _is_found_again(mapping, _address(np.frombuffer(whole._mmap, np.uint8)), regions) else None
 
 
 def _address(array: Array) -> int:
@@ -89,7 +98,58 @@ def _address(array: Array) -> int:
     return address
 
 
-def _is_found_again(mapping: Mapping, address: int) -> bool:
+class Region(NamedTuple):
+    """A stretch of this process's memory: addresses, the file's inode, whether pages of it are its own (smaps only)."""
+
+    low: int
+    high: int
+    inode: int
+    written: bool
+
+
+class Regions:
+    """What Linux says of this process's memory, read once for all files of a dataset: it has a line for each.
+
+    (2,000 files: 0.1 s. Read for each of them 24 s, and in mode ``"c"`` minutes.)
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, list[Region]] = {}
+
+    def over(self, low: int, high: int, source: str) -> list[Region]:
+        """The regions that share an address with ``low`` to ``high``.
+
+        Args:
+            source: ``"maps"``; or ``"smaps"``, which says also what is written privately, but takes the time to look
+                at every page.
+
+        Raises:
+            OSError, ValueError, IndexError: this system does not say.
+        """
+        if source not in self._read:
+            self._read[source] = list(_regions(f"/proc/self/{source}"))
+        regions = self._read[source]  # by address
+        begin = bisect.bisect_right(regions, low, key=operator.attrgetter("high"))
+        return list(itertools.takewhile(lambda region: region.low < high, regions[begin:]))
+
+
+def _regions(source: str) -> Iterator[Region]:
+    region: Region | None = None
+    with open(source) as lines:
+        for line in lines:
+            first, *rest = line.split(maxsplit=5)
+            if not first.endswith(":"):
+                if region is not None:
+                    yield region
+                low, high = (int(part, 16) for part in first.split("-"))
+                region = Region(low, high, int(rest[3]), written=False)
+            elif region is not None and first in ("Anonymous:", "Swap:") and int(rest[0]):
+                region = region._replace(written=True)
+    if region is not None:
+        yield region
+
+
+def _is_found_again(mapping: Mapping, address: int, regions: Regions) -> bool:
     """Whether opening the file anew gives what is mapped at ``address``."""
     try:
         status = os.stat(mapping.filename)
@@ -99,24 +159,11 @@ def _is_found_again(mapping: Mapping, address: int) -> bool:
         return False
     if not sys.platform.startswith("linux"):
         return mapping.mode != "c"
-    end = address + mapping.nbytes
-    # smaps says also what is written privately, but takes the time to look at every page.
-    source = "/proc/self/smaps" if mapping.mode == "c" else "/proc/self/maps"
-    inside = False
     try:
-        with open(source) as lines:
-            for line in lines:
-                first, *rest = line.split(maxsplit=5)
-                if not first.endswith(":"):
-                    low, high = (int(part, 16) for part in first.split("-"))
-                    inside = low < end and high > address
-                    if inside and int(rest[3]) != status.st_ino:
-                        return False
-                elif inside and first in ("Anonymous:", "Swap:") and int(rest[0]):
-                    return False
+        over = regions.over(address, address + mapping.nbytes, "smaps" if mapping.mode == "c" else "maps")
     except (OSError, ValueError, IndexError):
         return False
-    return True
+    return not any(region.written or region.inode != status.st_ino for region in over)
 
 
 def view_mapping(

@@ -37,7 +37,7 @@ from sharded_loader.memory.codec import (
     reduce_tensor,
 )
 from sharded_loader.memory.limits import free_bytes
-from sharded_loader.memory.mapped import Mapping, as_memmap, describe, memmap_of, view_mapping
+from sharded_loader.memory.mapped import Mapping, Regions, as_memmap, describe, memmap_of, view_mapping
 from sharded_loader.memory.segments import Segment, create
 
 SHARED_BYTES = 65536
@@ -54,6 +54,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+        self._regions = Regions()
         self._mappings: dict[int, tuple[Mapping | None, Any]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -88,7 +89,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         whole, start = found
         key = id(whole._mmap)
         if key not in self._mappings:  # kept beside its description, so that its id stays its own
-            self._mappings[key] = describe(whole), whole._mmap
+            self._mappings[key] = describe(whole, self._regions), whole._mmap
         mapping, _ = self._mappings[key]
         if mapping is not None:
             layout = array.dtype, array.shape, array.strides, array.flags.writeable

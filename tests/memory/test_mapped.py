@@ -13,6 +13,7 @@ import pytest
 from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.memory import mapped as mapped_module
 from sharded_loader.memory.publish import load, publish
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -87,10 +88,28 @@ def test_many_slices_are_described_once(file: Path, monkeypatch: pytest.MonkeyPa
     from sharded_loader.memory import publish as module
 
     real = module.describe
-    monkeypatch.setattr(module, "describe", lambda memmap: (described.append(1), real(memmap))[1])
+    monkeypatch.setattr(module, "describe", lambda *args: (described.append(1), real(*args))[1])
     rows = list(whole)
     assert bytes_of(rows) < 200 * len(rows)
     assert len(described) == 1
+
+
+@linux
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_many_files_are_looked_for_in_one_look_at_memory(
+    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    real = mapped_module._regions
+    monkeypatch.setattr(mapped_module, "_regions", lambda source: (looks.append(source), real(source))[1])
+    for number in range(20):
+        np.save(tmp_path / f"{number}.npy", np.arange(number, number + 1000))
+    files = [np.load(tmp_path / f"{number}.npy", mmap_mode=mode) for number in range(20)]
+    if mode == "c":
+        files[7][0] = -1
+    assert bytes_of(files) < 20 * 1000 + 8000 * (mode == "c")  # the one that was written to goes by value
+    assert [whole[0] for whole in reopened(files)] == [whole[0] for whole in files]
+    assert len(looks) == 2  # of two publications
 
 
 @pytest.mark.parametrize("mode", ["r+", "w+"])
