@@ -148,7 +148,14 @@ class Arena:
         Any thread may fork, in the middle of another one's `take`: this leaves a mark, which `_reclaim` comes
         to before it comes to anything that is returned after the fork.
         """
-        self._returned.append(fork)
+        last = self._returned[-1] if self._returned else None
+        if fork.is_followed or not isinstance(last, Fork) or last.is_followed:  # else that one says the same
+            self._returned.append(fork)
+
+    def has_lent(self) -> bool:
+        """Whether somebody holds a batch; any thread may ask."""
+        out, returned = list(self._out), list(self._returned)  # each in one step: another thread may be at work
+        return not set(out) <= set(returned)
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors are the trainer's."""

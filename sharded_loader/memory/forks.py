@@ -6,8 +6,8 @@
 
 A process that becomes another program (``exec``) loses the end with its memory, so it counts as ended.
 
-Owns: the pipe. What can go wrong: no descriptors for one; then nobody can tell, and what was lent stays unused. So it
-does for as long as a child lives that has nothing to do with batches.
+Owns: the pipe. What can go wrong: no descriptors for one, or too many forks at a time; then nobody can tell, and what
+was lent stays unused. So it does for as long as a child lives that has nothing to do with batches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import ClassVar
+
+MOST = 64
+"""Forks that are followed at a time: each is a descriptor. Those beyond are taken to live for ever."""
 
 _this_thread = threading.local()
 
@@ -33,10 +36,16 @@ class Fork:
         self._pid = os.getpid()
         self._reader: int | None = None
         self._writer: int | None = None
-        with contextlib.suppress(OSError):
-            self._reader, self._writer = os.pipe()
+        if len(Fork.live) < MOST:
+            with contextlib.suppress(OSError):
+                self._reader, self._writer = os.pipe()
         Fork.live.add(self)
         _this_thread.fork = weakref.ref(self)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether anybody will ever know that it has ended."""
+        return self._reader is not None
 
     def has_ended(self) -> bool:
         """Whether nobody is left who came of it."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle, Filled, SlowAgain
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools import crew
+from sharded_loader.memory import forks
 from sharded_loader.memory.arena import Arena, Slot
+from sharded_loader.memory.forks import MOST
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 BACKENDS = ("memfd", "shm", "named") if sys.platform.startswith("linux") else (None,)
@@ -384,6 +388,25 @@ def test_memory_that_children_held_is_used_again_when_they_have_ended() -> None:
         assert number == 99
         assert arena.nbytes == nbytes
         assert psutil.Process().num_fds() <= descriptors + 2
+
+
+@linux
+@pytest.mark.parametrize("held", [False, True])
+def test_forks_beside_a_loader_that_stands_still_do_not_add_up(held: bool) -> None:
+    with loader_over(make_pool("fork"), 40) as loader:
+        iterator = iter(loader)
+        batch = next(iterator) if held else None
+        del iterator
+        deque(loader, maxlen=0)
+        arena = arena_of(loader)
+        before = psutil.Process().num_fds(), len(arena._returned)
+        for _ in range(2 * MOST):  # as os.fork does; a hundred forks of this process would take seconds
+            crew._before_fork()
+            forks._in_parent()
+        descriptors, marks = (MOST, MOST + 1) if held else (0, 0)
+        assert psutil.Process().num_fds() <= before[0] + descriptors
+        assert len(arena._returned) <= before[1] + marks
+        del batch
 
 
 @linux

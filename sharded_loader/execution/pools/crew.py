@@ -135,6 +135,10 @@ class Crew:
             if end is not None:
                 os.close(end)
 
+    def is_at_work(self) -> bool:
+        """Whether a worker has a slot to write to; any thread may ask."""
+        return any(handle.slots for handle in list(self.handles))
+
     def free_slots(self, handle: WorkerHandle) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
         slots, handle.slots = handle.slots, {}
@@ -171,7 +175,8 @@ def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
     if is_starting_worker():
         return
-    arenas = [crew.arena for crew in list(_crews) if crew.arena.segments]
+    # Not one that is idle for long: it would not come to the mark.
+    arenas = [crew.arena for crew in list(_crews) if crew.is_at_work() or crew.arena.has_lent()]
     if arenas:
         fork = Fork()
         for arena in arenas:
