@@ -183,6 +183,15 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """Like `sample_rng`, as a fresh CPU `torch.Generator` for functions that take ``generator=``.
 
+    Args:
+        index: as in `sample_rng`.
+
+    Returns:
+        A generator of its own at each call: two of one sample draw the same numbers.
+
+    Raises:
+        ValueError: in ``get_batch`` without ``index``.
+
     Example:
         >>> import torch
         >>> torch.rand(2, generator=sample_generator()).shape
@@ -211,7 +220,7 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
         index: as in `sample_rng`.
 
     Raises:
-        ValueError: likewise.
+        ValueError: in ``get_batch`` without ``index``.
 
     Example:
         >>> import random

@@ -119,13 +119,26 @@ class Sampler(Generic[Item_co]):
         return self.len_epoch(self.epoch)
 
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Item_co]:
-        """The items of an epoch from position ``start`` on. Leaves `epoch` alone."""
+        """The items of an epoch from position ``start`` on. Leaves `epoch` alone.
+
+        Args:
+            epoch: which epoch, from 0.
+            start: how many of its items to leave out.
+
+        Returns:
+            An iterator over indices, or over lists of them. Seed and epoch are read when this is called, not at the
+            first item: not a generator function.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no order: override __iter__ and __len__, or iter_epoch and len_epoch"
         )
 
     def len_epoch(self, epoch: int) -> int:
-        """How many items an epoch has. Leaves `epoch` alone."""
+        """How many items an epoch has. Leaves `epoch` alone.
+
+        Args:
+            epoch: which epoch, from 0; the number may differ from one to the next.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
 
@@ -144,7 +157,12 @@ class IndexSampler(Sampler[int]):
     """
 
     def chunks(self, epoch: int, start: int = 0) -> Iterator[Indices]:
-        """The indices of an epoch from position ``start`` on, as 1-D int64 arrays of any lengths."""
+        """The indices of an epoch from position ``start`` on, as 1-D int64 arrays of any lengths.
+
+        Args:
+            epoch: which epoch, from 0.
+            start: how many indices to leave out, in constant time where that can be done.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no order: override chunks and len_epoch")
 
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:

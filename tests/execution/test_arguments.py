@@ -111,7 +111,7 @@ def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
         (lambda: ProcessPool(1, start_method="forks"), ValueError, "'spawn'"),
         (lambda: ProcessPool(1, worker_init_fn=3), TypeError, "worker_init_fn"),  # type: ignore[arg-type]
         (lambda: ProcessPool(1, restarts=-1), ValueError, "restarts"),
-        (lambda: ProcessPool(1, restarts=True), ValueError, "restarts"),
+        (lambda: ProcessPool(1, restarts=True), TypeError, "restarts"),
         (lambda: ProcessPool(1, timeout=0), ValueError, "positive number of seconds"),
         (lambda: ProcessPool(1, timeout=-1.5), ValueError, "positive number of seconds"),
         (lambda: ProcessPool(1, timeout=float("inf")), ValueError, "positive number of seconds"),

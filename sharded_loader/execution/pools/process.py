@@ -76,6 +76,7 @@ from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.sizes import RecentSizes
+from sharded_loader.sampling.base import check_int
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -98,7 +99,8 @@ class ProcessPool(Pool):
             epoch, divided by LOCAL_WORLD_SIZE. Past it batches are copied out, and the loader goes on.
 
     Raises:
-        TypeError, ValueError: a bad number of workers or start method.
+        ValueError: a number out of its range, or no such start method here.
+        TypeError: a number that is none, or a ``worker_init_fn`` that cannot be called.
 
     Example:
         >>> from sharded_loader import ProcessPool, ShardedDataLoader
@@ -125,13 +127,11 @@ class ProcessPool(Pool):
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
         self._watch = Watch(check_timeout(timeout))
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
-            raise ValueError(f"max_bytes is {max_bytes!r}; it must be an int of at least 0, or None")
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            raise ValueError(f"restarts is {restarts!r}; it must be an int of at least 0")
+        if max_bytes is not None:
+            max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
+        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         self.start_method = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
-        self.restarts = restarts
         self._new_job: NewJob | None = None
         self._crew = Crew(max_bytes)
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.

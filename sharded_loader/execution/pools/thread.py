@@ -106,7 +106,8 @@ class ThreadPool(Pool):
             never.
 
     Raises:
-        TypeError, ValueError: a bad number of workers.
+        ValueError: ``num_workers`` below 1, or a ``timeout`` that is not above 0.
+        TypeError: they are no numbers, or ``worker_init_fn`` cannot be called.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader, ThreadPool
