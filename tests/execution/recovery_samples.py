@@ -63,10 +63,6 @@ def hangs() -> None:
     time.sleep(1000)
 
 
-def dawdles() -> None:
-    time.sleep(0.5)
-
-
 def hangs_with_the_gil() -> None:
     while True:  # a signal, such as the one that asks for stacks, ends one sleep
         ctypes.PyDLL(None).sleep(30)

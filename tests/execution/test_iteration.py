@@ -513,6 +513,22 @@ def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> N
         assert next(new).tolist() == [100, 101, 102, 103]
 
 
+def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_pool: Any) -> None:
+    class Nested:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            (inner,) = ShardedDataLoader(range(4), 4, num_workers=index, pool=None if index else "inline")
+            return inner
+
+    with ShardedDataLoader(Nested(), 1, pool=process_pool) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [[0, 1, 2, 3]]
+        with pytest.raises(RuntimeError, match="a worker process, which may have none of its own.*num_workers=0"):
+            next(iterator)
+
+
 def test_loaders_may_nest() -> None:
     class Outer:
         def __len__(self) -> int:

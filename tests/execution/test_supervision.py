@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sharded_loader.errors import describe_exit
-from sharded_loader.execution.pools.supervision import IDLE_DEATHS, PROVEN, Deaths, hopeless
+from sharded_loader.execution.pools import supervision
+from sharded_loader.execution.pools.supervision import IDLE_DEATHS, PROVEN, Deaths, Silent, Watch, hopeless
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -75,3 +78,18 @@ def test_a_kill_is_told_as_what_is_known_of_it() -> None:
     assert "though its counter in this cgroup has not moved" in describe_exit(KILLED, 0)
     assert "has struck in this cgroup, 2 x since the workers started" in describe_exit(KILLED, 2)
     assert "memory" not in describe_exit(TERMINATED, 2) + describe_exit(LEFT, 2)
+
+
+@pytest.mark.parametrize(("timeout", "to_start"), [(8.0, 600), (700.0, 700)])
+def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
+    timeout: float, to_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: seconds))
+    watch, reading, starting = Watch(timeout), Silent(), Silent()
+    late: dict[str, float] = {}
+    for look in range(1000):
+        seconds = float(look)
+        for who in watch.late([("reading", reading, [0, 1, 0, 2]), ("starting", starting, ())]):
+            late.setdefault(who, seconds)
+    assert late == {"reading": timeout, "starting": to_start}

@@ -23,7 +23,6 @@ from conftest import FORK_FIRST, PROCESS_POOLS, make_pool
 from recovery_samples import (
     BadStart,
     Fails,
-    dawdles,
     hangs,
     hangs_with_the_gil,
     loader_arguments,
@@ -254,14 +253,6 @@ def test_workers_that_hang_while_they_start_are_one_error(
         with pytest.raises(WorkerDiedError, match="hung while it started, unpickled the dataset or ran worker_init_fn"):
             next(iter(loader))
         assert not pool.started
-
-
-@FORK_FIRST
-def test_a_worker_that_starts_is_given_longer_than_the_timeout(method: str, tmp_path: Path) -> None:
-    slow = Fails(dawdles, tmp_path / "count")
-    with ShardedDataLoader(range(8), 4, pool=make_pool(method, timeout=0.05, worker_init_fn=BadStart(slow))) as loader:
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert slow.count == 2
 
 
 def test_without_a_timeout_nobody_is_late() -> None:

@@ -40,6 +40,11 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
         crew: gets the template, and has the board and the death pipe.
         new_job: what it inherits under fork; otherwise it has yet to be sent.
     """
+    if multiprocess.current_process().daemon:
+        raise RuntimeError(
+            "this is a worker process, which may have none of its own: give the loader that the dataset makes "
+            "num_workers=0, or threads (thread_pool=True)"
+        )
     templates = 1
     while True:
         try:
