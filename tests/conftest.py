@@ -57,6 +57,10 @@ def fork_first(name: str = "method", values: Iterable[str] = PROCESS_POOLS) -> p
 
 
 FORK_FIRST = fork_first()
+SPAWN_FIRST = pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS if name != "spawn")]
+)
+"""The other way round: for what is the harder under spawn."""
 
 
 def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:

@@ -156,6 +156,7 @@ def test_a_child_that_fails_is_a_record() -> None:
     assert result == {"error": "KeyError: 'no such'"}
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_ended() -> None:
     result = measure.run_child({"workload": "latency", "loader": "S", "workers": 1, "warm": 0, "span": 60}, 1.5)
     assert result == {"error": "no result after 2 s"}

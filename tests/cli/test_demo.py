@@ -54,6 +54,7 @@ def test_same_seed_same_training_whoever_reads() -> None:
     assert train("inline", 0, seed=6) != inline
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_torch_as_it_was() -> None:
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic
     train("inline", 0)

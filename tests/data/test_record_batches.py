@@ -14,6 +14,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
+from conftest import FORK_FIRST
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.data import recordbatch, recordfile
@@ -329,7 +330,7 @@ def read_in_child(dataset: RecordFileDataset, result: Any) -> None:
     result.close()
 
 
-@pytest.mark.parametrize("method", sorted({"fork", "spawn"}.intersection(multiprocess.get_all_start_methods())))
+@FORK_FIRST
 def test_each_process_reads_batches_for_itself(tmp_path: Path, method: str) -> None:
     write(tmp_path / "a.rec", [b"a", b"bb", b"ccc"])
     context = multiprocess.get_context(method)

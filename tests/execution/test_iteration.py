@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
+from conftest import POOLS, PROCESS_POOLS, fork_first
 from samples import Bad, Gate, Told, Uneven, boom
 from torch.utils.data import DistributedSampler
 
@@ -513,6 +513,7 @@ def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> N
         assert next(new).tolist() == [100, 101, 102, 103]
 
 
+@fork_first("process_pool", PROCESS_POOLS)
 def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_pool: Any) -> None:
     class Nested:
         def __len__(self) -> int:

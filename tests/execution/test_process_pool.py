@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, PROCESS_POOLS, covering, fork_first
+from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, covering, fork_first
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -37,7 +37,7 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
 # -- no guard, no second run of the script --------------------------------------------------------------------
 
 
-@METHODS
+@SPAWN_FIRST
 def test_a_script_needs_no_guard_and_its_classes_and_lambdas_work(tmp_path: Path, method: str) -> None:
     done = run_script(
         tmp_path / "script.py",
@@ -277,7 +277,7 @@ def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: 
             assert batch[-1] == (number + 1) * size - 1
 
 
-@METHODS
+@SPAWN_FIRST
 def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -> None:
     run_script(
         tmp_path / "script.py",

@@ -217,7 +217,7 @@ def random_stream(pool: Any, num_shards: int | None, seconds: float, length: int
 
 
 @FORK_FIRST
-@pytest.mark.parametrize("num_shards", [None, 2])
+@pytest.mark.parametrize("num_shards", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int | None) -> None:
     length = 60 if method == "spawn" else 200  # workers take longer to start than they are left to live
     whole = list(random_stream(make_pool("fork"), num_shards, 0, length))

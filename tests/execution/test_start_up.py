@@ -146,6 +146,7 @@ def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_p
 
 
 @posix
+@pytest.mark.slow
 def test_the_user_s_own_choice_of_preloads_is_respected(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(DATA)
     run_script(

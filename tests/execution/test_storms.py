@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import METHODS, SPAWN_FIRST, make_pool
 from recovery_samples import (
     BadStart,
     DiesWhileSending,
@@ -192,7 +192,8 @@ print("the same")
 """
 
 
-@covering(1, method=PROCESS_POOLS, kind=["sigpipe", "portable"])
+@SPAWN_FIRST
+@pytest.mark.parametrize("kind", ["portable", pytest.param("sigpipe", marks=pytest.mark.slow)])
 def test_a_storm_changes_nothing(method: str, kind: str, tmp_path: Path) -> None:
     """Over pipes that need no descriptors and no poll, as on Windows; where SIGPIPE ends the program."""
     script = tmp_path / "script.py"

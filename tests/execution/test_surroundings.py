@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FORK_FIRST, METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import FORK_FIRST, METHODS, make_pool
 from samples import Bad, Odd, boom, odd_errors
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -107,7 +107,8 @@ def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_
 
 
 @unix
-@covering(1, method=PROCESS_POOLS, reaper=["ignore", "waitpid"])
+@FORK_FIRST
+@pytest.mark.parametrize("reaper", ["ignore", pytest.param("waitpid", marks=pytest.mark.slow)])
 def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
     run_script(
         tmp_path,
