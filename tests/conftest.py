@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,9 @@ HELPERS = ("resource_tracker", "forkserver")
 # Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.
 KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvidia|\.ttf$")
 PATIENCE = 3.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs behind it: `make test &`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
 POOLS = ("inline", "thread", *PROCESS_POOLS)
