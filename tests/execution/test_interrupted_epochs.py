@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_pool
+from conftest import covering, make_pool
 from injection import PUMP, InterruptAt
 from test_resume import SAMPLERS, batches, through_json
 
@@ -68,8 +68,7 @@ def places(kind: str) -> list[Any]:
     return [batches(loader) for _ in range(3)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pool", ["inline", "thread"])
+@covering(1, pool=["inline", "thread"], kind=KINDS)
 def test_interrupted_anywhere_in_iter_no_epoch_has_begun(pool: str, kind: str) -> None:
     expected = places(kind)
     line = 1

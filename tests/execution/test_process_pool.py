@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, covering, fork_first
+from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, fork_first
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -421,7 +421,10 @@ def test_workers_go_when_the_trainer_is_killed(tmp_path: Path, method: str) -> N
     assert len(gone) == 2, alive
 
 
-@covering(1, method=PROCESS_POOLS, ending=["live", "raise", "exit", "break"])
+@SPAWN_FIRST
+@pytest.mark.parametrize(
+    "ending", ["live", "raise", *(pytest.param(end, marks=pytest.mark.slow) for end in ("exit", "break"))]
+)
 def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str, ending: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
