@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharded_loader.splitting import split_and_load, split_data
 
@@ -55,6 +56,25 @@ def test_structures_are_cut_as_one():
     first, second = split_and_load(batch, ["cpu", "cpu"])
     assert first["x"].dtype == torch.int32 and first["x"].tolist() == X[:5].tolist()
     assert second["y"][0].tolist() == [5, 6, 7, 8, 9] and second["y"][1] == list("fghij")
+
+
+class Copies(TorchDispatchMode):
+    """Between devices: from where to where, and how many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.seen.append((args[0].device.type, str(kwargs["device"]), len(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_slice_goes_straight_to_its_device():
+    with Copies() as copies:
+        split_and_load(torch.ones(5, 2), [torch.device("meta"), torch.device("meta")], even_split=False)
+    assert copies.seen == [("cpu", "meta", 3), ("cpu", "meta", 2)]
 
 
 def test_each_slice_goes_to_its_device():
