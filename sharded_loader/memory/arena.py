@@ -148,7 +148,10 @@ class Arena:
         Any thread may fork, in the middle of another one's `take`: this leaves a mark, which `_reclaim` comes
         to before it comes to anything that is returned after the fork.
         """
-        last = self._returned[-1] if self._returned else None
+        try:
+            last: Slot | Fork | None = self._returned[-1]
+        except IndexError:  # no look before: another thread may take out the only one in between
+            last = None
         if fork.is_followed or not isinstance(last, Fork) or last.is_followed:  # else that one says the same
             self._returned.append(fork)
 

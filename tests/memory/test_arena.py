@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -255,6 +256,16 @@ def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None
         gc.collect()
         assert arena.lent == 0
     assert arena.nbytes == FIRST_SEGMENT
+
+
+def test_a_fork_in_the_moment_in_which_another_thread_takes_back_a_slot_is_noted(arena: Arena) -> None:
+    class EmptiedInBetween(deque[Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    arena._returned = EmptiedInBetween()
+    arena.retire_lent(Fork())
+    assert len(arena._returned) == 1
 
 
 def test_what_is_lent_outlives_the_arena() -> None:
