@@ -236,6 +236,7 @@ def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
 # -- for real -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measures_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--span", "0.1", "--only", "tiny", "--loaders", "ours", "torch", "--out", str(tmp_path)]
     assert command.main(arguments) == 0

@@ -752,6 +752,7 @@ def test_what_cannot_be_changed_says_so() -> None:
             setattr(loader, name, 3)
 
 
+@pytest.mark.slow
 def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> None:
     import subprocess
     import sys
