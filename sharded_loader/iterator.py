@@ -3,9 +3,11 @@
     pipeline.next -> entry -> placement.begin, finish -> pipeline.done -> the user
                      and placement.begin for the next ones, where they are copied by streams
 
-An iterator owns its place in the epoch, nothing else; it keeps its loader open by holding it. Handing out is
-the last step: interrupted before it is over, the batch is the next one again. What goes wrong with a batch
-here (a copy to the device fails) is that batch's error, like any other: raised once, in its place.
+An iterator owns its position in the epoch, nothing else. It keeps its loader open by holding it. The epoch begins when
+the first batch is asked for: until then an iterator has no run, and dropping it changes nothing. If the first ``next``
+is interrupted, the epoch has not begun. Handing out is the last step: if it is interrupted, the batch is the next one
+again. If something goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any
+other: it is raised once, in the batch's place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
@@ -24,48 +26,69 @@ from sharded_loader.errors import Place, as_exception
 from sharded_loader.execution.messages import NOTHING, Result
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Entry, Run
-from sharded_loader.progress import Progress
+from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
+
+
+class Owner(Protocol):
+    """The loader of an iterator."""
+
+    def __len__(self) -> int: ...
+
+    def _begin(self, iterator: EpochIterator) -> None: ...
+
+    def _take_back(self, iterator: EpochIterator) -> None: ...
 
 
 class EpochIterator(Iterator[Any]):
     """Batches of one epoch, in order.
 
     Args:
-        owner: the loader; held, so that a temporary one lives as long as its loop.
-        run: this iterator's run of the pipeline, opened.
-        pipeline, placement, meter, progress: the loader's.
+        owner: the loader. It is held, so that a temporary one lives as long as its loop.
+        meter, progress: the loader's.
+
+    Attributes:
+        run: this iterator's run of the pipeline; None before the first batch is asked for.
+        pipeline: where the run is open.
+        before: where the loader was before the run began.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        run: Run,
-        pipeline: Pipeline,
-        placement: Placement | Residence,
-        meter: Meter,
-        progress: Progress,
-    ) -> None:
+    run: Run | None = None
+    pipeline: Pipeline
+    before: Mark | None = None
+    _placement: Placement | Residence
+
+    def __init__(self, owner: Owner, meter: Meter, progress: Progress) -> None:
         self._owner = owner
-        self.run = run
-        self._pipeline = pipeline
-        self._placement = placement
         self._meter = meter
         self._progress = progress
         self._lock = threading.RLock()
         self._last_ended: float | None = None
 
+    def begin(self, run: Run, pipeline: Pipeline, placement: Placement | Residence, before: Mark) -> None:
+        """Read this run from now on. The loader calls it when the first batch is asked for."""
+        self.pipeline, self._placement, self.before = pipeline, placement, before
+        self.run = run
+
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
-        if not _is_finalizing() and hasattr(self, "_pipeline"):
-            self._pipeline.end(self.run.number)
+        if self.run is not None and not _is_finalizing():
+            self.pipeline.end(self.run.number)
 
     def __iter__(self) -> EpochIterator:
         return self
 
-    def __length_hint__(self) -> int:
-        """Batches still to come."""
-        return max(0, self.run.reading.length() - self.run.delivered)
+    def __len__(self) -> int:
+        """Batches in the epoch, those that were delivered included, as torch's iterators count.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        return len(self._owner) if self.run is None else self.run.reading.length()
+
+    def __bool__(self) -> bool:
+        """True, as for other iterators, whatever ``len`` says."""
+        return True
 
     def __next__(self) -> Any:
         handed: list[Entry] = []
@@ -75,8 +98,10 @@ class EpochIterator(Iterator[Any]):
                 if error is None:
                     return batch
         except BaseException:
-            if handed:
-                self._pipeline.undo(self.run, handed[0])
+            if self.run is not None:
+                if handed:
+                    self.pipeline.undo(self.run, handed[0])
+                self._owner._take_back(self)
             raise
         try:
             raise error
@@ -91,25 +116,30 @@ class EpochIterator(Iterator[Any]):
         """
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
+        run = self._begun()
         while True:
             try:
-                entry = self._pipeline.next(self.run)
+                entry = self.pipeline.next(run)
             except StopIteration:
-                self.run.ended = True
-                self._progress.delivered(self.run)
+                run.ended = True
+                self._progress.delivered(run)
+                if self._progress.was_over(run):
+                    self.run = None
+                    run = self._begun()
+                    continue
                 raise
             arrived = time.perf_counter()
-            result, batch = self._place(entry)
+            result, batch = self._place(run, entry)
             placing = time.perf_counter() - arrived
             handed[:] = [entry]
-            self._pipeline.done(self.run, entry)
-            self._progress.delivered(self.run)
+            self.pipeline.done(run, entry)
+            self._progress.delivered(run)
             if result.skipped or result.error is not None:
                 handed.clear()
                 self._meter.skip(result.skipped)
             if result.error is None:
                 if result.skipped:
-                    self._warn_of_lost(entry.seq, result)
+                    self._warn_of_lost(run.epoch, entry.seq, result)
                 if result.batch is NOTHING:
                     handed.clear()
                     continue
@@ -120,7 +150,14 @@ class EpochIterator(Iterator[Any]):
             self._meter.waited(self._last_ended - began, working)
             return batch, result.error
 
-    def _place(self, entry: Entry) -> tuple[Result, Any]:
+    def _begun(self) -> Run:
+        """The run, which begins now if this is the first batch."""
+        if self.run is None:
+            self._owner._begin(self)
+        assert self.run is not None
+        return self.run
+
+    def _place(self, run: Run, entry: Entry) -> tuple[Result, Any]:
         """The entry's result and the batch as the user gets it, or the error that came up on the way."""
         result = entry.result
         assert result is not None  # the pipeline returns finished entries
@@ -129,16 +166,16 @@ class EpochIterator(Iterator[Any]):
         placement = self._placement
         try:
             if entry.begun is None:
-                entry.begun = self._begin(entry, result)
+                entry.begun = self._begin(run, entry, result)
             if placement.ahead:
-                self._begin_behind()
+                self._begin_behind(run)
             return result, placement.finish(entry.begun)
         except Exception as raised:
             error = as_exception(raised, "while the batch was placed")
-            Place(self.run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+            Place(run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
             return Result(result.run, result.seq, error=error), None
 
-    def _begin(self, entry: Entry, result: Result) -> Any:
+    def _begin(self, run: Run, entry: Entry, result: Result) -> Any:
         """Send the next batch on its way, at the expense of those behind it where a device has no memory for all."""
         assert entry.task is not None  # it has a result
         placement = self._placement
@@ -146,15 +183,15 @@ class EpochIterator(Iterator[Any]):
             return placement.begin(result.batch, entry.task.sharded)
         except OUT_OF_MEMORY:
             pass  # what follows is not done in here: the error's traceback holds the parts that had found room
-        for other in self._pipeline.finished(self.run, placement.ahead):
+        for other in self.pipeline.finished(run, placement.ahead):
             other.begun = None
         placement.make_room()
         return placement.begin(result.batch, entry.task.sharded)
 
-    def _begin_behind(self) -> None:
+    def _begin_behind(self, run: Run) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
         placement = self._placement
-        for entry in self._pipeline.finished(self.run, placement.ahead):
+        for entry in self.pipeline.finished(run, placement.ahead):
             result = entry.result
             if entry.begun is not None or entry.task is None or result is None or result.error is not None:
                 continue
@@ -170,8 +207,8 @@ class EpochIterator(Iterator[Any]):
             placement.make_room()
             return
 
-    def _warn_of_lost(self, batch: int, result: Result) -> None:
-        where = f"epoch {self.run.epoch}, batch {batch}"
+    def _warn_of_lost(self, epoch: int, batch: int, result: Result) -> None:
+        where = f"epoch {epoch}, batch {batch}"
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:

@@ -14,7 +14,7 @@ What can go wrong is refused here, in the constructor, as far as it can be known
 
 from __future__ import annotations
 
-import time
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ from sharded_loader.execution.reader import Reader
 from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
-from sharded_loader.progress import Mark, Progress
+from sharded_loader.progress import KeptRun, Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -177,22 +177,26 @@ class ShardedDataLoader(LoaderAttributes):
         workers.use_memory(self._placement.empty, self._placement.register)
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()
-        self._live: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-        self._progress = Progress(self._order, self._live)
+        self._progress = Progress(self._order)
         self._stale = False
-        self._torn: tuple[EpochIterator, Mark, Pipeline] | None = None
+        # Threads may begin epochs at the same time. Reentrant: a signal handler may use the loader in the middle of it.
+        self._beginning = threading.RLock()
+        self._kept: KeptRun | None = None
         self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter`` begins; if it is already, a loaded place in it stays.
+        """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
+
+        An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
+        ``next`` counts.
 
         Args:
             epoch: number of an epoch, from 0.
 
         Raises:
-            ValueError, TypeError: it is no such number.
+            ValueError: ``epoch`` is negative or not an integer.
 
         Example:
             >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
@@ -207,44 +211,62 @@ class ShardedDataLoader(LoaderAttributes):
         return self._progress.length()
 
     def __iter__(self) -> EpochIterator:
-        """Begin the next epoch, or go on in the one that was loaded. Workers start at the first one.
+        """An iterator over the next epoch, or over the rest of the one that was loaded.
 
-        Interrupted or failed, no epoch has begun: the next ``iter`` begins the same one, with the batches that
-        have been planned already (a sampler that is not ours may not yield them twice).
+        It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        began = time.perf_counter()
-        self._order.settle_replicas()
-        pipeline, placement, job = self._source()
-        before = self._progress.mark()
-        iterator = self._take_torn(before, pipeline)
-        if iterator is None:
-            iterator = EpochIterator(self, self._new_run(), pipeline, placement, self._meter, self._progress)
-        run = iterator.run
-        try:
-            if pipeline.pool.shares_dataset:
-                self._placement.settle()
-                begin_epoch(self.dataset, run.epoch, self._runs())
-            pipeline.open(run, job, renew=self._stale)
-            self._stale = False
-            self._progress.begun(run)
-            self._live.add(iterator)
-            self._torn = None
-            self._meter.waited(time.perf_counter() - began)
-            return iterator
-        except BaseException:
-            self._live.discard(iterator)
-            self._torn = iterator, before, pipeline
-            self._progress.go_back(before)
-            raise
+        return EpochIterator(self, self._meter, self._progress)
 
-    def _take_torn(self, mark: Mark, pipeline: Pipeline) -> EpochIterator | None:
-        """The iterator whose beginning was interrupted, if it is what begins now; else it is dropped."""
-        if self._torn is not None:
-            iterator, torn_at, torn_pipeline = self._torn
-            if torn_at == mark and torn_pipeline is pipeline and not self._stale:
-                return iterator
-            self._torn = None
+    def _begin(self, iterator: EpochIterator) -> None:
+        """Let an iterator, which is asked for its first batch, begin the epoch that is next.
+
+        Interrupted or failed, here or before the first batch is handed out (`_take_back`), no epoch has begun. The run
+        is kept then, and begins where the same epoch begins the next time: a sampler of another library may not yield
+        the batches that have been planned already twice.
+        """
+        with self._beginning:
+            self._pipeline.check_open()
+            self._order.settle_replicas()
+            pipeline, placement, job = self._source()
+            before = self._progress.mark()
+            run = self._take_kept(before, pipeline) or self._new_run()
+            try:
+                if pipeline.pool.shares_dataset:
+                    self._placement.settle()
+                    begin_epoch(self.dataset, run.epoch, self._progress.live_runs())
+                pipeline.open(run, job, renew=self._stale)
+                self._stale = False
+                self._progress.begun(run)
+                self._progress.live[run.number] = iterator
+                iterator.begin(run, pipeline, placement, before)
+                self._kept = None
+            except BaseException:
+                self._kept = KeptRun(run, before, pipeline)
+                iterator.run = None
+                self._progress.live.pop(run.number, None)
+                self._progress.go_back(before)
+                raise
+
+    def _take_back(self, iterator: EpochIterator) -> None:
+        """The first ``next`` of an iterator gave nothing: its epoch has not begun, unless another has since."""
+        with self._beginning:
+            run, before = iterator.run, iterator.before
+            if run is not None and before is not None and self._progress.is_last_begun(run):
+                self._kept = KeptRun(run, before, iterator.pipeline)
+                iterator.run = None
+                self._progress.live.pop(run.number, None)
+                self._progress.go_back(before)
+
+    def _take_kept(self, mark: Mark, pipeline: Pipeline) -> Run | None:
+        """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
+        kept = self._kept
+        if kept is None:
+            return None
+        if kept.mark == mark and kept.pipeline is pipeline and not self._stale and kept.run.dead is None:
+            return kept.run
+        kept.pipeline.end(kept.run.number)
+        self._kept = None
         return None
 
     def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
@@ -265,10 +287,6 @@ class ShardedDataLoader(LoaderAttributes):
 
     def _job(self) -> Job:
         return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
-
-    def _runs(self) -> list[Run]:
-        """The runs of the iterators that are alive."""
-        return [iterator.run for iterator in self._live]
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -291,10 +309,11 @@ class ShardedDataLoader(LoaderAttributes):
         return self._progress.state()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the next ``iter`` continue where `state_dict` was taken, in whatever pool, on however many ranks.
+        """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
 
-        An iterator that is alive goes on as it was. ``set_epoch`` with the state's epoch keeps the place, with
-        another drops it. The state's seed becomes the loader's.
+        An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
+        any other epoch begins from its first batch. A state that was saved after the last batch of an epoch is loaded
+        as the beginning of the next epoch. The state's seed becomes the loader's.
 
         Args:
             state: what `state_dict` returned.
@@ -361,7 +380,7 @@ class ShardedDataLoader(LoaderAttributes):
 
     def _in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         threads = self.num_workers and self._pipeline.pool.shares_dataset
-        return in_epoch(self.dataset, epoch, self.epoch, self._runs() if threads else [])
+        return in_epoch(self.dataset, epoch, self.epoch, self._progress.live_runs() if threads else [])
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -410,7 +429,7 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.close()
         self._gathering.close()
-        self._torn = None
+        self._kept = None
         self._placement.closer()()
         if self._residence is not None:
             self._residence.forget()

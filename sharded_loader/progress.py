@@ -1,20 +1,24 @@
 """Where a loader is: the place that `epoch`, `position`, `state_dict` and ``repr`` tell.
 
-    iter(loader): coming() -> EpochReading -> Run -> begun(run)
+    iter(loader)                                                       nothing
+    the first next(iterator): begin() -> EpochReading -> Run -> begun(run)
     next(iterator): delivered(run)                                     the place is that run's
-    load_state_dict: load(state)                                       the place is pending until the next iter
+    load_state_dict: load(state)                                       the place is pending until an epoch begins
 
-In this order: a loaded place that is pending; the run that began or delivered last, if its iterator is alive or
-its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
+The place is the first of these that there is: a loaded place that is pending; the run that began or delivered last, if
+its iterator is alive or its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
 
-Owns the pending place, nothing else; the order knows which epoch is next, a run how much of it was delivered.
+Owns the pending place and the table of live iterators. The order knows which epoch is next, a run how much of it was
+delivered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading, Place
@@ -24,10 +28,25 @@ Mark = tuple[int, Place | None, Run | None]
 """The next epoch, the pending place in it, and the run that is shown."""
 
 
-class HasRun(Protocol):
-    """An iterator."""
+@dataclass(frozen=True)
+class KeptRun:
+    """A run that has given no batch, because its beginning was interrupted.
+
+    Attributes:
+        run: the run, perhaps opened, perhaps with batches in flight.
+        mark: where the loader was before it began.
+        pipeline: where it was opened.
+    """
 
     run: Run
+    mark: Mark
+    pipeline: Pipeline
+
+
+class HasRun(Protocol):
+    """An iterator; without a run as long as it has begun no epoch."""
+
+    run: Run | None
 
 
 class Progress:
@@ -35,15 +54,24 @@ class Progress:
 
     Args:
         order: the loader's.
-        live: the iterators that are alive.
+
+    Attributes:
+        live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
     """
 
-    def __init__(self, order: EpochOrder, live: Iterable[HasRun]) -> None:
+    def __init__(self, order: EpochOrder) -> None:
         self._order = order
-        self._live = live
+        self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._shown: Run | None = None
         self._pending: Place | None = None
         self._length: int | None = None
+        self._restarts = False
+
+    def live_runs(self) -> list[Run]:
+        """The runs of the iterators that are alive."""
+        # A list of references is made in one step. Iterating would fail while another thread begins an epoch.
+        iterators = [reference() for reference in self.live.valuerefs()]
+        return [run for one in iterators if one is not None and (run := one.run) is not None]
 
     def mark(self) -> Mark:
         """What `go_back` goes back to."""
@@ -60,15 +88,39 @@ class Progress:
         self._shown = run
         self._order.set_epoch(run.epoch + 1)
 
+    def is_last_begun(self, run: Run) -> bool:
+        """Whether nothing has happened since `begun`: no batch, no other epoch."""
+        return (
+            run.delivered == run.reading.first
+            and not run.ended
+            and self._shown is run
+            and self._pending is run.reading.carry
+            and self._order.next_epoch == run.epoch + 1
+        )
+
     def delivered(self, run: Run) -> None:
         """A batch of this run was handed out, or its end was seen. Called for every batch."""
         self._shown = run
         run.reading.forget(run.delivered)
 
+    def was_over(self, run: Run) -> bool:
+        """The end of a run was seen. Whether its epoch was over already where the loaded place was.
+
+        `load` notices this where the sampler has a length. The next epoch is the one after it. If ``set_epoch`` has
+        asked for the run's epoch since, that epoch begins again.
+        """
+        reading = run.reading
+        if not reading.in_mid_epoch or run.delivered != reading.first:
+            return False
+        if self._restarts and self._order.next_epoch == run.epoch + 1:
+            self._order.set_epoch(run.epoch)
+        return True
+
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; if another was, the loaded place is dropped."""
         self._order.set_epoch(epoch)
         self._place()
+        self._restarts = True
 
     def begin(self) -> EpochReading:
         """The epoch that begins now.
@@ -85,7 +137,7 @@ class Progress:
         return self.coming()
 
     def coming(self) -> EpochReading:
-        """The epoch that the next ``iter`` begins, from the loaded place on if there is one."""
+        """The epoch that begins next, from the loaded place on if there is one."""
         place = self._place()
         return self._order.read(self._order.next_epoch, place)
 
@@ -97,7 +149,7 @@ class Progress:
 
     @property
     def resumes(self) -> bool:
-        """Whether the next ``iter`` continues at a loaded place."""
+        """Whether the next epoch continues at a loaded place."""
         return self._place() is not None
 
     def run(self) -> Run | None:
@@ -105,7 +157,7 @@ class Progress:
         run = self._shown
         if run is None or run.ended or self.resumes:
             return None
-        alive = run.epoch + 1 == self._order.next_epoch or any(run is iterator.run for iterator in self._live)
+        alive = run.epoch + 1 == self._order.next_epoch or self.live.get(run.number) is not None
         return run if alive else None
 
     def at(self) -> tuple[int, int]:
@@ -156,10 +208,19 @@ class Progress:
                 f"was then{hint}"
             )
         changed = self._order.adopt(saved)
+        place = self._settled(place)
         self._order.set_epoch(place.epoch)
         self._shown = None
-        self._pending, self._length = place, saved.dataset_length
+        self._restarts = False
+        self._pending = None if place == Place(place.epoch) and not self._order.rolls_over else place
+        self._length = saved.dataset_length
         return changed
+
+    def _settled(self, place: Place) -> Place:
+        """The place, or, where no batch of its epoch is left, the beginning of the next epoch."""
+        while (reading := self._order.read(place.epoch, place)).is_over():
+            place = reading.following()
+        return place
 
 
 def _only_batch_size(found: list[str], strict: bool) -> bool:

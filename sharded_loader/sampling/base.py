@@ -1,12 +1,14 @@
-"""What every sampler of this library is: a pure function of (seed, epoch), plus one counter.
+"""What every sampler of this library is: a pure function of (seed, epoch), plus a counter for its use alone.
 
     sampler.iter_epoch(epoch, start)   pure: the items of any epoch, from any place        (the loader uses this)
     sampler.len_epoch(epoch)           pure: how many items that epoch has
     sampler.chunks(epoch, start)       pure, index samplers only: the same items as int64 arrays
     iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
+    sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
 
 In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler
-owns no threads, no files and no generator state; the only thing that changes in it is `epoch`.
+owns no threads, no files and no generator state. `epoch` is the only thing that changes in it, and loaders do not
+look at `epoch`: they count their own epochs, so iterating over a sampler changes nothing in a loader.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It
 still works, treated as a foreign sampler (see `sharded_loader.sampling.foreign`).
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.rng import draw_seed
+from sharded_loader.sampling.epochs import EpochRequest, note
 
 Indices = npt.NDArray[np.int64]
 Item_co = TypeVar("Item_co", covariant=True)
@@ -62,6 +65,12 @@ def resolve_seed(seed: Any) -> int:
         ) from None
 
 
+def keeps_request(method: Any) -> Any:
+    """Mark a ``set_epoch`` that keeps its calls in ``epoch_request``: `EpochRequests` need not listen there."""
+    method.keeps_request = True
+    return method
+
+
 class Sampler(Generic[Item_co]):
     """Base class of all samplers: an order of indices, or of batches of indices, for each epoch.
 
@@ -73,7 +82,7 @@ class Sampler(Generic[Item_co]):
       `set_epoch` then work by themselves, and the loader can jump into the middle of any epoch.
 
     Attributes:
-        epoch: the epoch that the next ``iter()`` begins, from 0.
+        epoch: the epoch that the next ``iter()`` of the sampler begins, from 0. Loaders have an ``epoch`` of their own.
         seed: the integer that, with the epoch, decides the order; None where nothing is random.
 
     Example:
@@ -88,6 +97,7 @@ class Sampler(Generic[Item_co]):
 
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
+    epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
     # What decides the order beside seed and length: what a state calls it, and the attribute, a number or an array.
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -100,13 +110,27 @@ class Sampler(Generic[Item_co]):
     def epoch(self, epoch: int) -> None:
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", wrong_type=ValueError)
 
+    @keeps_request
     def set_epoch(self, epoch: int) -> None:
-        """Make the next ``iter()`` begin this epoch.
+        """Make the next ``iter()`` begin this epoch, of the sampler and of every loader that reads it.
+
+        Args:
+            epoch: number of an epoch, from 0.
 
         Raises:
             ValueError: if ``epoch`` is negative or not an integer.
+
+        Example:
+            >>> class Backwards(Sampler[int]):
+            ...     def iter_epoch(self, epoch, start=0): return iter([2, 1, 0][start:])
+            ...     def len_epoch(self, epoch): return 3
+            >>> sampler = Backwards()
+            >>> sampler.set_epoch(5)
+            >>> sampler.epoch
+            5
         """
         self.epoch = epoch
+        self.epoch_request = note(self.epoch_request, self.epoch)
 
     def __iter__(self) -> Iterator[Item_co]:
         # Not a generator function: seed and epoch are read now, not when the first item is asked for.

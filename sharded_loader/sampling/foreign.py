@@ -21,6 +21,7 @@ serves one epoch: refused where it can be recognised, an error when it comes up 
 
 from __future__ import annotations
 
+import copy
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,8 @@ import numpy as np
 
 from sharded_loader.global_generators import seeded_globals
 from sharded_loader.rng import derive_key
-from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, resolve_seed
+from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, keeps_request, resolve_seed
+from sharded_loader.sampling.epochs import tell
 from sharded_loader.sampling.tracing import current_trace
 
 _ONE_SHOT = (
@@ -130,7 +132,7 @@ def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iter
     """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
-        tell_epoch(sampler, epoch)
+        tell(tell_epoch, sampler, epoch)
         if state is not None and _is_stateful(sampler):
             sampler.load_state_dict(state)
         try:
@@ -261,7 +263,7 @@ class WrapperSampler(Sampler[Item_co]):
     """Base class of samplers over another sampler: they share one epoch.
 
     `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of
-    them, as Lightning, accelerate and timm do.
+    them, as Lightning, accelerate and timm do, and iterating over the wrapper is iterating over both.
 
     Args:
         sampler: any sampler.
@@ -280,6 +282,15 @@ class WrapperSampler(Sampler[Item_co]):
         """The sampler that this one wraps."""
         return self._inner
 
+    def over(self, inner: Any) -> Any:
+        """A copy of this sampler that wraps another one."""
+        twin = copy.copy(self)
+        twin._inner = inner
+        for name in ("sampler", "batch_sampler"):
+            if name in vars(twin):
+                setattr(twin, name, inner)
+        return twin
+
     @property
     def epoch(self) -> int:
         return self._inner.epoch if self._shares_epoch else self._epoch  # type: ignore[attr-defined]
@@ -291,8 +302,9 @@ class WrapperSampler(Sampler[Item_co]):
         else:
             Sampler.epoch.__set__(self, epoch)  # type: ignore[attr-defined]
 
+    @keeps_request
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        super().set_epoch(epoch)
         tell_epoch(self._inner, self.epoch)
 
     # True where positions are a rank's, and ``offset`` counts in the global order that ranks share.
@@ -316,6 +328,32 @@ class WrapperSampler(Sampler[Item_co]):
         if offset and getattr(self._inner, "deals", False):
             return chunks(epoch, start, offset=offset)
         return chunks(epoch, start + offset)
+
+
+def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
+    """The sampler with other seeds. What the user gave is not changed, because other loaders may read it too.
+
+    Args:
+        sampler: any sampler.
+        seed_of: the new seed of a sampler; None: its own.
+
+    Returns:
+        The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
+        sampler of another library is changed: nobody knows how that library's sampler is copied.
+    """
+    seed, given = seed_of(sampler), sampler
+    if isinstance(sampler, WrapperSampler) and is_own(sampler):
+        inner = with_seeds(sampler.inner, seed_of)
+        if inner is not sampler.inner:
+            sampler = sampler.over(inner)
+    else:
+        for one in islice(nested(sampler), 1, None):
+            if (other := seed_of(one)) is not None:
+                one.seed = other
+    if seed is not None:
+        sampler = copy.copy(sampler) if sampler is given else sampler
+        sampler.seed = seed
+    return sampler
 
 
 def find_foreign(sampler: Any) -> Any:

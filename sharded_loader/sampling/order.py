@@ -3,25 +3,26 @@
     sampler, batch_size, last_batch  or  batch_sampler
         -> dealt out to replicas -> batches -> EpochOrder.read(epoch, place) -> EpochReading
 
-Also the one place that knows which epoch comes next. `set_epoch` may be called on the order, or on any of
-the samplers in it (timm, Lightning and accelerate call it there): `next_epoch` looks whether one of them has
-been given another epoch since the order last told them theirs.
+Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
+reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
+has no seed of its own and the loader has one, the order reads a copy of it. ``set_epoch`` may be called on the order,
+or on any of the samplers in it (`sharded_loader.sampling.epochs`).
 
-What can go wrong: a foreign sampler that is told its epoch while it is read changes the epoch that it shows;
-that is not a user's wish, and is put back (`EpochReading`).
+What can go wrong: arguments that contradict each other; a state that belongs to another order.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import DrawnSeed, check_int
+from sharded_loader.sampling.base import DrawnSeed, Sampler, check_int
 from sharded_loader.sampling.batches import BatchSampler
-from sharded_loader.sampling.foreign import check_sampler, is_own, len_epoch, nested
+from sharded_loader.sampling.epochs import EpochRequests
+from sharded_loader.sampling.foreign import check_sampler, len_epoch, nested, with_seeds
 from sharded_loader.sampling.reading import EpochReading, Place, Source
 from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
@@ -73,63 +74,73 @@ class EpochOrder:
         if self._replicas != (1, 0):
             _refuse_distributed_sampler(sampler, batch_sampler)
         decides = seed is not None or self.replicated
-        self._given = [one for one in (*nested(sampler), *nested(batch_sampler)) if one is not None]
-        self._arguments = arguments(self._given)
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
-        # Samplers without a seed of their own: those that have taken the loader's, and those that drew one.
-        self._seedless = [one for one in self._given if isinstance(getattr(one, "seed", None), DrawnSeed)]
-        if decides:
-            for one in self._seedless:
-                one.seed = self.seed
         self._last_batch = last_batch or "keep"
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
+        self._user = batch_sampler if self.given_batches else sampler
+        if self._user is not None:
+            check_sampler(self._user, "batch_sampler" if self.given_batches else "sampler")
         self.drops_last = last_batch == "discard" or bool(
             self.given_batches
             and (getattr(batch_sampler, "drop_last", False) or getattr(batch_sampler, "last_batch", "") == "discard")
         )
-        self.sampler: Any = sampler
-        self.batch_sampler: Any = batch_sampler
+        # What is read: the user's sampler, or a copy with other seeds.
+        self._read = self._user
+        # By place in the chain: whether a sampler has no seed of its own, but takes the loader's, or that of a state.
+        self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
+        if decides:
+            self._reseed([self.seed if seedless else None for seedless in self._seedless])
+        self._arguments = arguments(self._given)
         self._settled = False
         self.arrays = False
         self._next_epoch = 0
-        self._holders: list[_Holder] = []
-        if self.given_batches:
-            check_sampler(batch_sampler, "batch_sampler")
-            self.resize(length)
-            _, *inner = nested(batch_sampler)
-            self.sampler = inner[-1] if inner else None
-            self._hold()
-        else:
-            self._given_sampler = sampler is not None
-            if self._given_sampler:
-                check_sampler(sampler)
-            self.resize(length)
+        self._requests = EpochRequests([])
+        self.resize(length)
+
+    @property
+    def _given(self) -> list[Any]:
+        """The samplers that the user gave, as they are read: the outermost first."""
+        return [] if self._read is None else list(nested(self._read))
+
+    def _reseed(self, seeds: Sequence[int | None]) -> None:
+        """Read the given samplers with these seeds; None leaves a sampler its own."""
+        wanted = {id(one): seed for one, seed in zip(self._given, seeds, strict=True)}
+        self._read = with_seeds(self._read, lambda one: wanted.get(id(one)))
 
     def resize(self, length: int | None) -> None:
-        """Make the samplers anew for a dataset of this length; the epoch to come stays."""
+        """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
+        self._next_epoch = self.next_epoch
         self.dataset_length = length
+        self.sampler: Any
+        self.batch_sampler: Any
         if self.given_batches:
-            self._source = self.batch_sampler
+            self._source = self.batch_sampler = self._read
+            _, *inner = self._given
+            self.sampler = inner[-1] if inner else None
             if self.replicated:
                 self._source = ReplicaBatchSampler(self.batch_sampler, *self._asked(), seed=self.seed)
-            return
-        self._next_epoch = self.next_epoch  # which the old samplers may have been told
-        if not self._given_sampler:
-            if length is None:
-                raise TypeError(
-                    "the dataset has no __len__: give it one, or give the loader a sampler that knows the indices"
-                )
-            self.sampler = RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
-        indices = self.sampler
-        if self.replicated:
-            truncate = self._last_batch == "discard"
-            indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
-        self._source = self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
-        self._hold()
+        else:
+            self.sampler = indices = self._read if self._user is not None else self._make_sampler(length)
+            if self.replicated:
+                truncate = self._last_batch == "discard"
+                indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
+            self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
+            self._source = self.batch_sampler
+        # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
+        chains = (self._user, self.batch_sampler, self.sampler)
+        listened = [one for chain in chains if chain is not None for one in nested(chain)]
+        self._requests.listen(listened)
+
+    def _make_sampler(self, length: int | None) -> Sampler[int]:
+        if length is None:
+            raise TypeError(
+                "the dataset has no __len__: give it one, or give the loader a sampler that knows the indices"
+            )
+        return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -156,21 +167,21 @@ class EpochOrder:
         if not found and len(saved.sampler_seeds) != len(self._given):
             found.append("the sampler was made by the loader, and is given; or the other way round")
         if not found:
-            for one, seed in zip(self._given, saved.sampler_seeds, strict=True):
-                if _seed_of(one) != seed and (seed is None or all(one is not other for other in self._seedless)):
+            for one, seedless, seed in zip(self._given, self._seedless, saved.sampler_seeds, strict=True):
+                if _seed_of(one) != seed and (seed is None or not seedless):
                     found.append(f"the seed of the {type(one).__name__} was {seed}, and is {_seed_of(one)}")
         return found
 
     def adopt(self, saved: Signature) -> bool:
         """Take over the seeds of a state that fits; whether they are others than before."""
-        before = self.signature(0)
-        for one, seed in zip(self._given, saved.sampler_seeds, strict=True):
-            if seed is not None and _seed_of(one) != seed:
-                one.seed = DrawnSeed(seed)
-        if saved.seed != self.seed:
-            self.seed = saved.seed
-            self.resize(self.dataset_length)
-        return (before.seed, before.sampler_seeds) != (saved.seed, saved.sampler_seeds)
+        own = [_seed_of(one) for one in self._given]
+        seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
+        if saved.seed == self.seed and not any(seed is not None for seed in seeds):
+            return False
+        self.seed = saved.seed
+        self._reseed(seeds)
+        self.resize(self.dataset_length)
+        return True
 
     # -- replicas -------------------------------------------------------------------------------------------
 
@@ -193,36 +204,21 @@ class EpochOrder:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that comes next."""
-        for holder in self._holders:
-            if holder.shown != holder.told and isinstance(holder.shown, int):
-                self._tell(holder.shown)
-                break
+        """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler has asked."""
+        asked = self._requests.take()
+        if asked is not None:
+            self._next_epoch = asked
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that comes next."""
-        self._tell(check_int("epoch", epoch, 0, "epochs count from 0", ValueError))
+        self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        self._requests.drop()
 
-    def _hold(self) -> None:
-        """Find the samplers that ``set_epoch`` may be called on, and tell them the epoch to come."""
-        found = list(nested(self.batch_sampler))
-        if self.sampler is not None and all(self.sampler is not one for one in found):
-            found.append(self.sampler)
-        before = self._holders
-        self._holders = [_Holder(one) for one in found if callable(getattr(one, "set_epoch", None))]
-        if not before:
-            # set_epoch may have been called before the loader was made.
-            shown = [holder.shown for holder in self._holders if isinstance(holder.shown, int)]
-            self._next_epoch = max(shown, default=0)
-        self._tell(self._next_epoch)
-
-    def _tell(self, epoch: int) -> None:
-        self._next_epoch = epoch
-        for holder in self._holders:
-            holder.tell(epoch)
-        for holder in self._holders:
-            holder.told = holder.shown
+    @property
+    def rolls_over(self) -> bool:
+        """Whether samples of an incomplete last batch begin the next epoch."""
+        return self._last_batch == "rollover"
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -233,9 +229,8 @@ class EpochOrder:
         """
         replicas, rank = self.replicas()
         items = self.batch_sampler if self.given_batches else self.sampler
-        told = [holder for holder in self._holders if not is_own(holder.sampler)]
         size = None if self.given_batches else self.batch_sampler.batch_size
-        source = Source(self._source, items, size, replicas, rank, self.replicated, self.seed, told, self.arrays)
+        source = Source(self._source, items, size, replicas, rank, self.replicated, self.seed, self.arrays)
         return EpochReading(source, epoch, place, self.signature(epoch))
 
     def length(self, epoch: int) -> int:
@@ -257,50 +252,6 @@ class EpochOrder:
             f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
             stacklevel=4,
         )
-
-
-class _Holder:
-    """A sampler that ``set_epoch`` may be called on, and the epoch that it was last given by anyone.
-
-    Most show it as ``epoch``. One that does not gets a ``set_epoch`` of its own that listens.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.told: Any = None
-        self._listener: _Listener | None = None
-        if not isinstance(getattr(sampler, "epoch", None), int):
-            known = vars(sampler).get("set_epoch") if hasattr(sampler, "__dict__") else None
-            self._listener = known if isinstance(known, _Listener) else _Listener(sampler.set_epoch)
-            try:
-                sampler.set_epoch = self._listener
-            except AttributeError:  # slots: nobody can listen there
-                self._listener.last = None
-
-    @property
-    def shown(self) -> Any:
-        return self.sampler.epoch if self._listener is None else self._listener.last
-
-    def tell(self, epoch: Any) -> None:
-        if self.shown != epoch:
-            self.sampler.set_epoch(epoch)
-
-    def restore(self, shown: Any) -> None:
-        """Put back what was shown before the sampler was told its epoch to read it."""
-        if self._listener is not None:
-            self._listener.last = shown
-        elif self.shown != shown:
-            self.sampler.set_epoch(shown)
-
-
-class _Listener:
-    def __init__(self, set_epoch: Callable[[int], Any]) -> None:
-        self._set_epoch = set_epoch
-        self.last: int | None = None
-
-    def __call__(self, epoch: int) -> Any:
-        self.last = epoch
-        return self._set_epoch(epoch)
 
 
 def _seed_of(sampler: Any) -> int | None:

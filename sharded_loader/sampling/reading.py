@@ -21,9 +21,9 @@ What can go wrong: the sampler; a foreign one that cannot get back to its mark (
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sharded_loader.sampling.foreign import find_foreign, iter_epoch, len_epoch, nested
 from sharded_loader.sampling.signature import Signature
@@ -48,15 +48,6 @@ class Place:
     mark: Mark | None = None
 
 
-class Told(Protocol):
-    """A foreign sampler that is told its epoch for reading, and then goes on to show what its user gave it."""
-
-    @property
-    def shown(self) -> Any: ...
-
-    def restore(self, shown: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Source:
     """What an epoch is read from, as it is settled when the epoch begins.
@@ -68,7 +59,6 @@ class Source:
         replicas, rank: how many ranks there are, and which is this one.
         dealt: whether ``batches`` deals out to ranks.
         seed: starts foreign samplers.
-        told: the foreign samplers that are told their epoch.
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
     """
 
@@ -79,8 +69,11 @@ class Source:
     rank: int
     dealt: bool
     seed: int
-    told: Sequence[Told] = ()
     arrays: bool = False
+
+    @property
+    def drops_last(self) -> bool:
+        return self.batch_size is not None and self.batches.last_batch == "discard"
 
     @property
     def rollover(self) -> bool:
@@ -142,36 +135,56 @@ class EpochReading:
     def __call__(self, batch: int) -> Iterator[Any]:
         """The epoch's batches from number ``batch`` on (at least `first`)."""
         skip = batch - self.first
-        if self._foreign is None and not self._source.told:
+        if self._foreign is None:
             return self._course.open(skip)
         return self._follow(batch, lambda: self._course.open(skip))
 
     def _follow(self, batch: int, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Read batches and take down marks; samplers that are told their epoch for that are told the user's after."""
+        """Read batches of a sampler of another library, and note a mark after each."""
         while self._marks[-1][0] > batch:
-            self._marks.pop()  # begun again after an interruption
+            self._marks.pop()  # read again after an interruption
         trace = Trace(self._foreign, _rank_of(self._foreign), self._marks[-1][1])
         batches: Iterator[Any] | None = None
-        told = self._source.told
         while True:
-            shown = [one.shown for one in told]
-            try:
-                with trace:
-                    if batches is None:
-                        batches = start()
-                    items = next(batches, _END)
-                    mark = None if self._foreign is None else trace.mark()
-                _restore(told, shown)
-            except BaseException:  # also a Ctrl-C that comes while they are restored
-                _restore(told, shown)
-                raise
+            with trace:
+                if batches is None:
+                    batches = start()
+                items = next(batches, _END)
+                mark = trace.mark()
             if items is _END:
                 self._at_end = mark
                 return
             batch += 1
-            if mark is not None:
-                self._marks.append((batch, mark))
+            self._marks.append((batch, mark))
             yield items
+
+    @property
+    def in_mid_epoch(self) -> bool:
+        """Whether some of the epoch's own items were done at the place."""
+        return self._course.begun
+
+    def is_over(self) -> bool:
+        """Whether the place lies in mid-epoch and no batch is left there, as far as that can be known now."""
+        if not self.in_mid_epoch:
+            return False
+        mark, source = self._place.mark, self._source
+        if mark is not None and mark.finished and not source.rollover:
+            return True
+        if mark is not None and not source.rollover and not source.drops_last:
+            return False  # a sampler of another library may yield more than its length says
+        try:
+            return self._course.length() == 0
+        except Exception:
+            return False  # it has no length
+
+    def following(self) -> Place:
+        """Where the next epoch begins, if this one `is_over`."""
+        place = self._place
+        if self._source.rollover:
+            return Place(self.epoch + 1, place.done - self._course.global_length, place.mark)
+        mark = place.mark
+        # A sampler that goes on by a state of its own is led through the end of this epoch.
+        return Place(self.epoch + 1, 0, None if mark is None or mark.state is None else replace(mark, finished=True))
 
     def length(self) -> int:
         """How many batches the epoch has, those before `first` included.
@@ -208,16 +221,13 @@ class EpochReading:
             marks.popleft()
 
 
-def _restore(told: Sequence[Told], shown: Sequence[Any]) -> None:
-    for one, before in zip(told, shown, strict=True):
-        one.restore(before)
-
-
 class _Fixed:
     """Epochs on their own: keep, discard, given batches."""
 
     def __init__(self, source: Source, epoch: int, done: int, sized: bool) -> None:
         self._source, self._epoch, self._done = source, epoch, done
+        self.begun = done > 0
+        self.global_length = 0
         self._step = source.replicas * (source.batch_size or 1)
         self._sized = sized
         at_end = done > 0 and sized and done >= len_epoch(source.items, epoch)
@@ -254,6 +264,7 @@ class _Rolling:
         self._at, self._offset = divmod(total, max(self.global_length, 1))
         self._total, self._until = total, end
         self.behind = total > end
+        self.begun = total > begin
         self.first = max(0, (self._step(total) - self._step(begin)) // self._batch)
         self._left = self._ceil(self.global_length - self._offset)
         self._count = self._steps_between(total, end)
