@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,10 @@ def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
     assert (loader.epoch, loader.position) == (1, 1)
     loader.set_epoch(2)  # what is pending anyway: nothing changes
     assert (loader.epoch, loader.position) == (1, 1)
-    iter(loader)
-    assert (loader.epoch, loader.position) == (2, 0)
+    iter(loader)  # to make an iterator changes nothing either
+    assert (loader.epoch, loader.position) == (1, 1)
+    next(iter(loader))
+    assert (loader.epoch, loader.position) == (2, 1)
 
 
 SET_EPOCH: list[Callable[[ShardedDataLoader], Any]] = [
@@ -366,12 +367,28 @@ def test_lengths_are_right(length: int, batch_size: int) -> None:
             assert len(list(loader)) == expected
 
 
-def test_length_hint_counts_down() -> None:
-    iterator = iter(ShardedDataLoader(range(10), 4))
-    hints = [operator.length_hint(iterator)]
-    for _ in iterator:
-        hints.append(operator.length_hint(iterator))
-    assert hints == [3, 2, 1, 0]
+def test_an_iterator_has_the_length_of_its_epoch() -> None:
+    """torch's iterators count so, and tqdm asks for it."""
+    loader = ShardedDataLoader(range(10), 4, last_batch="rollover")
+    assert [len(loader), len(iter(loader))] == [2, 2]
+    iterator = iter(loader)
+    assert [len(iterator) for _ in iterator] == [2, 2]
+    assert [len(loader), len(iter(loader))] == [3, 3]
+    assert len(list(iter(loader))) == 3
+
+
+def test_an_iterator_without_a_length_is_still_an_iterator() -> None:
+    iterator = iter(ShardedDataLoader(range(4), 2, sampler=WithoutLength()))
+    with pytest.raises(TypeError, match="WithoutLength, has no length"):
+        len(iterator)
+    assert iterator
+    assert [batch.tolist() for batch in list(iterator)] == [[0, 1], [2]]
+    assert iter(ShardedDataLoader([], 2))
+
+
+class WithoutLength:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
 
 
 def test_peek_is_the_first_batch_and_changes_nothing(pool: Pool) -> None:
@@ -511,12 +528,13 @@ def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> N
         old = iter(loader)
         next(old)
         new = iter(loader)
+        assert next(old).tolist() == [4, 5, 6, 7]  # the new one has begun nothing yet
+        assert next(new).tolist() == [100, 101, 102, 103]
         if pool.shares_dataset:
             with pytest.raises(RuntimeError, match="epoch 0 cannot go on: epoch 1 was begun"):
                 next(old)
         else:
-            assert next(old).tolist() == [4, 5, 6, 7]
-        assert next(new).tolist() == [100, 101, 102, 103]
+            assert next(old).tolist() == [8, 9, 10, 11]
 
 
 @fork_first("process_pool", PROCESS_POOLS)
@@ -681,8 +699,9 @@ def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "1")
     assert len(loader) == 1
     iterator = iter(loader)
-    monkeypatch.delenv("WORLD_SIZE")
     assert next(iterator).tolist() == [1, 3, 5, 7, 9]
+    monkeypatch.delenv("WORLD_SIZE")
+    assert (len(loader), lists(loader)) == (1, [[1, 3, 5, 7, 9]])
     with pytest.raises(ValueError, match="rank"):
         ShardedDataLoader(range(10), 5, num_replicas="auto", rank=1)
 
