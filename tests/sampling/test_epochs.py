@@ -1,0 +1,326 @@
+"""Samplers belong to nobody: what is done with a sampler changes nothing in a loader, but for an explicit set_epoch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data as torch_data
+
+from sharded_loader import (
+    BatchSampler,
+    BoundedBudgetSampler,
+    FixedBucketSampler,
+    IntervalSampler,
+    RandomSampler,
+    Sampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    SortedBucketSampler,
+    SplitSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from sharded_loader.sampling.epochs import EpochRequests
+
+LENGTH = 12
+LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
+
+
+class GluonStyle(Sampler[int]):
+    """Overrides ``__iter__`` alone, as Gluon's users do."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(LENGTH).tolist())
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class CountsItself(torch_data.RandomSampler):
+    """Ends its epoch by going on to the next, as accelerate's ``SeedableRandomSampler`` does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.set_epoch(self.epoch + 1)
+
+
+class Distributed(torch_data.DistributedSampler):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        super().__init__(range(LENGTH), 2, 1)  # type: ignore[arg-type]
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": lambda: {"batch_size": 3},
+    "shuffle": lambda: {"batch_size": 3, "shuffle": True},
+    "rollover": lambda: {"batch_size": 5, "shuffle": True, "last_batch": "rollover"},
+    "random": lambda: {"batch_size": 3, "sampler": RandomSampler(LENGTH, seed=1)},
+    "random, without a seed": lambda: {"batch_size": 3, "sampler": RandomSampler(LENGTH)},
+    "subset": lambda: {"batch_size": 3, "sampler": SubsetRandomSampler(range(9), seed=1)},
+    "interval": lambda: {"batch_size": 3, "sampler": IntervalSampler(LENGTH, 2)},
+    "split": lambda: {"batch_size": 2, "sampler": SplitSampler(LENGTH, 2, 1, seed=1)},
+    "weighted": lambda: {"batch_size": 3, "sampler": WeightedRandomSampler(LENGTHS, 10, seed=1)},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=1), 5, "rollover")},
+    "shards": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH), 4), 2)},
+    "sorted buckets": lambda: {"batch_sampler": SortedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
+    "fixed buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
+    "budget": lambda: {"batch_sampler": BoundedBudgetSampler(LENGTHS, 16, seed=1)},
+    "gluon style": lambda: {"batch_size": 3, "sampler": GluonStyle()},
+    "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},
+    "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(LENGTH, seed=1), 5, True)},
+    "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(LENGTH)), 5)},
+    "torch distributed": lambda: {"batch_size": 3, "sampler": Distributed()},
+    "counts itself": lambda: {"batch_size": 3, "sampler": CountsItself(range(LENGTH))},
+    "list": lambda: {"batch_size": 3, "sampler": list(range(LENGTH))[::-1]},
+    "ranks": lambda: {"batch_size": 2, "shuffle": True, "num_replicas": 2, "rank": 1},
+}
+
+
+def make(kind: str, given: dict[str, Any] | None = None, seed: int | None = 4) -> ShardedDataLoader:
+    return ShardedDataLoader(range(LENGTH), seed=seed, **(SAMPLERS[kind]() if given is None else given))
+
+
+def plain(batch: Any) -> Any:
+    return [plain(part) for part in batch] if isinstance(batch, list) else batch.tolist()
+
+
+def epochs(loader: Any, count: int) -> list[Any]:
+    return [[plain(batch) for batch in loader] for _ in range(count)]
+
+
+def samplers(loader: ShardedDataLoader) -> list[Any]:
+    return [one for one in (loader.sampler, loader.batch_sampler) if one is not None]
+
+
+def iterates(sampler: Any) -> None:
+    for _ in range(3):
+        list(sampler)
+
+
+def iterates_in_part(sampler: Any) -> None:
+    next(iter(sampler))
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "iterates": iterates,
+    "iterates in part": iterates_in_part,
+    "prints": lambda sampler: (repr(sampler), str(sampler)),
+    "measures": lambda sampler: len(sampler),
+    "copies": lambda sampler: (copy.copy(sampler), copy.deepcopy(sampler)),
+    "pickles": lambda sampler: pickle.loads(pickle.dumps(sampler)),
+}
+
+
+# The __iter__ of "counts itself" calls set_epoch: nobody can tell that from a call of the user's. With ranks, the
+# loader's own sampler asks the loader for the rank: it cannot be pickled.
+APART = {("counts itself", "iterates"), ("ranks", "pickles")}
+
+
+@pytest.mark.parametrize(("kind", "look"), [(k, look) for k in SAMPLERS for look in LOOKS if (k, look) not in APART])
+def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str) -> None:
+    expected = epochs(make(kind), 4)
+    loader = make(kind)
+
+    def look_at_all() -> None:
+        before = loader.epoch, loader.position, loader.state_dict()
+        for sampler in samplers(loader):
+            LOOKS[look](sampler)
+        assert (loader.epoch, loader.position, loader.state_dict()) == before
+
+    look_at_all()
+    got = epochs(loader, 1)
+    look_at_all()
+    iterator = iter(loader)
+    part = [plain(next(iterator))]
+    look_at_all()  # in mid-epoch
+    state = loader.state_dict()
+    got.append(part + [plain(batch) for batch in iterator])
+    look_at_all()
+    got += epochs(loader, 2)
+    assert got == expected
+    loader.load_state_dict(state)
+    look_at_all()  # where a position is pending
+    assert epochs(loader, 1) == [expected[1][1:]]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind not in ("none", "shuffle", "rollover", "ranks")])
+def test_two_loaders_share_a_sampler_as_if_each_had_its_own(kind: str) -> None:
+    expected = epochs(make(kind), 5)
+    given = SAMPLERS[kind]()
+    one, other = make(kind, given), make(kind, given)
+    got: dict[str, list[Any]] = {"one": [], "other": []}
+    got["one"] += epochs(one, 2)
+    got["other"] += epochs(other, 1)
+    state = one.state_dict()
+    got["one"] += epochs(one, 1)
+    got["other"] += epochs(other, 3)
+    assert (one.epoch, other.epoch) == (3, 4)
+    one.load_state_dict(state)
+    assert (one.epoch, other.epoch) == (2, 4)
+    del got["one"][2:]
+    got["one"] += epochs(one, 3)
+    got["other"] += epochs(other, 1)
+    assert got == {"one": expected, "other": expected}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if "torch" not in kind and "gluon" not in kind])
+def test_a_loader_may_read_while_another_over_the_same_sampler_is_in_mid_epoch(kind: str) -> None:
+    expected = epochs(make(kind), 3)
+    given = SAMPLERS[kind]()
+    one, other = make(kind, given), make(kind, given)
+    iterator = iter(one)
+    got = [plain(next(iterator))]
+    assert epochs(other, 3) == expected
+    got += [plain(batch) for batch in iterator]
+    assert [got, *epochs(one, 2)] == expected
+
+
+@pytest.mark.parametrize("make_sampler", [lambda: RandomSampler(LENGTH), lambda: RandomSampler(LENGTH, seed=1)])
+def test_the_ranks_of_one_process_may_share_a_batch_sampler(make_sampler: Callable[[], Any]) -> None:
+    shared = BatchSampler(make_sampler(), 2)
+    loaders = [
+        ShardedDataLoader(range(LENGTH), batch_sampler=shared, num_replicas=2, rank=rank, seed=3) for rank in (0, 1)
+    ]
+    seen = []
+    for _ in range(3):
+        got = [sum(epochs(loader, 1)[0], []) for loader in loaders]
+        assert sorted(sum(got, [])) == list(range(LENGTH))
+        seen.append(got)
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda sampler: {"batch_size": 3, "sampler": sampler},
+        lambda sampler: {"batch_sampler": BatchSampler(sampler, 3)},
+        lambda sampler: {"batch_sampler": ShardedBatchSampler(BatchSampler(sampler, 3), 1)},
+    ],
+)
+def test_each_loader_gives_a_sampler_without_a_seed_its_own(wrap: Callable[[Any], dict[str, Any]]) -> None:
+    expected = [epochs(make("", wrap(RandomSampler(LENGTH)), seed=seed), 3) for seed in (1, 2)]
+    assert expected[0] != expected[1]
+    sampler = RandomSampler(LENGTH)
+    before = sampler.seed
+    loaders = [make("", wrap(sampler), seed=seed) for seed in (1, 2)]
+    got = [epochs(loader, 1) for loader in loaders]
+    got = [first + epochs(loader, 2) for first, loader in zip(got, loaders, strict=True)]
+    assert got == expected
+    assert sampler.seed == before
+
+
+def test_a_state_gives_its_seed_to_one_loader_alone() -> None:
+    first = make("random, without a seed", seed=1)
+    expected = epochs(first, 2)
+    state = first.state_dict()
+    sampler = RandomSampler(LENGTH)
+    loader, other = (make("", {"batch_size": 3, "sampler": sampler}, seed=None) for _ in range(2))
+    others = epochs(other, 2)
+    loader.load_state_dict(state | {"epoch": 0})
+    assert epochs(loader, 2) == expected
+    other.set_epoch(0)
+    assert epochs(other, 2) == others
+    loader.sampler.set_epoch(1)
+    assert epochs(loader, 1) == expected[1:]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if hasattr(samplers(make(kind))[0], "set_epoch")])
+def test_an_explicit_set_epoch_on_a_sampler_moves_its_loaders(kind: str) -> None:
+    expected = epochs(make(kind), 6)
+    given = SAMPLERS[kind]()
+    loaders = [make(kind, given)]
+    user = given.get("sampler", given.get("batch_sampler"))
+    user = user if hasattr(user, "set_epoch") else getattr(user, "sampler", None)  # torch's BatchSampler has none
+    if user is not None:
+        loaders.append(make(kind, given))
+    (user or loaders[0].sampler).set_epoch(4)
+    for loader in loaders:
+        assert loader.epoch == 4
+        assert epochs(loader, 2) == expected[4:]
+    loaders[0].set_epoch(1)
+    assert [loader.epoch for loader in loaders] == [1, 6][: len(loaders)]
+    assert epochs(loaders[0], 1) == expected[1:2]
+
+
+def test_a_loader_made_after_set_epoch_begins_there() -> None:
+    for given in (RandomSampler(LENGTH, seed=1), torch_data.DistributedSampler(range(LENGTH), 1, 0)):  # type: ignore
+        given.set_epoch(3)
+        assert ShardedDataLoader(range(LENGTH), 3, sampler=given, seed=1).epoch == 3
+
+
+def test_of_several_calls_the_latest_counts() -> None:
+    loader = make("shuffle")
+    loader.sampler.set_epoch(5)
+    loader.batch_sampler.set_epoch(2)
+    assert loader.epoch == 2
+    loader.set_epoch(3)
+    assert loader.epoch == 3
+    loader.batch_sampler.set_epoch(2)
+    loader.sampler.set_epoch(5)
+    assert loader.epoch == 5
+
+
+def test_set_epoch_is_still_heard_after_the_dataset_has_grown() -> None:
+    data = list(range(5))
+    loader = ShardedDataLoader(data, 2, True, seed=1)
+    old = loader.sampler
+    old.set_epoch(3)
+    data.append(5)
+    loader.refresh()
+    assert loader.epoch == 3
+    loader.sampler.set_epoch(4)
+    assert loader.epoch == 4
+
+
+def test_used_alone_each_iter_is_a_new_epoch() -> None:
+    """Gluon's habit."""
+    for one, reference in (
+        (RandomSampler(LENGTH, seed=1), RandomSampler(LENGTH, seed=1)),
+        (
+            BatchSampler(RandomSampler(LENGTH, seed=1), 5, "rollover"),
+            BatchSampler(RandomSampler(LENGTH, seed=1), 5, "rollover"),
+        ),
+    ):
+        assert [list(one) for _ in range(3)] == [list(reference.iter_epoch(epoch)) for epoch in range(3)]
+        assert one.epoch == 3 and reference.epoch == 0
+
+
+def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
+    class Slots:
+        __slots__ = ("epoch",)
+
+        def __init__(self) -> None:
+            self.epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch + index for index in range(4)])
+
+    loader = ShardedDataLoader(range(40), 4, sampler=Slots())
+    loader.set_epoch(2)
+    assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
+
+
+def test_requests_are_taken_once_and_may_be_dropped() -> None:
+    sampler = RandomSampler(4, seed=1)
+    requests, others = EpochRequests([sampler]), EpochRequests([sampler])
+    assert requests.take() is None
+    sampler.set_epoch(3)
+    assert (requests.take(), requests.take()) == (3, None)
+    sampler.set_epoch(4)
+    requests.drop()
+    assert (requests.take(), others.take()) == (None, 4)
