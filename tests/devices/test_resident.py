@@ -13,6 +13,7 @@ from conftest import POOLS, fork_first
 from simulated import Machine
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import Streams
 from sharded_loader.execution.pools.base import Pool
 
@@ -129,13 +130,22 @@ def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
         assert loader.pool.started
 
 
-def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(machine: Machine) -> None:
-    machine.blocks = 2  # the third column finds none
+def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = Residence.settle
+
+    def settle_without_room(residence: Residence) -> bool:
+        machine.blocks = 2  # the third column finds none
+        try:
+            return settle(residence)
+        finally:
+            machine.blocks = None
+
+    monkeypatch.setattr(Residence, "settle", settle_without_room)
     with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
-            batches = iter(loader)
-        machine.blocks = None
-        batch = next(batches)
+            batch = next(iter(loader))
         machine.finish()
         assert batch["label"].tolist() == list(range(16))
 

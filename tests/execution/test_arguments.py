@@ -210,7 +210,7 @@ class Holder:
 def test_a_dataset_that_cannot_be_pickled_names_the_attribute_and_the_ways_out(method: str) -> None:
     with make(dataset=Holder(), pool=ProcessPool(1, start_method=method)) as loader:
         with pytest.raises(TypeError, match=r"dataset\.deep\['lock'\] \(lock\)") as caught:
-            iter(loader)
+            next(iter(loader))
         assert 'start_method="fork"' in str(caught.value)
         assert "thread_pool=True" in str(caught.value)
 

@@ -589,7 +589,7 @@ def test_an_iterator_that_has_ended_stays_ended(pool: Pool) -> None:
     with ShardedDataLoader(Told(), 4, pool=pool) as loader:
         first = iter(loader)
         list(first)
-        iter(loader)
+        next(iter(loader))
         assert next(first, "ended") == "ended"
 
 
