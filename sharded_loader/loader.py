@@ -77,7 +77,8 @@ class ShardedDataLoader(LoaderAttributes):
         device: plain batches on this device.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
         num_shards: split batches into that many shards, in host memory.
-        shard_weights: shares of the shards, e.g. ``[2, 1]``.
+        shard_weights: shares of the shards, e.g. ``[2, 1]``. A positive weight gets at least one sample, while there
+            are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
         num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
             asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank. Every rank reads equally
             many samples: if they do not divide, the first of the epoch come again at its end (so an
@@ -88,6 +89,7 @@ class ShardedDataLoader(LoaderAttributes):
             left out with a warning; with ``num_replicas`` it is an error instead, because ranks go in step. A bad
             sample raises: one that ends its worker, or hangs, is a `WorkerDiedError` or `WorkerTimeoutError` of its
             batch, whatever ``on_error`` says.
+            If a shard is left out, the shards after it move up before they are copied: shards[i] is on devices[i].
         resident: keep the columns of an `ArrayDataset` on the devices, and gather batches there: no workers, no work
             per sample. ``"auto"``: where they can be kept and there is room; True: the same, with an error if they
             cannot be kept, and a warning if there is no room.

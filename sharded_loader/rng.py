@@ -2,12 +2,15 @@
 
 Every random number of the library comes from a *key*: a 128-bit hash of a few integers and strings. The
 order of an epoch is keyed by (seed, epoch), the numbers that one sample draws by (seed, epoch, index), the
-global generators of a process worker by (seed, epoch, place of the batch). So neither the pool, nor the
-number of workers, nor history can change a stream, and a batch that is made again is the same batch.
+global generators of a process worker by (seed, epoch, position of the batch). So neither the pool, nor the
+number of workers, nor history can change the numbers, and a batch that is built again is the same batch.
 
-    derive_key(*parts) -> key -> philox(*parts)          our own order, ``sample_rng``
-                              -> seeded_globals(key)     ``random``, ``numpy.random``, torch (if imported):
-                                                         see `sharded_loader.global_generators`
+    derive_key(seed, label, ...) -> key -> philox(...)            our own order, ``sample_rng``
+                                        -> seeded_globals(key)    ``random``, ``numpy.random``, torch (if imported):
+                                                                  see `sharded_loader.global_generators`
+
+Every use of a key has a label of its own, listed in `LABELS`. Without it, two uses with equal numbers beside the
+seed would draw the same random numbers.
 
 While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;
 `sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
@@ -21,14 +24,17 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.global_generators import seeded_globals
+from sharded_loader.global_generators import seed_torch, seeded_globals
 
 try:
     from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
@@ -37,6 +43,30 @@ except ImportError:
 
 if TYPE_CHECKING:
     import torch
+
+LABELS = {
+    "order": "the permutation of an epoch: RandomSampler, SubsetRandomSampler, SplitSampler",
+    "extra": "the samples that fill the last part: SplitSampler",
+    "weighted": "WeightedRandomSampler",
+    "sorted bucket": "SortedBucketSampler",
+    "fixed bucket": "FixedBucketSampler",
+    "budget": "BoundedBudgetSampler",
+    "foreign sampler": "the global generators while another library's sampler starts",
+    "foreign generator": "the generator that another library's sampler owns",
+    "split": "Dataset.split",
+    "sample": "sample_rng() of a sample",
+    "sample of batchify_fn": "sample_rng() in batchify_fn",
+    "torch": "sample_generator() of a sample",
+    "torch of batchify_fn": "sample_generator() in batchify_fn",
+    "sample globals": "sample_seed() of a sample",
+    "sample globals of batchify_fn": "sample_seed() in batchify_fn",
+    "transform globals": "the global generators in transform(fn, seeded=True)",
+    "transform object": "the objects that fn owns in transform(fn, seeded=True)",
+    "batch globals": "the global generators of a process worker, for each batch",
+    "worker_init_fn": "the global generators of a process worker while worker_init_fn runs",
+    "replace": 'on_error="replace"',
+}
+"""The second part of every key, and who uses it. A test compares this table with the code."""
 
 reading = threading.local()
 """``reading.scope``: the batch that this thread reads.
@@ -59,10 +89,14 @@ def derive_key(*parts: Hashable) -> int:
     """Hash a few integers and strings to a 128-bit integer, the same on every machine.
 
     Args:
-        *parts: integers of any size (NumPy's included), strings, bytes, or tuples of them.
+        *parts: integers of any size (NumPy's included), strings, bytes, or tuples of them. Other values count by what
+            they hold (floats, enums, frozensets, dataclasses) or by their ``repr``.
 
     Returns:
         An integer in [0, 2**128).
+
+    Raises:
+        TypeError: the ``repr`` of a value shows only where it lies in memory.
 
     Example:
         >>> derive_key(7, 0, 3) == derive_key(7, 0, np.int64(3))
@@ -84,7 +118,38 @@ def _canonical(part: Any) -> Any:
     try:
         return operator.index(part)
     except TypeError:
-        return repr(part)
+        return _by_value(part)
+
+
+def _by_value(part: Any) -> Any:
+    """A text or a tuple of what ``part`` holds, the same in every process."""
+    if isinstance(part, Enum):
+        return type(part).__qualname__, part.name
+    if isinstance(part, str):  # of a subclass, as ``np.str_``
+        return str.__str__(part)
+    if isinstance(part, bytes):
+        return bytes(part)
+    if isinstance(part, float):
+        return "float", float.__repr__(part)
+    if isinstance(part, (frozenset, set)):  # Python iterates over strings in another order in each process
+        return "set", *sorted(repr(_canonical(one)) for one in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return type(part).__qualname__, *(_canonical(getattr(part, field.name)) for field in fields(part))
+    text = repr(part)
+    if re.search(r" at 0x[0-9A-Fa-f]+", text):
+        raise TypeError(
+            f"random numbers of a sample are keyed by its index, and {text} is another text in each run: let the "
+            f"sampler yield integers, strings or tuples of them, or give {type(part).__name__} a __repr__ that shows "
+            f"its value"
+        )
+    return type(part).__qualname__, text
+
+
+class OfBatch(NamedTuple):
+    """What ``batchify_fn`` is keyed by, in the place of the index of a sample."""
+
+    seq: int
+    shard: int
 
 
 def philox(*parts: Hashable) -> np.random.Generator:
@@ -107,7 +172,7 @@ class SampleScope:
     stores, 25 ns, so a dataset that draws nothing pays nothing more.
     """
 
-    __slots__ = ("by_index", "drawn", "epoch", "index", "seed")
+    __slots__ = ("drawn", "epoch", "index", "owners", "seed")
 
     NO_SAMPLE = object()
 
@@ -116,7 +181,7 @@ class SampleScope:
         self.epoch = epoch
         self.index: Any = SampleScope.NO_SAMPLE
         self.drawn: np.random.Generator | None = None
-        self.by_index: dict[Any, np.random.Generator] = {}
+        self.owners: dict[int, Any] = {}  # what transform(seeded=True) has found: see `data.seeding`
 
     def at(self, index: Any) -> None:
         """Say that ``index`` is read from here on."""
@@ -130,32 +195,42 @@ def current_scope() -> SampleScope | None:
     return scope
 
 
-def _current_index(scope: SampleScope, index: Any) -> Any:
-    if index is not None:
-        return index
-    if scope.index is SampleScope.NO_SAMPLE:
-        raise ValueError(
-            "which sample? get_batch(indices) reads several at once: call sample_rng(index) with the index"
-        )
-    return scope.index
+def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
+    """The parts of a sample's key: of the sample that is being read, or of ``index``.
+
+    Raises:
+        ValueError: several samples are read at once, and ``index`` is None.
+    """
+    if index is None:
+        index = scope.index
+        if index is SampleScope.NO_SAMPLE:
+            raise ValueError(
+                "which sample? get_batch(indices) reads several at once: call sample_rng(index) with the index"
+            )
+        if type(index) is OfBatch:
+            label += " of batchify_fn"
+    return scope.seed, label, scope.epoch, index
 
 
 def sample_rng(index: Hashable | None = None) -> np.random.Generator:
     """The random generator of the sample that is being read.
 
-    Keyed by (seed, epoch, index as the loader's sampler yielded it): the same numbers in every pool, with
-    any number of workers, and when the batch is made again. All calls during one sample return the same
-    object. In ``batchify_fn`` the key is (seed, epoch, batch, shard). Outside a loader: a fresh,
-    unpredictable generator.
+    The numbers depend on the seed, the epoch and the index that the loader's sampler yielded. They are the same in
+    every pool, with any number of workers, and when the batch is built again. If an index comes several times in an
+    epoch (`WeightedRandomSampler` with replacement, `SplitSampler` with ``repeat``), the sample draws the same numbers
+    each time. In ``batchify_fn`` the numbers depend on the seed, the epoch, the batch and the shard. Outside a loader
+    the generator is fresh and unpredictable.
 
     Args:
         index: only in ``get_batch(indices)``, which reads several samples at once: the index in question.
 
     Returns:
-        A `numpy.random.Generator` (Philox).
+        A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.
+        With ``index``, each call returns a new generator that begins with the same numbers: call it once per sample.
 
     Raises:
         ValueError: in ``get_batch`` without ``index``.
+        TypeError: the index is an object whose ``repr`` shows only where it lies in memory.
 
     Example:
         >>> class Noisy:
@@ -170,14 +245,11 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
     scope = current_scope()
     if scope is None:
         return np.random.default_rng()
-    if index is None:
-        if scope.drawn is None:
-            scope.drawn = philox(scope.seed, "sample", scope.epoch, _current_index(scope, None))
-        return scope.drawn
-    drawn = scope.by_index.get(index)
-    if drawn is None:
-        drawn = scope.by_index[index] = philox(scope.seed, "sample", scope.epoch, index)
-    return drawn
+    if index is not None:  # kept, it would go on where an equal index earlier in the batch has stopped
+        return philox(*key_parts(scope, "sample", index))
+    if scope.drawn is None:
+        scope.drawn = philox(*key_parts(scope, "sample"))
+    return scope.drawn
 
 
 def sample_generator(index: Hashable | None = None) -> torch.Generator:
@@ -204,17 +276,18 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     if scope is None:
         generator.seed()
         return generator
-    key = derive_key(scope.seed, "torch", scope.epoch, _current_index(scope, index))
-    return generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
+    return generator
 
 
 @contextmanager
 def sample_seed(index: Hashable | None = None) -> Iterator[None]:
     """Seed ``random``, ``numpy.random`` and torch by the sample inside the block, and restore them after.
 
-    For code that draws from the global generators (torchvision's transforms): it then gives the same in
-    every pool. Threads share those generators, so one at a time is inside such a block. Outside a loader the
-    block runs unseeded.
+    Use it for code that draws from the global generators, such as torchvision's transforms: the code then gives the
+    same in every pool. Two blocks for the same sample draw the same numbers. Threads share the global generators, so
+    only one thread at a time is inside such a block. Outside a loader the block runs unseeded. Objects with generators
+    of their own are not seeded: ``transform(fn, seeded=True)`` does that.
 
     Args:
         index: as in `sample_rng`.
@@ -233,7 +306,7 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
     if scope is None:
         yield
         return
-    with seeded_globals(derive_key(scope.seed, "globals", scope.epoch, _current_index(scope, index))):
+    with seeded_globals(derive_key(*key_parts(scope, "sample globals", index))):
         yield
 
 

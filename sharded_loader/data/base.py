@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader import rng
 from sharded_loader.data.bulk import (
     checked_index,
     checked_indices,
@@ -27,6 +26,7 @@ from sharded_loader.data.bulk import (
     translated,
 )
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.seeding import next_level, transform_seed
 
 if TYPE_CHECKING:
     from sharded_loader.data.caching import CachedDataset
@@ -160,8 +160,11 @@ class Dataset:
         Args:
             fn: called with a sample, returns another.
             lazy: False reads and transforms all samples now, once.
-            seeded: run ``fn`` inside `sharded_loader.rng.sample_seed`, so that what it draws from the global
-                generators depends on the seed, the epoch and the index alone (needs ``lazy=True``).
+            seeded: seed all that ``fn`` draws from by the seed, the epoch and the index of the sample: ``random``,
+                NumPy's and torch's global generators, and every object inside ``fn`` that has a method
+                ``set_random_seed`` (albumentations) or ``set_random_state`` (MONAI). Then ``fn`` gives the same in
+                every pool, with any number of workers. It takes about 0.1 ms per sample, and threads run ``fn`` one
+                at a time. An object that ``fn`` makes while it runs is not seeded: make it before. Needs ``lazy=True``.
 
         Example:
             >>> from sharded_loader.data.datasets import ArrayDataset
@@ -216,6 +219,10 @@ def check_dataset(value: Any, owner: str) -> None:
             f"{owner} needs an object with __getitem__ and __len__, not a {type(value).__name__}: "
             "read a stream into a list, or give a dataset that can be indexed"
         )
+
+
+def _level_of(dataset: Any) -> int | None:
+    return dataset._level if isinstance(dataset, TransformDataset) else None
 
 
 class _First:
@@ -303,13 +310,14 @@ class TransformDataset(Wrapper):
         self._dataset = dataset
         self._fn = fn
         self._seeded = seeded
+        self._level = next_level(dataset, _level_of) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
         return self._apply(self._dataset[index])
 
     def _apply(self, sample: Any) -> Any:
         if self._seeded:
-            with rng.sample_seed():
+            with transform_seed(self._fn, self._level or 0):
                 return self._fn(*sample) if isinstance(sample, tuple) else self._fn(sample)
         return self._fn(*sample) if isinstance(sample, tuple) else self._fn(sample)
 

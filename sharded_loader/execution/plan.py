@@ -136,7 +136,10 @@ class EpochPlan:
             for number, shard in enumerate(shards):
                 if not shard:
                     where = f"{self._where(seq)}, shard {number}"
-                    raise ValueError(f"{where} is empty: leave the shard out of the batch instead")
+                    raise ValueError(
+                        f"{where} is empty: a shard has at least one index, and shard i goes to device i. At the end "
+                        f"of a batch leave empty shards out. Give an empty shard in the middle an index of another one"
+                    )
                 self._check_range(shard, seq, number)
         else:
             shards = [_as_list(batch)]

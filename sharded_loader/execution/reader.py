@@ -25,7 +25,7 @@ from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
-from sharded_loader.rng import SampleScope, current_scope, philox, reading
+from sharded_loader.rng import OfBatch, SampleScope, current_scope, philox, reading
 
 _BAD: Any = object()
 
@@ -197,7 +197,6 @@ class Reader:
         self, indices: Sequence[Any], scope: SampleScope, place: Place, board: Board, error: BaseException
     ) -> None:
         """Raise the error of the sample that made a bulk read fail; of the bulk read if none does alone."""
-        scope.by_index.clear()
         self._read_one_by_one(indices, scope, place, board)
         raise self._placed(error, place, None, indices)
 
@@ -210,7 +209,7 @@ class Reader:
         place: Place,
         indices: Sequence[Any],
     ) -> Any:
-        scope.at(("batchify_fn", task.seq, place.shard or 0))
+        scope.at(OfBatch(task.seq, place.shard or 0))
         try:
             return assemble(self._batchify, samples, empty)
         except KeyboardInterrupt:
@@ -266,7 +265,7 @@ class Reader:
             try:
                 return (*self._read_strict(task, scope, worker, empty, board), ())
             except Exception:
-                scope.by_index.clear()  # read again with the same random numbers
+                pass  # read again, with the same random numbers
         shards = [
             self._read_good(_as_list(indices), task, scope, _place(task, number, worker), number, skipped, board)
             for number, indices in enumerate(task.shards)

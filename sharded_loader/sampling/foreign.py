@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sharded_loader.global_generators import seeded_globals
+from sharded_loader.global_generators import seed_torch, seeded_globals
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, keeps_request, resolve_seed
 from sharded_loader.sampling.epochs import tell
@@ -198,7 +198,8 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
             generator: Any = getattr(one, "generator", None)
             if type(generator).__module__ == "torch._C" and hasattr(generator, "initial_seed"):
                 key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
-                one.generator = type(generator)(device=generator.device).manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+                one.generator = type(generator)(device=generator.device)
+                seed_torch(one.generator, key)
                 exchanged.append((one, generator))
         yield
     finally:

@@ -5,8 +5,8 @@
     split_batch([9, 4, 7], 2)                            -> [[9, 4], [7]]         in order
     split_batch([0, 1, 2], 2, costs=[5, 9, 3])           -> [[1], [0, 2]]         by cost
 
-In: one flat batch of indices. Out: a list of shards, lists of indices, none of them empty: a batch that is
-too small for all shards gives fewer of them. Shard i is meant for device i.
+In: one flat batch of indices. Out: a list of shards, lists of indices, none of them empty. Shard i belongs to device i
+and to weight i. So only shards at the end may be missing: a batch with fewer samples than shards fills the first ones.
 
 What can go wrong: weights that are no weights, costs that do not cover an index; both are ValueErrors that
 say which.
@@ -56,20 +56,23 @@ def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
 
 
 def check_shares(weights: Any, num_shards: int) -> list[float]:
-    """Weights of shards that lie on devices: shares of 0 come last, or later shards would lie on other devices.
+    """Weights of shards that belong to devices. Weights of 0 come last, so that shard i can be on device i.
 
     Raises:
-        ValueError: as `check_weights`, or a share of 0 stands before another one.
+        ValueError: as `check_weights`, or a weight of 0 stands before a positive one.
 
     Example:
         >>> check_shares([2, 1, 0], 3)
         [2, 1, 0]
     """
     checked = list(check_weights(weights, num_shards))
-    if 0 in checked[: max(number for number, weight in enumerate(checked) if weight > 0)]:
+    positive = [shard for shard, weight in enumerate(checked) if weight > 0]
+    if 0 in checked[: positive[-1]]:
+        order = [*positive, *(shard for shard, weight in enumerate(checked) if not weight)]
         raise ValueError(
-            f"shard_weights is {checked}: a shard without samples is left out and those after it move up, so "
-            f"shares of 0 must come last: reorder the devices"
+            f"the shard weights are {checked}, and weight {checked.index(0)} is 0. An empty shard is left out, so the "
+            f"shards after it would be on other devices. Weights of 0 must come last: give the weights "
+            f"{[checked[shard] for shard in order]} and list the devices in the order {order}"
         )
     return checked
 
@@ -92,9 +95,16 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
         weights: one number per shard; None for even shares.
 
     Returns:
-        ``num_shards`` sizes that sum to ``n``. Even: they differ by one at most, the first ones are larger.
-        By weight: each is its exact share rounded down or up, up for the largest remainders (the first
-        among equal ones).
+        ``num_shards`` sizes that sum to ``n``.
+
+        Even: sizes differ by one at most, and the first ones are larger.
+
+        By weight: each exact share is rounded down. The samples that remain go to the largest remainders (to the
+        first of equal ones). Then each shard with a positive weight that has no sample gets one. It comes from the
+        shard that is furthest above its exact share and has at least two samples (the first of equal ones).
+
+        With fewer samples than positive weights, the first shards with a positive weight get one sample each. Shard i
+        then still belongs to device i.
 
     Raises:
         TypeError, ValueError: for ``num_shards`` below 1 and for bad weights.
@@ -103,7 +113,17 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
         >>> shard_sizes(10, 4), shard_sizes(10, 2, weights=[0.7, 0.3])
         ([3, 3, 2, 2], [7, 3])
 
-    Source of the idea: Hamilton's method of apportionment.
+        The exact shares of 4 samples by ``[1, 9]`` are 0.4 and 3.6, which would be rounded to 0 and 4:
+
+        >>> shard_sizes(4, 2, weights=[1, 9])
+        [1, 3]
+
+        Two samples cannot fill three shards, so the last shard gets none, although it has the largest weight:
+
+        >>> shard_sizes(2, 3, weights=[1, 1, 8])
+        [1, 1, 0]
+
+    Source of the idea: Hamilton's method of apportionment, with a minimum of one.
     """
     check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
     if weights is None:
@@ -115,6 +135,9 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
 # Exact fractions take 30 us for 8 shards; a loader asks for the same one or two splits for ever.
 @lru_cache(maxsize=256)
 def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    positive = [shard for shard, weight in enumerate(weights) if weight]
+    if n < len(positive):
+        return tuple(int(shard in positive[:n]) for shard in range(len(weights)))
     # 0.7 means seven tenths, not the nearest binary fraction: str() gives the decimal that was meant.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [n * weight / sum(exact) for weight in exact]
@@ -122,6 +145,11 @@ def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     by_remainder = sorted(range(len(sizes)), key=lambda shard: sizes[shard] - shares[shard])
     for shard in by_remainder[: n - sum(sizes)]:
         sizes[shard] += 1
+    # Without a sample of its own a light shard would be left out, and the shards after it would change devices.
+    for light in positive:
+        if not sizes[light]:
+            giver = max((s for s in positive if sizes[s] > 1), key=lambda shard: sizes[shard] - shares[shard])
+            sizes[light], sizes[giver] = 1, sizes[giver] - 1
     return tuple(sizes)
 
 
@@ -133,12 +161,13 @@ def split_batch(
     Args:
         indices: the batch: a list, tuple or 1-D array.
         num_shards: most shards to make.
-        weights: one number per shard; None for even shares.
+        weights: one number per shard, those of 0 last; None for even shares. See `shard_sizes`.
         costs: ``costs[index]`` is what the sample costs (its length, say; at least 0). The most expensive
             sample goes first, each to the shard that is cheapest so far, relative to its weight.
 
     Returns:
-        Up to ``num_shards`` lists of Python ints, each in the order of the batch.
+        Up to ``num_shards`` lists of Python ints, each in the order of the batch. List i belongs to device i: every
+        shard with a positive weight has a sample, or with fewer samples than such shards, the first ones have one.
 
     Raises:
         ValueError: for bad weights, and for an index without a usable cost.
@@ -146,6 +175,8 @@ def split_batch(
     Example:
         >>> split_batch([3, 1, 4, 1, 5], 2)
         [[3, 1, 4], [1, 5]]
+        >>> split_batch([3, 1, 4, 1, 5], 2, weights=[1, 99])
+        [[3], [1, 4, 1, 5]]
 
     Source of the idea: longest processing time first (Graham, 1969): the most expensive shard costs at most
     4/3 - 1/(3 * num_shards) of the best possible.
@@ -155,7 +186,8 @@ def split_batch(
         return _split_by_cost(batch, num_shards, weights, costs)
     shards = []
     begin = 0
-    for size in shard_sizes(len(batch), num_shards, weights):
+    checked = None if weights is None else check_shares(weights, num_shards)
+    for size in shard_sizes(len(batch), num_shards, checked):
         if size:
             shards.append(batch[begin : begin + size])
             begin += size
@@ -164,7 +196,7 @@ def split_batch(
 
 def _split_by_cost(batch: list[Any], num_shards: int, weights: Sequence[float] | None, costs: Any) -> list[list[Any]]:
     check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
-    shares = (1,) * num_shards if weights is None else check_weights(weights, num_shards)
+    shares = [1.0] * num_shards if weights is None else check_shares(weights, num_shards)
     prices = [_cost(costs, index) for index in batch]
     # Cheapest first: (load / weight, samples, shard).
     cheapest = [(0.0, 0, shard) for shard in range(num_shards) if shares[shard]]
@@ -221,8 +253,10 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
 
     Args:
         batch_sampler: yields flat batches of indices.
-        num_shards: most shards per batch; a small last batch gives fewer, never an empty one.
-        weights: one number per shard (``[2, 1]`` for a fast and a slow device); None for even shares.
+        num_shards: most shards per batch. A batch with fewer samples gives fewer shards, the first ones, and never an
+            empty one: shard i is always on device i.
+        weights: one number per shard (``[2, 1]`` for a fast and a slow device); None for even shares. A positive
+            weight gets at least one sample. Weights of 0 must come last. See `shard_sizes`.
         costs: one number per sample of the dataset, e.g. its length: the most expensive shard is then as
             cheap as greedy assignment makes it.
         seed: starts ``batch_sampler`` if it is foreign. None draws one if it is needed.
@@ -249,7 +283,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         seed: int | None = None,
     ) -> None:
         self.num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
-        self.weights = None if weights is None else check_weights(weights, num_shards)
+        self.weights = None if weights is None else tuple(check_shares(weights, num_shards))
         # A list of floats is read several times faster, one number at a time, than an array or a tensor.
         self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
         if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:

@@ -42,6 +42,7 @@ from samples import (
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.data.errors import BatchifyError
+from sharded_loader.devices import names
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -414,6 +415,19 @@ def test_shards_move_up_when_one_loses_all_its_samples(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", devices=["cpu", "cpu"]) as loader:
         with pytest.warns(UserWarning, match="shard 1 was left out"):
             assert [shard.tolist() for shard in list(loader)[3]] == [[6]]
+
+
+def test_after_a_lost_shard_the_others_are_on_the_devices_of_their_new_positions(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
+    monkeypatch.setattr(names, "accelerators", lambda: [torch.device("meta")])
+    with ShardedDataLoader(Bad(boom), 7, pool=pool, on_error="skip", devices=places, shard_weights=[1, 4, 2]) as loader:
+        with pytest.warns(UserWarning, match="shard 0 was left out, those after it moved up"):
+            found = [[(shard.device, len(shard)) for shard in shards] for shards in loader]
+    cpu, meta = places[:2]
+    # In batch 1 the bad sample 7 is a shard of its own.
+    assert found == [[(cpu, 1), (meta, 4), (cpu, 2)], [(cpu, 4), (meta, 2)], [(cpu, 1), (meta, 3), (cpu, 2)]]
 
 
 def test_a_shard_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:

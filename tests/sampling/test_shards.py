@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.sampling import (
     BatchSampler,
     SequentialSampler,
@@ -37,13 +38,39 @@ def test_even_sizes_differ_by_one_at_most_the_first_are_larger(n: int, shards: i
 
 @quick
 @given(n=st.integers(0, 500), weights=some_weights)
-def test_weighted_sizes_are_the_exact_share_rounded_down_or_up(n: int, weights: list[float]) -> None:
+def test_weighted_sizes_are_the_exact_share_rounded_with_one_sample_at_least(n: int, weights: list[float]) -> None:
     sizes = shard_sizes(n, len(weights), weights)
     exact = [Fraction(str(weight)) for weight in weights]
+    shares = [n * weight / sum(exact) for weight in exact]
+    positive = [shard for shard, weight in enumerate(weights) if weight]
     assert sum(sizes) == n
-    for size, weight in zip(sizes, exact, strict=True):
-        assert abs(size - n * weight / sum(exact)) < 1
-        assert weight or not size
+    assert all(not size for size, weight in zip(sizes, weights, strict=True) if not weight)
+    if n < len(positive):
+        assert [shard for shard, size in enumerate(sizes) if size] == positive[:n]
+        return
+    assert all(sizes[shard] for shard in positive)
+    for size, share in zip(sizes, shares, strict=True):
+        assert size < share + 1
+    if all(share >= 1 for shard, share in enumerate(shares) if weights[shard]):
+        assert all(abs(size - share) < 1 for size, share in zip(sizes, shares, strict=True))
+
+
+def test_a_light_shard_gets_a_sample_of_the_shard_that_has_most_above_its_share() -> None:
+    assert shard_sizes(4, 2, [1, 9]) == [1, 3]
+    assert shard_sizes(8, 3, [8, 1, 8]) == [3, 1, 4]
+    assert shard_sizes(3, 3, [1, 8, 1]) == [1, 1, 1]
+    # Shares 5, 4.9 and 0.1: the second shard was rounded up, so it gives.
+    assert shard_sizes(10, 3, [50, 49, 1]) == [5, 4, 1]
+    assert shard_sizes(8, 5, [1, 1, 1, 100, 100]) == [1, 1, 1, 2, 3]
+    assert shard_sizes(5, 5, [1e-300, 1e300, 1, 1, 1]) == [1] * 5
+
+
+def test_fewer_samples_than_shards_fill_the_first_ones_whatever_the_weights_are() -> None:
+    assert shard_sizes(2, 3, [1, 1, 8]) == [1, 1, 0]
+    assert shard_sizes(1, 3, [0, 1, 8]) == [0, 1, 0]
+    assert shard_sizes(0, 2, [1, 8]) == [0, 0]
+    assert split_batch([7, 8], 3, [1, 1, 8]) == split_batch([7, 8], 3) == [[7], [8]]
+    assert split_batch([7, 8], 3, [1, 1, 8], costs=[1] * 9) == [[7], [8]]
 
 
 @quick
@@ -79,8 +106,7 @@ def test_a_split_is_complete_without_empty_shards(
     assert len(split) <= shards
     if not costed:
         assert [index for shard in split for index in shard] == batch
-    if costed or not weighted:
-        assert len(split) == min(shards, len(batch))
+    assert len(split) == min(shards, len(batch))
     places = {index: place for place, index in reversed(list(enumerate(batch)))}
     if costed and len(places) == len(batch):
         for shard in split:
@@ -103,7 +129,45 @@ def test_costs_are_shared_by_weight() -> None:
     split = split_batch(range(30), 2, weights=[2, 1], costs=[1] * 30)
     assert [len(shard) for shard in split] == [20, 10]
     # A shard of weight 0 gets nothing.
-    assert split_batch(range(4), 2, weights=[0, 1], costs=[1] * 4) == [[0, 1, 2, 3]]
+    assert split_batch(range(4), 2, weights=[1, 0], costs=[1] * 4) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("costs", [[1] * 9, [0] * 9, [100, *[1] * 8], [1e308] * 9])
+@pytest.mark.parametrize("weights", [[1, 999], [999, 1], [1, 1, 999], [5, 1e-300, 5], [1e300, 1, 1e-300]])
+def test_by_cost_every_positive_weight_gets_a_sample(costs: list[float], weights: list[float]) -> None:
+    for size in range(1, 10):
+        split = split_batch(range(size), len(weights), weights, costs)
+        assert len(split) == min(size, len(weights))
+        assert sorted(index for shard in split for index in shard) == list(range(size))
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [1, 0, 1], [0, 1, 0]])
+def test_a_weight_of_zero_before_a_positive_one_is_rejected_everywhere(weights: list[float]) -> None:
+    count = len(weights)
+    message = r"weight \d is 0\. .* must come last: give the weights .* list the devices in the order"
+    for make in (
+        lambda: ShardedBatchSampler([[0, 1]], count, weights=weights),
+        lambda: ShardedBatchSampler([[0, 1]], count, weights=weights, costs=[1, 1]),
+        lambda: split_batch([0, 1], count, weights),
+        lambda: split_batch([0, 1], count, weights, costs=[1, 1]),
+        lambda: ShardedDataLoader(range(4), 2, num_shards=count, shard_weights=weights),
+        lambda: setattr(ShardedDataLoader(range(4), 2, devices=["cpu"] * count), "shard_weights", weights),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("weights", [[1, 9], [8, 1, 8], [1, 8, 1], [9, 1, 0]])
+def test_the_loader_and_the_sampler_put_shard_i_on_device_i(weights: list[float], batch_size: int) -> None:
+    positive = sum(weight > 0 for weight in weights)
+    sampler = ShardedBatchSampler(BatchSampler(SequentialSampler(61), batch_size), len(weights), weights)
+    split = ShardedDataLoader(range(61), batch_size, devices=["cpu"] * len(weights), shard_weights=weights)
+    given = ShardedDataLoader(range(61), batch_sampler=sampler, devices=["cpu"] * len(weights))
+    for shards, others in zip(split, given, strict=True):
+        assert [shard.tolist() for shard in shards] == [shard.tolist() for shard in others]
+        assert len(shards) == min(positive, sum(map(len, shards)))
+        assert all(len(shard) for shard in shards)
 
 
 def test_equal_costs_go_round_in_order() -> None:
