@@ -17,12 +17,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.rng import draw_seed
+from sharded_loader.sampling.describing import Described
 
 Indices = npt.NDArray[np.int64]
 Item_co = TypeVar("Item_co", covariant=True)
@@ -62,7 +63,7 @@ def resolve_seed(seed: Any) -> int:
         ) from None
 
 
-class Sampler(Generic[Item_co]):
+class Sampler(Described, Generic[Item_co]):
     """Base class of all samplers: an order of indices, or of batches of indices, for each epoch.
 
     Two ways to write one:
@@ -89,8 +90,6 @@ class Sampler(Generic[Item_co]):
     # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
     _epoch: int = 0
     seed: int | None = None
-    # What decides the order beside seed and length: what a state calls it, and the attribute, a number or an array.
-    decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def epoch(self) -> int:

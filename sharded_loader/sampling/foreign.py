@@ -295,6 +295,9 @@ class WrapperSampler(Sampler[Item_co]):
         self.epoch = epoch
         tell_epoch(self._inner, self.epoch)
 
+    def _shown_seed(self) -> int | None:
+        return None if find_foreign(self) is None else self.seed
+
     # True where positions are a rank's, and ``offset`` counts in the global order that ranks share.
     deals: ClassVar[bool] = False
 
@@ -320,6 +323,8 @@ class WrapperSampler(Sampler[Item_co]):
 
 def find_foreign(sampler: Any) -> Any:
     """The foreign sampler at the end of a chain of wrappers, or None."""
-    while isinstance(sampler, WrapperSampler) and is_own(sampler):
+    for _ in range(_MAX_NESTING):
+        if not (isinstance(sampler, WrapperSampler) and is_own(sampler)):
+            break
         sampler = sampler.inner
     return None if is_own(sampler) else sampler

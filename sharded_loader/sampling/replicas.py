@@ -95,6 +95,7 @@ class _Dealt(WrapperSampler[Item_co]):
     """Items [rank::num_replicas] of another sampler's order, equally many for every rank."""
 
     deals = True
+    shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
 
     def __init__(
         self, sampler: Iterable[Any], num_replicas: Count, rank: Count, truncate: bool, seed: int | None, name: str
