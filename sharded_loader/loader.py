@@ -149,7 +149,7 @@ class ShardedDataLoader(LoaderAttributes):
         self.dataset = dataset
         self._batch_size = batch_size
         self._order = EpochOrder(
-            length(dataset),
+            length(dataset, needed=sampler is None and batch_sampler is None),
             batch_size=batch_size,
             shuffle=shuffle,
             sampler=sampler,
@@ -173,7 +173,7 @@ class ShardedDataLoader(LoaderAttributes):
         workers = make_pool(pool, num_workers, thread_pool)
         self._pipeline = Pipeline(workers, 0)
         self.prefetch = prefetch
-        claim(workers)
+        claim(workers, self._pipeline)
         workers.use_memory(self._placement.empty, self._placement.register)
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()

@@ -208,7 +208,8 @@ def len_epoch(sampler: Any, epoch: int) -> int:
     """How many items an epoch of any sampler has.
 
     Raises:
-        TypeError: if a foreign sampler has no ``__len__``.
+        TypeError: if a foreign sampler has no ``__len__``, or one that raises: whatever it raises means that the
+            length is unknown.
 
     Example:
         >>> len_epoch([4, 5, 6], 0)
@@ -222,6 +223,14 @@ def len_epoch(sampler: Any, epoch: int) -> int:
             f"the sampler, a {type(sampler).__name__}, has no length: give its class a __len__ that returns the "
             "number of items in an epoch"
         )
+    try:
+        return _foreign_length(sampler, epoch)
+    except Exception as error:  # other libraries raise what they like where a length is unknown
+        cause = f"its __len__ raised {type(error).__name__}: {error}"
+        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no length: {cause}") from error
+
+
+def _foreign_length(sampler: Any, epoch: int) -> int:
     if not isinstance(sampler, Sampler):
         return len(sampler)
     # A subclass of ours that overrides __iter__: its inherited length is that of the pending epoch.
@@ -236,7 +245,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 def _length_or(sampler: Any, default: int) -> int:
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):
+    except Exception:
         return default
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    ShardedBatchSampler,
     check_sampler,
     has_chunks,
     is_own,
@@ -238,6 +241,68 @@ def test_a_used_up_iterator_is_an_error_never_an_empty_epoch() -> None:
     assert list(batches) == [[1, 2], [3]]
     with pytest.raises(TypeError, match="a OneShot, has no items left for epoch 1.*pass a list"):
         iter(batches)
+
+
+class Unsure:
+    """As PyG's DynamicBatchSampler: it yields, but its length is not known."""
+
+    def __init__(self, items: list[Any], error: Exception, again: bool = False) -> None:
+        self.items, self.error, self.again = items, error, again
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        raise self.error
+
+
+class UnsureOfOurs(Unsure, Sampler[Any]):
+    """A subclass of ours that is written as Gluon's users do."""
+
+
+ERRORS = [ValueError("steps are ambiguous"), RuntimeError("x"), AttributeError("y"), StopIteration(), KeyError("z")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("kind", [Unsure, UnsureOfOurs])
+@pytest.mark.parametrize("of_batches", [True, False])
+def test_whatever_a_length_raises_means_that_it_is_unknown(error: Exception, kind: Any, of_batches: bool) -> None:
+    batches = [[0, 1], [2, 3], [4]]
+
+    def make() -> ShardedDataLoader:
+        if of_batches:
+            return ShardedDataLoader(range(5), batch_sampler=kind(batches, error), seed=1)
+        return ShardedDataLoader(range(5), 2, sampler=kind([0, 1, 2, 3, 4], error), seed=1)
+
+    loader = make()
+    message = f"the sampler, a {kind.__name__}, has no length: its __len__ raised {type(error).__name__}"
+    for _ in range(2):
+        assert "batches without number" in repr(loader)
+        with pytest.raises(TypeError, match=message) as caught:
+            len(loader)
+        assert caught.value.__cause__ is error
+        assert loader.peek().tolist() == [0, 1]
+        assert [batch.tolist() for batch in loader] == batches  # list() asks an iterator how long it is
+    assert "length=?" in repr(BatchSampler(kind([1], error), 2))
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make()
+    other.load_state_dict(state)
+    assert (other.position, other.epoch) == (1, 2)
+    assert [batch.tolist() for batch in other] == batches[1:]
+    inner = kind(batches if of_batches else [0, 1, 2, 3, 4], error)
+    wrapped: Any = ShardedBatchSampler(inner, 2, seed=1) if of_batches else BatchSampler(inner, 2, seed=1)
+    assert len(list(ShardedDataLoader(range(5), batch_sampler=wrapped))) == 3
+    replicated = {"batch_sampler": inner} if of_batches else {"sampler": inner, "batch_size": 2}
+    assert list(ShardedDataLoader(range(5), num_replicas=2, rank=1, **replicated))
+
+
+def test_rollover_needs_a_length_and_says_so() -> None:
+    loader = ShardedDataLoader(range(5), 2, sampler=Unsure([1, 2, 3], ValueError("ambiguous")), last_batch="rollover")
+    with pytest.raises(TypeError, match="the sampler, a Unsure, has no length: its __len__ raised ValueError: ambig"):
+        next(iter(loader))
+    assert repr(loader)
 
 
 def test_a_foreign_sampler_without_length_has_none() -> None:
