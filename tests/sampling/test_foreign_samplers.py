@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -328,3 +329,104 @@ def test_an_error_of_the_samplers_comes_through_and_generators_are_restored() ->
     with pytest.raises(KeyError, match="mine"):
         iter_epoch(Broken(), 0, 0)
     assert random.getstate() == before
+
+
+class OwnState:
+    """A sampler that owns what its order comes from, and goes on with it from epoch to epoch."""
+
+    def __init__(self, draw: Callable[[Any], Iterator[int]], **own: Any) -> None:
+        self.draw = draw
+        self.__dict__.update(own)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return self.draw(self)
+
+
+def rotated(own: Any) -> Iterator[int]:
+    own.items.rotate(7)
+    yield from list(own.items)
+
+
+def counted(own: Any) -> Iterator[int]:
+    own.count += 7
+    own.latest = own.count  # an attribute that was not there
+    try:
+        yield from ((own.count + number) % 20 for number in range(20))
+    finally:
+        own.count += 1
+
+
+def shuffled_in_place(own: Any) -> Iterator[int]:
+    own.shuffle(own.items)
+    return iter([int(item) for item in own.items])
+
+
+def drawn_late(own: Any) -> Iterator[int]:
+    left = list(range(20))
+    while left:
+        yield left.pop(int(own.random.random() * len(left)))
+
+
+def marked(own: Any) -> Iterator[int]:
+    first = len(own.seen) % 20
+    own.seen[first] = True
+    own.known.add(first)
+    yield from sorted(range(20), key=lambda item: (item - 3 * len(own.known) - first) % 20)
+
+
+OWN_STATES: dict[str, Callable[[], Any]] = {
+    "RandomState": lambda: OwnState(lambda own: iter(own.r.permutation(20).tolist()), r=np.random.RandomState(3)),
+    "Generator": lambda: OwnState(lambda own: iter(own.r.permutation(20).tolist()), r=np.random.default_rng(3)),
+    "Random": lambda: OwnState(drawn_late, random=random.Random(3)),
+    "torch": lambda: OwnState(
+        lambda own: iter(torch.randperm(20, generator=own.g).tolist()), g=torch.Generator().manual_seed(3)
+    ),
+    "torch's RandomSampler": lambda: torch_data.RandomSampler(range(20), generator=torch.Generator().manual_seed(3)),
+    "counter": lambda: OwnState(counted, count=0),
+    "list": lambda: OwnState(shuffled_in_place, items=list(range(20)), shuffle=random.shuffle),
+    "array": lambda: OwnState(shuffled_in_place, items=np.arange(20), shuffle=np.random.shuffle),
+    "deque": lambda: OwnState(rotated, items=deque(range(20))),
+    "dict and set": lambda: OwnState(marked, seen={}, known=set()),
+    "system": lambda: OwnState(lambda own: iter(range(20)), random=random.SystemRandom()),
+}
+
+
+@pytest.mark.parametrize("of_batches", [False, True])
+@pytest.mark.parametrize("kind", OWN_STATES)
+def test_peek_changes_nothing_in_a_sampler_that_owns_its_generator(kind: str, of_batches: bool) -> None:
+    def make() -> ShardedDataLoader:
+        sampler = OWN_STATES[kind]()
+        if of_batches:
+            return ShardedDataLoader(range(20), batch_sampler=torch_data.BatchSampler(sampler, 6, False), seed=1)
+        return ShardedDataLoader(range(20), 6, sampler=sampler, seed=1)
+
+    plain = make()
+    expected = [[batch.tolist() for batch in plain] for _ in range(3)]
+    looked = make()
+    for epoch in expected:
+        for _ in range(2):
+            assert looked.peek().tolist() == epoch[0]
+        batches = []
+        for batch in looked:
+            batches.append(batch.tolist())
+            if len(batches) == 2:
+                looked.peek()
+        assert batches == epoch
+
+
+def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:
+    class Watched(list):  # type: ignore[type-arg]
+        def copy(self) -> Any:
+            raise AssertionError("it was copied")
+
+    dataset = list(range(20))
+    sampler = OWN_STATES["counter"]()
+    sampler.dataset, sampler.watched, sampler.read_only = dataset, Watched(), np.arange(3)
+    sampler.read_only.flags.writeable = False
+    loader = ShardedDataLoader(dataset, 6, sampler=sampler)
+    alias = sampler.dataset
+    loader.peek()
+    assert sampler.dataset is alias is dataset
