@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from sharded_loader.data.base import Dataset
 from sharded_loader.data.default import Batchify
+from sharded_loader.errors import add_note
+from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.plan import Split
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
@@ -30,46 +36,87 @@ TORCH_SPELLING = {
     "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
     "pin_memory_device": "device= or devices=",
     "in_order": "no argument for it: batches always come in order",
+    "snapshot_every_n_steps": "no argument for it: state_dict() is exact after every batch",
 }
 """What torch's DataLoader calls it, and what to write here."""
 
 GLUON_SPELLING = {
     "pin_device_id": "device= or devices=; pinning is the loader's affair",
     "try_nopython": "no argument for it",
+    "auto_reload": "no argument for it: an epoch's reading begins when its first batch is asked for",
 }
 """Likewise of MXNet Gluon's."""
 
 
-def length(dataset: Any) -> int | None:
+def length(dataset: Any, *, needed: bool = False) -> int | None:
+    """How many samples a dataset has; None if it has no length.
+
+    Args:
+        dataset: any.
+        needed: raise the TypeError here, with its cause, where nothing but the length says which samples there are.
+
+    Raises:
+        Exception: what ``__len__`` raises, except TypeError and NotImplementedError, which mean that there is none.
+    """
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError) as error:
+        if needed and hasattr(type(dataset), "__len__"):
+            raise TypeError(
+                f"the dataset, a {type(dataset).__name__}, has no length: its __len__ raised {type(error).__name__}: "
+                f"{error}. Correct it, or give the loader a sampler that knows the indices"
+            ) from error
         return None
+    except Exception as error:
+        add_note(error, f"sharded_loader: raised by len(dataset), where the dataset is a {type(dataset).__name__}")
+        raise
 
 
 def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
-    for name in unknown:
-        for whose, spelling in ("torch's", TORCH_SPELLING), ("Gluon's", GLUON_SPELLING):
-            if name in spelling:
-                raise TypeError(f"ShardedDataLoader has no argument {name!r}, which is {whose}; here: {spelling[name]}")
-        known = inspect.signature(owner).parameters
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else "see help(ShardedDataLoader) for those it has"
-        raise TypeError(f"ShardedDataLoader has no argument {name!r}; {hint}")
+    """Refuse arguments that the loader does not have: all at once, each with what to write instead."""
+    known = inspect.signature(owner).parameters
+    advice = [_advice(name, known) for name in unknown]
+    if len(advice) == 1:
+        raise TypeError(f"ShardedDataLoader has no argument {advice[0]}")
+    if advice:
+        raise TypeError("\n  ".join([f"ShardedDataLoader has none of these {len(advice)} arguments:", *advice]))
+
+
+def _advice(name: str, known: Iterable[str]) -> str:
+    for whose, spelling in ("torch's", TORCH_SPELLING), ("Gluon's", GLUON_SPELLING):
+        if name in spelling:
+            return f"{name!r}, which is {whose}; here: {spelling[name]}"
+    close = difflib.get_close_matches(name, [*known, *TORCH_SPELLING, *GLUON_SPELLING], 1)
+    if close and close[0] not in known:
+        return f"{name!r}; did you mean {_advice(close[0], ())}"
+    return f"{name!r}; {f'did you mean {close[0]!r}?' if close else 'see help(ShardedDataLoader) for those it has'}"
 
 
 def check_dataset(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in type(dataset).__mro__):
-        raise TypeError(
-            f"{name} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a dataset "
-            f"with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
-        )
+    """Refuse what cannot be read by index."""
+    kind = type(dataset)
     if isinstance(dataset, type):
-        kind = dataset.__name__
-        raise TypeError(f"the dataset is the class {kind} itself: give an object of it, {kind}(...)")
-    if not hasattr(type(dataset), "__getitem__"):
-        raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
+        raise TypeError(
+            f"the dataset is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)"
+        )
+    indexed = _is_indexed(kind)
+    # A stream may still be read by index: litdata's and mosaicml's have __getitem__ and __len__.
+    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in kind.__mro__) and not (
+        indexed and getattr(kind, "__len__", None) is not None
+    ):
+        raise TypeError(
+            f"{kind.__name__} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a "
+            f"dataset with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
+        )
+    if not indexed:
+        raise TypeError(f"a dataset needs __getitem__ and __len__; {kind.__name__} has no __getitem__")
+
+
+def _is_indexed(kind: type) -> bool:
+    """Whether a class has a ``__getitem__`` of its own: torch's Dataset has one that only raises."""
+    base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)
+    method = getattr(kind, "__getitem__", None)
+    return method is not None and method not in (Dataset.__getitem__, getattr(base, "__getitem__", None))
 
 
 def check_batchify_fn(batchify_fn: Any) -> None:
@@ -115,22 +162,39 @@ def make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
     elif thread_pool and pool != "thread":
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
+    if pool not in ("inline", "thread", "process"):
+        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
+    if count == 0 and (thread_pool or pool != "inline"):
+        asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
+        raise ValueError(f"{asked} needs workers: give num_workers=, at least 1. Without {asked} the loop reads itself")
     if pool == "inline":
         return InlinePool()
-    if pool not in ("thread", "process"):
-        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
-    if count == 0:
-        raise ValueError(f"pool={pool!r} needs workers: give num_workers=, at least 1")
     return ThreadPool(count) if pool == "thread" else ProcessPool(count)
 
 
-_owned: weakref.WeakSet[Pool] = weakref.WeakSet()
+_owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 
 
-def claim(pool: Pool) -> None:
-    if pool in _owned:
-        raise ValueError(f"{pool!r} belongs to another loader: make a pool for each")
-    _owned.add(pool)
+def claim(pool: Pool, pipeline: Pipeline) -> None:
+    """Give a pool to a loader. When that is closed or garbage, its workers have ended, and another may have the pool.
+
+    Args:
+        pool: the pool.
+        pipeline: of the loader that takes it.
+
+    Raises:
+        ValueError: a loader that is not closed has it.
+    """
+    owner = _owners.get(pool)
+    other = None if owner is None else owner()
+    if other is not None and not other.is_shut:
+        raise ValueError(
+            f"{pool!r} belongs to another loader, which is not closed: make a pool for each, {pool!r}, or call close() "
+            f"on that loader first"
+        )
+    if owner is not None:
+        pool.close()  # a loader that was collected has ended the workers, and left the rest
+    _owners[pool] = weakref.ref(pipeline)
 
 
 def check_prefetch(prefetch: Any, num_workers: int) -> int:
@@ -139,7 +203,9 @@ def check_prefetch(prefetch: Any, num_workers: int) -> int:
 
 
 def check_count(name: str, count: Any) -> int:
-    """A number of batches."""
+    """A number of batches; a float that is whole is one, as in Gluon."""
+    if isinstance(count, float | np.floating) and count.is_integer():
+        count = int(count)
     if isinstance(count, bool) or not hasattr(count, "__index__"):
         raise TypeError(f"{name} is {count!r}; it must be an int, the number of batches in flight")
     return max(0, int(count))

@@ -52,11 +52,14 @@ def describe(
         looks: what its last batch looked like; None: none was read.
         resumes: whether its place was loaded.
     """
-    size = length(loader.dataset)
+    try:
+        size = length(loader.dataset)
+    except Exception:  # a repr must not raise
+        size = None
     parts = [f"{'?' if size is None else size} samples"]
     try:
         parts.append(f"{len(loader)} batches" + (f" of {loader.batch_size}" if loader.batch_size else ""))
-    except TypeError:
+    except Exception:
         parts.append("batches without number")
     if placement.devices is not None:
         parts.append("on " + ", ".join(map(str, placement.devices)))

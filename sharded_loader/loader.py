@@ -49,6 +49,8 @@ from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.progress import KeptRun, Mark, Progress
+from sharded_loader.sampling.foreign import nested
+from sharded_loader.sampling.keeping import undisturbed
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -151,7 +153,7 @@ class ShardedDataLoader(LoaderAttributes):
         self.dataset = dataset
         self._batch_size = batch_size
         self._order = EpochOrder(
-            length(dataset),
+            length(dataset, needed=sampler is None and batch_sampler is None),
             batch_size=batch_size,
             shuffle=shuffle,
             sampler=sampler,
@@ -175,7 +177,7 @@ class ShardedDataLoader(LoaderAttributes):
         workers = make_pool(pool, num_workers, thread_pool)
         self._pipeline = Pipeline(workers, 0)
         self.prefetch = prefetch
-        claim(workers)
+        claim(workers, self._pipeline)
         workers.use_memory(self._placement.empty, self._placement.register)
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()
@@ -342,6 +344,11 @@ class ShardedDataLoader(LoaderAttributes):
     def peek(self) -> Any:
         """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
 
+        The batch that comes next stays the same. A sampler of another library is started for it, and put back to what
+        it was: its attributes, and the generators, lists and arrays among them. One that keeps its state elsewhere (in
+        a file, in an object inside it, in compiled code) goes on from where ``peek`` has read to. So does a dataset
+        that changes when it is read.
+
         Returns:
             What the first ``next`` of the next epoch will return.
 
@@ -354,6 +361,12 @@ class ShardedDataLoader(LoaderAttributes):
             tensor([0, 1, 2, 3])
         """
         self._pipeline.check_open()
+        order = self._order
+        with undisturbed([*nested(order.batch_sampler), *nested(order.sampler)], but=self.dataset):
+            return self._read_first()
+
+    def _read_first(self) -> Any:
+        # By itself: the sampler's iterator is closed before the sampler is put back.
         run = self._new_run()
         with self._in_epoch(run.epoch):
             return first_batch(run, Reader(self._job()), self._placement)

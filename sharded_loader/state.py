@@ -30,10 +30,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharded_loader.sampling.reading import Place
-from sharded_loader.sampling.signature import Signature
+from sharded_loader.sampling.signature import Signature, out_of_epoch
 from sharded_loader.sampling.tracing import Mark
 
 VERSION = 1
+
+LARGEST = 2**62
+"""Epochs, samples and batches count up to this: no dataset is longer."""
+
+LEAST_SEED, LARGEST_SEED = -(1 << 128), 1 << 4096
+"""Bounds of seeds. A loader takes any seed from the first on; Python does not show the digits of much larger ones."""
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader returned"
 
@@ -91,40 +97,46 @@ def parse(state: Any) -> tuple[Place, Signature]:
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {state!r}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+        raise TypeError(f"the state is {_show(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
     if "version" not in state:
-        raise ValueError(f"the state has no 'version', its keys are {sorted(map(str, state))}: {_ADVICE}")
+        raise ValueError(f"the state has no 'version', its keys are {_show(sorted(map(str, state)))}: {_ADVICE}")
     version = _integer(state, "version")
     if version > VERSION:
         raise ValueError(
-            f"the state is of version {version}, this sharded_loader reads up to version {VERSION}: update "
-            f"sharded_loader, or begin with set_epoch({state.get('epoch', '...')})"
+            f"the state is of version {_show(version)}, this sharded_loader reads up to version {VERSION}: update "
+            f"sharded_loader, or begin with set_epoch({_show(state.get('epoch', '...'))})"
         )
-    seed, seeds = _integer(state, "seed"), _entry(state, "sampler_seeds")
+    seed, seeds = _integer(state, "seed", least=LEAST_SEED, most=LARGEST_SEED), _entry(state, "sampler_seeds")
     if not isinstance(seeds, list | tuple):
-        raise ValueError(f"the state's 'sampler_seeds' is {seeds!r}; it must be a list of integers: {_ADVICE}")
-    arguments = state.get("sampler_arguments", {})
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"the state's 'sampler_arguments' is {arguments!r}; it must be a dict: {_ADVICE}")
+        raise ValueError(f"the state's 'sampler_seeds' is {_show(seeds)}; it must be a list of integers: {_ADVICE}")
     signature = Signature(
         seed=seed,
-        dataset_length=_integer(state, "dataset_length", optional=True),
+        dataset_length=_integer(state, "dataset_length", optional=True, least=0),
         sampler=_text(state, "sampler"),
-        sampler_length=_integer(state, "sampler_length", optional=True),
-        sampler_seeds=tuple(_integer({"sampler_seeds": one}, "sampler_seeds", optional=True) for one in seeds),
-        batch_size=_integer(state, "batch_size", optional=True),
+        sampler_length=_integer(state, "sampler_length", optional=True, least=0),
+        sampler_seeds=tuple(
+            _integer({"sampler_seeds": one}, "sampler_seeds", optional=True, least=-LARGEST_SEED, most=LARGEST_SEED)
+            for one in seeds
+        ),
+        batch_size=_integer(state, "batch_size", optional=True, least=1),
         last_batch=None if _entry(state, "last_batch") is None else _text(state, "last_batch"),
-        sampler_arguments=tuple(arguments.items()),
+        sampler_arguments=_arguments(state.get("sampler_arguments", {})),
     )
-    epoch, done = _integer(state, "epoch"), _integer(state, signature.unit)
+    unit = signature.unit
+    if unit not in state:
+        raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
+    epoch, done = _integer(state, "epoch", most=LARGEST), _integer(state, unit, least=-LARGEST, most=LARGEST)
     if version < 1 or epoch < 0 or (done < 0 and signature.last_batch != "rollover"):
         raise ValueError(
-            f"the state has version {version}, epoch {epoch}, {signature.unit} {done}; none can be negative: {_ADVICE}"
+            f"the state has version {_show(version)}, epoch {_show(epoch)}, {unit} {_show(done)}; none can be "
+            f"negative (with last_batch {_show(signature.last_batch)}): {_ADVICE}"
         )
-    length = signature.sampler_length
-    if length is not None and done > length:
-        raise ValueError(f"the state has {signature.unit} {done}, but the epoch has only {length}: {_ADVICE}")
-    return Place(epoch, done, _mark(state.get("passed"))), signature
+    if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
+        raise ValueError(f"the state has {found}: {_ADVICE}")
+    mark = _mark(state.get("passed"))
+    if mark is not None and mark.epoch > epoch:
+        raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
+    return Place(epoch, done, mark), signature
 
 
 def _entry(state: Mapping[str, Any], name: str) -> Any:
@@ -133,41 +145,87 @@ def _entry(state: Mapping[str, Any], name: str) -> Any:
     return state[name]
 
 
-def _integer(state: Mapping[str, Any], name: str, optional: bool = False) -> Any:
+def _integer(
+    state: Mapping[str, Any],
+    name: str,
+    optional: bool = False,
+    *,
+    least: int | None = None,
+    most: int = 1 << 64,
+    inside: str = "",
+) -> Any:
+    """An integer entry, checked.
+
+    Args:
+        state: the dict that has it.
+        name: of the entry.
+        optional: None is allowed.
+        least, most: the smallest and the largest number allowed. Without ``least`` the caller checks that.
+        inside: what the message calls the dict that the entry is in, if that is not the state.
+    """
     value = _entry(state, name)
     if optional and value is None:
         return None
+    what = f"the state's {inside}{name!r} is {_show(value)}"
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise ValueError(f"the state's {name!r} is {value!r}; it must be an integer: {_ADVICE}") from None
+        raise ValueError(f"{what}; it must be an integer: {_ADVICE}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{what}; it must be at least {_show(least)}: {_ADVICE}")
+    if number > most:
+        raise ValueError(f"{what}; it must be at most {_show(most)}: {_ADVICE}")
+    return number
 
 
 def _text(state: Mapping[str, Any], name: str) -> str:
     value = _entry(state, name)
     if not isinstance(value, str):
-        raise ValueError(f"the state's {name!r} is {value!r}; it must be a string: {_ADVICE}")
+        raise ValueError(f"the state's {name!r} is {_show(value)}; it must be a string: {_ADVICE}")
     return value
+
+
+def _arguments(given: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"the state's 'sampler_arguments' is {_show(given)}; it must be a dict: {_ADVICE}")
+    for name, value in given.items():
+        if not isinstance(name, str) or not (value is None or isinstance(value, bool | int | float | str)):
+            raise ValueError(
+                f"the state's 'sampler_arguments' has {_show(name)}: {_show(value)}; it must have "
+                f"names, and numbers or strings: {_ADVICE}"
+            )
+    return tuple(given.items())
+
+
+def _show(value: Any) -> str:
+    """A value in an error message: short, and whatever its own repr does."""
+    try:
+        text = repr(value)
+    except Exception:  # also an integer of more than 4,300 digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _mark(passed: Any) -> Mark | None:
     if passed is None:
         return None
     if not isinstance(passed, Mapping):
-        raise ValueError(f"the state's 'passed' is {passed!r}; it must be a dict: {_ADVICE}")
+        raise ValueError(f"the state's 'passed' is {_show(passed)}; it must be a dict: {_ADVICE}")
+    inside = "'passed' is wrong: its "
     mark = Mark(
-        epoch=_integer(passed, "epoch"),
-        items=_integer(passed, "items"),
-        checksum=_integer(passed, "checksum"),
-        rank=_integer(passed, "rank", optional=True),
+        epoch=_integer(passed, "epoch", most=LARGEST, inside=inside),
+        items=_integer(passed, "items", most=LARGEST, inside=inside),
+        checksum=_integer(passed, "checksum", least=0, most=0xFFFFFFFF, inside=inside),
+        rank=_integer(passed, "rank", optional=True, least=0, inside=inside),
         finished=_entry(passed, "finished"),
         state=_entry(passed, "state"),
     )
     if mark.epoch < 0 or mark.items < 0 or not isinstance(mark.finished, bool):
         raise ValueError(
-            f"the state's 'passed' has epoch {mark.epoch}, items {mark.items}, finished {mark.finished!r}; the first "
+            f"the state's 'passed' has epoch {_show(mark.epoch)}, items {_show(mark.items)}, finished "
+            f"{_show(mark.finished)}; the first "
             f"two cannot be negative, the last is true or false: {_ADVICE}"
         )
     return mark

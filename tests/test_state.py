@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import json
+import math
+import pickle
 import re
 import timeit
 from collections.abc import Callable
@@ -11,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data as torch_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sharded_loader import (
     BatchSampler,
@@ -257,3 +264,125 @@ def test_a_state_costs_microseconds_and_less_than_a_kilobyte(foreign: bool) -> N
     assert len(json.dumps(loader.state_dict())) < 500
     # A few microseconds on a free machine; ten times that is still no reason to save less often.
     assert min(timeit.repeat(loader.state_dict, number=100, repeat=5)) / 100 < 100e-6
+
+
+class StatefulSampler:
+    """A sampler of another library that goes by a state of its own."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Any:
+        first, self.begun = self.begun, 0
+        for number in range(first, 20):
+            self.begun = number + 1
+            yield number
+        self.begun = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begun": self.begun}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begun = state["begun"]
+
+
+ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
+    "shuffled": lambda: shuffled(seed=1),
+    "rollover": lambda: shuffled(seed=1, batch_size=3, last_batch="rollover"),
+    "rollover, a batch of several epochs": lambda: shuffled(7, 17, seed=1, last_batch="rollover"),
+    "discard": lambda: shuffled(seed=1, batch_size=3, last_batch="discard"),
+    "ranks": lambda: shuffled(seed=1, num_replicas=3, rank=1, last_batch="rollover"),
+    "given": lambda: ShardedDataLoader(range(20), 3, sampler=RandomSampler(20, seed=1), seed=2),
+    "seedless": lambda: ShardedDataLoader(range(20), 3, sampler=RandomSampler(20), seed=2),
+    "arguments": lambda: ShardedDataLoader(range(20), 3, sampler=IntervalSampler(20, 3), seed=2),
+    "weights": lambda: ShardedDataLoader(range(20), 3, sampler=WeightedRandomSampler([1] * 20, 20, seed=2), seed=2),
+    "batches": lambda: ShardedDataLoader(range(20), batch_sampler=BatchSampler(RandomSampler(20, seed=1), 4), seed=2),
+    "foreign": lambda: ShardedDataLoader(range(20), 3, sampler=torch_data.RandomSampler(range(20)), seed=2),
+    "foreign batches": lambda: ShardedDataLoader(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]], seed=2),
+    "foreign rollover": lambda: ShardedDataLoader(
+        range(20), 3, sampler=torch_data.RandomSampler(range(20)), seed=2, last_batch="rollover"
+    ),
+    "stateful": lambda: ShardedDataLoader(range(20), 3, sampler=StatefulSampler(), seed=2),
+}
+NUMBERS = (0, -1, 1, 7, -1000, 1000, 2**31, 2**62, -(2**62), 2**63, 2**64, -(2**200), 2**200, 10**5000, -(10**5000))
+NO_NUMBERS = (None, True, math.nan, math.inf, -math.inf, 1.0, "", "3", "rollover", b"1", [], [1], [None, 2**200], {})
+WRONG: list[Any] = [*NUMBERS, *NO_NUMBERS, {"a": 1}, [["x"]], np.arange(3), object()]
+
+# What an error may call an entry, where it compares the loader with the state's.
+ALSO_CALLED = {
+    "dataset_length": "the dataset had",
+    "sampler_length": "the sampler had",
+    "sampler_seeds": "the seed of the|the sampler was made by the loader",
+    "sampler_arguments": "(interval|rollover|weights|replacement|batch_size|last_batch) of the",
+}
+
+
+def entries_of(state: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [*((name,) for name in state), *(("passed", name) for name in state.get("passed") or ())]
+
+
+@functools.cache
+def states_of(kind: str) -> list[dict[str, Any]]:
+    """States of the first three epochs of a loader, as JSON keeps them."""
+    loader = ALL_KINDS[kind]()
+    states = [loader.state_dict()]
+    for _ in range(3):
+        for _ in loader:
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())
+    return [json.loads(json.dumps(state)) for state in states]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_state_of_every_loader_is_taken(kind: str) -> None:
+    for state in states_of(kind):
+        loader = ALL_KINDS[kind]()
+        loader.load_state_dict(copy.deepcopy(state))
+        assert json.loads(json.dumps(loader.state_dict())) == state
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_spoilt_state_is_refused_by_name_or_read_but_never_half_taken(kind: str, data: st.DataObject) -> None:
+    state = copy.deepcopy(data.draw(st.sampled_from(states_of(kind))))
+    *inside, name = data.draw(st.sampled_from(entries_of(state)))
+    holder = state[inside[0]] if inside else state
+    if data.draw(st.integers(0, 9)):
+        which = data.draw(st.integers(0, len(WRONG)))  # not the value: hypothesis cannot show 10**5000
+        any_other = st.integers(-(2**70), 2**70) | st.integers(-50, 50) | st.text(max_size=3)
+        holder[name] = WRONG[which] if which < len(WRONG) else data.draw(any_other)
+    else:
+        del holder[name]
+    strict = data.draw(st.booleans())
+    loader = ALL_KINDS[kind]()
+    given_sampler = pickle.dumps(loader.sampler)
+    before = loader.state_dict(), loader.seed, loader.epoch, loader.position, repr(loader)
+    try:
+        loader.load_state_dict(state, strict=strict)
+    except (ValueError, TypeError) as error:
+        assert re.search(f"{name}|{ALSO_CALLED.get(name, name)}", str(error)), str(error)
+        assert len(str(error)) < 1000
+        assert (loader.state_dict(), loader.seed, loader.epoch, loader.position, repr(loader)) == before
+        assert pickle.dumps(loader.sampler) == given_sampler
+        return
+    assert loader.epoch >= 0 and loader.position >= 0
+    try:
+        first = list(itertools.islice(loader, 3))
+        assert all(0 <= int(index) < 20 for batch in first for index in batch)
+    except (ValueError, TypeError, KeyError) as error:
+        assert "cannot be resumed" in str(error) or inside, str(error)
+
+
+@pytest.mark.parametrize("kind", ["rollover", "ranks", "foreign rollover", "rollover, a batch of several epochs"])
+@pytest.mark.parametrize("done", [-1000, 1000, -(2**200), 2**200, -(2**62), 2**62])
+@pytest.mark.parametrize("epoch", [0, 1, 150])
+def test_a_place_outside_of_its_epoch_is_refused_with_rollover_too(kind: str, done: int, epoch: int) -> None:
+    loader = ALL_KINDS[kind]()
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="samples"):
+        loader.load_state_dict({**before, "samples": done, "epoch": epoch})
+    assert loader.state_dict() == before

@@ -45,6 +45,7 @@ class Pipeline:
 
     Attributes:
         at_hand: the pool is asked for more when not so many batches are finished.
+        is_shut: `close` is over: the pool is closed, and nobody here uses it again.
     """
 
     def __init__(self, pool: Pool, prefetch: int, *, deepens: bool = False) -> None:
@@ -53,6 +54,7 @@ class Pipeline:
         self.deepens = deepens
         self.at_hand = 2
         self.closed = False
+        self.is_shut = False
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._runs: dict[int, Run] = {}
@@ -145,8 +147,10 @@ class Pipeline:
 
     def shut(self) -> None:
         """What `close` does when nobody is at work."""
-        self.pool.close()
-        self._runs.clear()
+        if not self.is_shut:  # another loader may have the pool since
+            self.pool.close()
+            self._runs.clear()
+            self.is_shut = True
 
     def check_open(self) -> None:
         """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""

@@ -220,8 +220,7 @@ class Arena:
             return False
         have = self.nbytes
         if self._max_bytes is None:
-            share = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-            self._max_bytes = limits.free_bytes().nbytes // 4 // share
+            self._max_bytes = limits.free_bytes().nbytes // 4 // limits.processes_here()
         room = (self._max_bytes - have) // PAGE * PAGE
         least = round_up(nbytes, PAGE)
         if room < least:

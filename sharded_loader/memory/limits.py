@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sharded_loader.environment import integer
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -20,6 +22,16 @@ class Limit:
 
     nbytes: int
     what: str
+
+
+def processes_here() -> int:
+    """How many processes share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ValueError: the variable holds no such number.
+    """
+    advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
+    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
 
 
 def free_bytes(root: Path = Path("/")) -> Limit:

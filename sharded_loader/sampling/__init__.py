@@ -1,7 +1,9 @@
 """The order of samples: samplers, batch samplers, buckets, shards and ranks.
 
     base.py          Sampler: what every sampler is
+    describing.py    what their repr says
     foreign.py       anybody else's samplers, read in the same way
+    keeping.py       other libraries' samplers, left as they were when one has looked
     permutation.py   shuffles of any size
     samplers.py      orders of single indices; also splits.py (one part of a dataset) and weighted.py
     batches.py       batches of indices

@@ -19,12 +19,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.rng import draw_seed
+from sharded_loader.sampling.describing import Described
 from sharded_loader.sampling.epochs import EpochRequest, note
 
 Indices = npt.NDArray[np.int64]
@@ -71,7 +72,7 @@ def keeps_request(method: Any) -> Any:
     return method
 
 
-class Sampler(Generic[Item_co]):
+class Sampler(Described, Generic[Item_co]):
     """Base class of all samplers: an order of indices, or of batches of indices, for each epoch.
 
     Two ways to write one:
@@ -99,8 +100,6 @@ class Sampler(Generic[Item_co]):
     _epoch: int = 0
     epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
     seed: int | None = None
-    # What decides the order beside seed and length: what a state calls it, and the attribute, a number or an array.
-    decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def epoch(self) -> int:

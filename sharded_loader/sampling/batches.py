@@ -243,6 +243,7 @@ class SortedBucketSampler(Sampler[list[int]]):
         ("reverse", "_reverse"),
         ("shuffle", "_shuffle"),
     )
+    shown = tuple((name.replace(" ", "_"), attribute) for name, attribute in decided_by)
 
     def __init__(
         self,
@@ -309,6 +310,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
     """
 
     decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
+    shown = (("max_num_tokens", "_max_num_tokens"), ("max_num_sentences", "_max_num_sentences"), decided_by[-1])
 
     def __init__(
         self,
@@ -343,6 +345,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
                 f"sample {index} has {array[index]} tokens, more than max_num_tokens={tokens}: "
                 "raise the budget, cut the sample, or leave it out of the dataset"
             )
+        self._max_num_tokens, self._max_num_sentences = tokens, sentences
         self._order: Indices = np.argsort(array, kind="stable")
         self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
         self._shuffle = bool(shuffle)

@@ -34,7 +34,7 @@ class FixedBucketSampler(Sampler[Any]):
         lengths: integers above 0, shape (n,), or (n, k) for samples of k parts.
         batch_size: samples per batch; with ``use_average_length``, tokens per batch.
         num_buckets: how many buckets to make. Not used with ``bucket_keys``.
-        bucket_keys: greatest length of each bucket (ints, or tuples of k ints). None: made by
+        bucket_keys: greatest length of each bucket (ints, or tuples of k ints; an array works too). None: made by
             ``bucket_scheme``.
         ratio: scales up the batches of shorter buckets: a bucket with key K has batches of
             ``max(ratio * batch_size * max(keys) / K, batch_size)`` samples.
@@ -75,13 +75,20 @@ class FixedBucketSampler(Sampler[Any]):
         ("batch sizes", "_batch_begin"),
         ("shuffle", "_shuffle"),
     )
+    shown = (
+        ("bucket_keys", "bucket_keys"),
+        ("bucket_batch_sizes", "bucket_batch_sizes"),
+        ("num_shards", "_num_shards"),
+        ("last_group", "_last_group"),
+        ("shuffle", "_shuffle"),
+    )
 
     def __init__(
         self,
         lengths: Sequence[Any] | npt.NDArray[Any],
         batch_size: int,
         num_buckets: int | None = _DEFAULT_BUCKETS,
-        bucket_keys: Sequence[Any] | None = None,
+        bucket_keys: Sequence[Any] | npt.NDArray[Any] | None = None,
         ratio: float = 0,
         shuffle: bool = False,
         use_average_length: bool = False,
@@ -112,7 +119,7 @@ class FixedBucketSampler(Sampler[Any]):
                 bucket_keys = bucket_scheme(table.max(axis=0).tolist(), table.min(axis=0).tolist(), num_buckets)
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
             warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
-        self._fill(table, _check_keys(bucket_keys or [], table.shape[1]))
+        self._fill(table, _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1]))
         self._choose_batch_sizes(table, int(batch_size), float(ratio), use_average_length)
         self._plan()
 
@@ -235,10 +242,14 @@ def _bucket_key(part: Any) -> int:
         raise TypeError(f"bucket key {part!r} is no integer: bucket keys are lengths, give integers") from None
 
 
-def _check_keys(keys: Sequence[Any], parts: int) -> list[tuple[int, ...]]:
+def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tuple[int, ...]]:
     """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
     made = set()
-    for key in keys:
+    try:
+        given = list(keys)
+    except TypeError:
+        raise TypeError(f"bucket_keys is {keys!r}: give a list, the greatest length of each bucket") from None
+    for key in given:
         row = tuple(_bucket_key(part) for part in np.atleast_1d(key))
         if len(row) != parts:
             raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")

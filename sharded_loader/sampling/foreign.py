@@ -211,7 +211,8 @@ def len_epoch(sampler: Any, epoch: int) -> int:
     """How many items an epoch of any sampler has.
 
     Raises:
-        TypeError: if a foreign sampler has no ``__len__``.
+        TypeError: if a foreign sampler has no ``__len__``, or one that raises: whatever it raises means that the
+            length is unknown.
 
     Example:
         >>> len_epoch([4, 5, 6], 0)
@@ -225,6 +226,14 @@ def len_epoch(sampler: Any, epoch: int) -> int:
             f"the sampler, a {type(sampler).__name__}, has no length: give its class a __len__ that returns the "
             "number of items in an epoch"
         )
+    try:
+        return _foreign_length(sampler, epoch)
+    except Exception as error:  # other libraries raise what they like where a length is unknown
+        cause = f"its __len__ raised {type(error).__name__}: {error}"
+        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no length: {cause}") from error
+
+
+def _foreign_length(sampler: Any, epoch: int) -> int:
     if not isinstance(sampler, Sampler):
         return len(sampler)
     # A subclass of ours that overrides __iter__: its inherited length is that of the pending epoch.
@@ -239,7 +248,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
 def _length_or(sampler: Any, default: int) -> int:
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):
+    except Exception:
         return default
 
 
@@ -308,6 +317,9 @@ class WrapperSampler(Sampler[Item_co]):
         super().set_epoch(epoch)
         tell_epoch(self._inner, self.epoch)
 
+    def _shown_seed(self) -> int | None:
+        return None if find_foreign(self) is None else self.seed
+
     # True where positions are a rank's, and ``offset`` counts in the global order that ranks share.
     deals: ClassVar[bool] = False
 
@@ -359,6 +371,8 @@ def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
 
 def find_foreign(sampler: Any) -> Any:
     """The foreign sampler at the end of a chain of wrappers, or None."""
-    while isinstance(sampler, WrapperSampler) and is_own(sampler):
+    for _ in range(_MAX_NESTING):
+        if not (isinstance(sampler, WrapperSampler) and is_own(sampler)):
+            break
         sampler = sampler.inner
     return None if is_own(sampler) else sampler

@@ -32,6 +32,7 @@ from sharded_loader.sampling.signature import (
     differences,
     kind,
     other_arguments,
+    out_of_epoch,
     own_length,
 )
 from sharded_loader.sampling.splits import SplitSampler
@@ -162,6 +163,9 @@ class EpochOrder:
         """Why a state does not fit; none if `adopt` can make it fit."""
         own = self.signature(place.epoch)
         found = differences(saved, own, strict)
+        if not found and own.sampler_length is None and own.last_batch == "rollover":
+            outside = out_of_epoch(saved, len_epoch(self.sampler, place.epoch), place.epoch, place.done)
+            found += [] if outside is None else [f"the state has {outside}"]
         if strict and place.done:
             found += other_arguments(saved, own)
         if not found and len(saved.sampler_seeds) != len(self._given):

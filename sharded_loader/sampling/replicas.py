@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.environment import integer
 from sharded_loader.sampling.base import Indices, Item_co, check_int, check_start
 from sharded_loader.sampling.foreign import WrapperSampler, has_chunks, is_own, iter_epoch, len_epoch
 from sharded_loader.sampling.tracing import untraced
@@ -77,24 +78,26 @@ def _from_surroundings(environ: Mapping[str, str]) -> tuple[Any, Any]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size(), distributed.get_rank()
-    found = []
-    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")):
-        text = environ.get(name, default)
-        try:
-            found.append(int(text))
-        except ValueError:
-            raise ValueError(
-                f"the environment variable {name} is {text!r}: it must be an integer, or give num_replicas and rank"
-            ) from None
-    if found[0] > 1 and "RANK" not in environ:
-        raise ValueError(f"WORLD_SIZE is {found[0]}, but RANK is missing: start with torchrun, or set both")
-    return found[0], found[1]
+    advice = "start with torchrun, or give num_replicas and rank"
+    replicas = integer("WORLD_SIZE", 1, least=1, advice=advice, environ=environ)
+    rank = integer("RANK", 0, least=0, advice=advice, environ=environ)
+    if replicas > 1 and not environ.get("RANK"):
+        raise ValueError(f"WORLD_SIZE is {replicas}, but RANK is missing: start with torchrun, or set both")
+    if rank >= replicas:
+        known = (
+            f"WORLD_SIZE is {replicas}: give 0 to {replicas - 1}"
+            if environ.get("WORLD_SIZE")
+            else ("WORLD_SIZE is missing: set both")
+        )
+        raise ValueError(f"the environment variable RANK is {rank}, but {known}, or {advice}")
+    return replicas, rank
 
 
 class _Dealt(WrapperSampler[Item_co]):
     """Items [rank::num_replicas] of another sampler's order, equally many for every rank."""
 
     deals = True
+    shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
 
     def __init__(
         self, sampler: Iterable[Any], num_replicas: Count, rank: Count, truncate: bool, seed: int | None, name: str

@@ -9,6 +9,7 @@ What can go wrong: arguments, all refused in the constructors.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -117,6 +118,8 @@ class RandomSampler(IndexSampler):
 class SubsetRandomSampler(IndexSampler):
     """The given indices once per epoch, in a new random order each epoch.
 
+    Two samplers over different indices have different orders, also with the same seed.
+
     Args:
         indices: 1-D sequence of integers.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
@@ -141,11 +144,13 @@ class SubsetRandomSampler(IndexSampler):
                 "pass a list of sample indices (np.flatnonzero(mask) for a mask)"
             )
         self._indices: Indices = array.astype(np.int64)
+        # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
+        self._checksum = zlib.crc32(self._indices.astype("<i8", copy=False).tobytes())
         self.seed = resolve_seed(seed)
 
     def chunks(self, epoch: int, start: int = 0) -> Iterator[Indices]:
-        indices = self._indices
-        return (indices[order] for order in permuted_chunks(len(indices), (self.seed, "order", epoch), start))
+        indices, key = self._indices, (self.seed, "subset", self._checksum, epoch)
+        return (indices[order] for order in permuted_chunks(len(indices), key, start))
 
     def len_epoch(self, epoch: int) -> int:
         return len(self._indices)
@@ -227,6 +232,11 @@ class IntervalSampler(IndexSampler):
 
 def sortable(keys: Any) -> npt.NDArray[Any]:
     """Keys of any kind that Python can compare, as a numeric array of the same order."""
+    if not isinstance(keys, np.ndarray) and hasattr(keys, "__array__"):
+        try:
+            keys = np.asarray(keys)  # a pandas Series would be read by its labels
+        except (TypeError, RuntimeError):  # a tensor of another dtype, or on a device
+            keys = list(keys)
     if len(keys) == 0:
         return np.zeros(0, dtype=np.int64)
     if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
@@ -268,6 +278,7 @@ class SortedSampler(IndexSampler):
     """
 
     decided_by = (("order of the keys", "_indices"),)
+    shown = (("indices", "_indices"),)
 
     def __init__(self, sort_keys: Sequence[Any] | npt.NDArray[Any], reverse: bool = True) -> None:
         self._indices = sort_order(sortable(sort_keys), reverse)

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.describing import Described
 
 Key = int | tuple[int, ...]
 
 
-class BucketScheme:
+class BucketScheme(Described):
     """Base class: override `keys`, which treats one part's lengths.
 
     Example:
@@ -100,6 +101,8 @@ class ExpWidthBucket(BucketScheme):
         >>> ExpWidthBucket(bucket_len_step=2)(100, 1, 4)
         [8, 21, 47, 100]
     """
+
+    decided_by = (("bucket_len_step", "bucket_len_step"),)
 
     def __init__(self, bucket_len_step: float = 1.1) -> None:
         if not bucket_len_step > 0:

@@ -273,6 +273,8 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     Source of the idea: `gluonnlp.data.ShardedDataLoader`, which leaves the split to its sampler.
     """
 
+    shown = (("num_shards", "num_shards"), ("weights", "weights"), ("costs", "costs"))
+
     def __init__(
         self,
         batch_sampler: Iterable[Any],

@@ -17,7 +17,7 @@ from sharded_loader.sampling.permutation import CHUNK, permuted_chunks
 
 
 class SplitSampler(IndexSampler):
-    """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself.
+    """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
 
     Args:
         length: number of samples of the whole dataset.
@@ -40,6 +40,14 @@ class SplitSampler(IndexSampler):
 
     Source of the idea: `gluonnlp.data.SplitSampler`.
     """
+
+    decided_by = (
+        ("num_parts", "_parts"),
+        ("even_size", "_even_size"),
+        ("repeat", "_repeat"),
+        ("shuffle", "_shuffle"),
+    )
+    shown = (("part_index", "_part"), *decided_by)
 
     def __init__(
         self,
@@ -69,13 +77,15 @@ class SplitSampler(IndexSampler):
             size, longer = divmod(self._total, parts)
             self._begin = size * part + min(part, longer)
             self._own = self._size = size + (part < longer)
+        self._parts, self._part, self._even_size = parts, part, bool(even_size)
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or self._own < self._size or seed is not None else None
 
     def chunks(self, epoch: int, start: int = 0) -> Iterator[Indices]:
-        return self._repeated((self.seed, epoch), start)
+        # The part belongs to the key: parts of one size would otherwise be shuffled alike.
+        return self._repeated((self.seed, "split", self._part, epoch), start)
 
-    def _repeated(self, key: tuple[int | None, int], start: int) -> Iterator[Indices]:
+    def _repeated(self, key: tuple[int | str | None, ...], start: int) -> Iterator[Indices]:
         if not self._size:
             return
         for round_ in range(start // self._size, self._repeat):

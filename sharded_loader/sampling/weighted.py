@@ -87,10 +87,27 @@ class WeightedRandomSampler(IndexSampler):
             yield np.minimum(np.searchsorted(bounds, draws * bounds[-1], side="right"), last).astype(np.int64)
 
     def _without_replacement(self, key: tuple[Any, ...], start: int) -> Iterator[Indices]:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            finish = -np.log1p(-uniforms(len(self._weights), *key)) / self._weights
-        finish[self._weights == 0] = np.inf
-        yield from slices(np.argsort(finish, kind="stable")[: self._num_samples].astype(np.int64), start)
+        candidates = np.flatnonzero(self._weights)
+        # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
+        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
+        first = _order_of_ratios(races[candidates], self._weights[candidates])[: self._num_samples]
+        yield from slices(candidates[first].astype(np.int64, copy=False), start)
 
     def len_epoch(self, epoch: int) -> int:
         return self._num_samples
+
+
+def _order_of_ratios(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """The stable ascending order of ``above / below``, positive numbers whose ratios may lie beyond any float64.
+
+    Weights go from 5e-324 to 1.8e308, so their ratios overflow and underflow. Mantissas and exponents are divided
+    apart: the order is the one of the plain division wherever that is exact (1 M: 0.30 s, by division 0.19 s).
+
+    Example:
+        >>> _order_of_ratios(np.array([1.0, 1.0, 1.0]), np.array([5e-324, 1e308, 1e-307])).tolist()
+        [1, 2, 0]
+    """
+    mantissa_above, exponent_above = np.frexp(above)
+    mantissa_below, exponent_below = np.frexp(below)
+    mantissa, exponent = np.frexp(mantissa_above / mantissa_below)
+    return np.lexsort((mantissa, exponent + exponent_above - exponent_below))

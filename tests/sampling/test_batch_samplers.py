@@ -282,6 +282,17 @@ def test_fixed_buckets_hold_every_index_once(
         assert 0 < len(batch) <= size
 
 
+@pytest.mark.parametrize(
+    "as_given", [tuple, np.array, torch.tensor, iter], ids=["tuple", "array", "tensor", "iterator"]
+)
+def test_bucket_keys_may_be_any_sequence(as_given: Callable[[Any], Any]) -> None:
+    one, pairs = [1, 5, 9, 2], [[1, 2], [5, 5], [9, 8], [2, 9]]
+    assert list(FixedBucketSampler(one, 2, None, as_given([5, 10]))) == list(FixedBucketSampler(one, 2, None, [5, 10]))
+    keys = [[5, 5], [10, 10]]
+    assert list(FixedBucketSampler(pairs, 2, None, as_given(keys))) == list(FixedBucketSampler(pairs, 2, None, keys))
+    assert list(FixedBucketSampler(one, 2, None, as_given([9]))) == list(FixedBucketSampler(one, 2, None, [9]))
+
+
 def test_fewer_batches_than_shards_make_one_group_of_fewer() -> None:
     for last_group in ("keep", "overlap"):
         sampler = FixedBucketSampler([5, 5, 5], 2, 1, num_shards=4, last_group=last_group)
@@ -334,6 +345,10 @@ ONE = SequentialSampler(1)
         (lambda: FixedBucketSampler([1], 8, last_group="x"), ValueError, "'keep', 'discard' or 'overlap'"),
         (lambda: FixedBucketSampler([1], 8, num_shards=-1), ValueError, "num_shards must be at least 0"),
         (lambda: FixedBucketSampler([1], 8, None), ValueError, "neither num_buckets nor bucket_keys"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array(5)), TypeError, "give a list"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([])), ValueError, "give a bucket key"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([1.5])), TypeError, "give integers"),
         (lambda: FixedBucketSampler([1, 7], 8, bucket_keys=[5]), ValueError, "sample 1 has length"),
         (lambda: FixedBucketSampler([[1, 7]], 8, bucket_keys=[5]), ValueError, "1 numbers, but a length has 2"),
     ],

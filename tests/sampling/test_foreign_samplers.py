@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    ShardedBatchSampler,
     check_sampler,
     has_chunks,
     is_own,
@@ -240,6 +244,68 @@ def test_a_used_up_iterator_is_an_error_never_an_empty_epoch() -> None:
         iter(batches)
 
 
+class Unsure:
+    """As PyG's DynamicBatchSampler: it yields, but its length is not known."""
+
+    def __init__(self, items: list[Any], error: Exception, again: bool = False) -> None:
+        self.items, self.error, self.again = items, error, again
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        raise self.error
+
+
+class UnsureOfOurs(Unsure, Sampler[Any]):
+    """A subclass of ours that is written as Gluon's users do."""
+
+
+ERRORS = [ValueError("steps are ambiguous"), RuntimeError("x"), AttributeError("y"), StopIteration(), KeyError("z")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("kind", [Unsure, UnsureOfOurs])
+@pytest.mark.parametrize("of_batches", [True, False])
+def test_whatever_a_length_raises_means_that_it_is_unknown(error: Exception, kind: Any, of_batches: bool) -> None:
+    batches = [[0, 1], [2, 3], [4]]
+
+    def make() -> ShardedDataLoader:
+        if of_batches:
+            return ShardedDataLoader(range(5), batch_sampler=kind(batches, error), seed=1)
+        return ShardedDataLoader(range(5), 2, sampler=kind([0, 1, 2, 3, 4], error), seed=1)
+
+    loader = make()
+    message = f"the sampler, a {kind.__name__}, has no length: its __len__ raised {type(error).__name__}"
+    for _ in range(2):
+        assert "batches without number" in repr(loader)
+        with pytest.raises(TypeError, match=message) as caught:
+            len(loader)
+        assert caught.value.__cause__ is error
+        assert loader.peek().tolist() == [0, 1]
+        assert [batch.tolist() for batch in loader] == batches  # list() asks an iterator how long it is
+    assert "length=?" in repr(BatchSampler(kind([1], error), 2))
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make()
+    other.load_state_dict(state)
+    assert (other.position, other.epoch) == (1, 2)
+    assert [batch.tolist() for batch in other] == batches[1:]
+    inner = kind(batches if of_batches else [0, 1, 2, 3, 4], error)
+    wrapped: Any = ShardedBatchSampler(inner, 2, seed=1) if of_batches else BatchSampler(inner, 2, seed=1)
+    assert len(list(ShardedDataLoader(range(5), batch_sampler=wrapped))) == 3
+    replicated = {"batch_sampler": inner} if of_batches else {"sampler": inner, "batch_size": 2}
+    assert list(ShardedDataLoader(range(5), num_replicas=2, rank=1, **replicated))
+
+
+def test_rollover_needs_a_length_and_says_so() -> None:
+    loader = ShardedDataLoader(range(5), 2, sampler=Unsure([1, 2, 3], ValueError("ambiguous")), last_batch="rollover")
+    with pytest.raises(TypeError, match="the sampler, a Unsure, has no length: its __len__ raised ValueError: ambig"):
+        next(iter(loader))
+    assert repr(loader)
+
+
 def test_a_foreign_sampler_without_length_has_none() -> None:
     batches = BatchSampler(Lazy(), 3, seed=0)
     assert sum(map(len, batches)) == 20
@@ -263,3 +329,104 @@ def test_an_error_of_the_samplers_comes_through_and_generators_are_restored() ->
     with pytest.raises(KeyError, match="mine"):
         iter_epoch(Broken(), 0, 0)
     assert random.getstate() == before
+
+
+class OwnState:
+    """A sampler that owns what its order comes from, and goes on with it from epoch to epoch."""
+
+    def __init__(self, draw: Callable[[Any], Iterator[int]], **own: Any) -> None:
+        self.draw = draw
+        self.__dict__.update(own)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return self.draw(self)
+
+
+def rotated(own: Any) -> Iterator[int]:
+    own.items.rotate(7)
+    yield from list(own.items)
+
+
+def counted(own: Any) -> Iterator[int]:
+    own.count += 7
+    own.latest = own.count  # an attribute that was not there
+    try:
+        yield from ((own.count + number) % 20 for number in range(20))
+    finally:
+        own.count += 1
+
+
+def shuffled_in_place(own: Any) -> Iterator[int]:
+    own.shuffle(own.items)
+    return iter([int(item) for item in own.items])
+
+
+def drawn_late(own: Any) -> Iterator[int]:
+    left = list(range(20))
+    while left:
+        yield left.pop(int(own.random.random() * len(left)))
+
+
+def marked(own: Any) -> Iterator[int]:
+    first = len(own.seen) % 20
+    own.seen[first] = True
+    own.known.add(first)
+    yield from sorted(range(20), key=lambda item: (item - 3 * len(own.known) - first) % 20)
+
+
+OWN_STATES: dict[str, Callable[[], Any]] = {
+    "RandomState": lambda: OwnState(lambda own: iter(own.r.permutation(20).tolist()), r=np.random.RandomState(3)),
+    "Generator": lambda: OwnState(lambda own: iter(own.r.permutation(20).tolist()), r=np.random.default_rng(3)),
+    "Random": lambda: OwnState(drawn_late, random=random.Random(3)),
+    "torch": lambda: OwnState(
+        lambda own: iter(torch.randperm(20, generator=own.g).tolist()), g=torch.Generator().manual_seed(3)
+    ),
+    "torch's RandomSampler": lambda: torch_data.RandomSampler(range(20), generator=torch.Generator().manual_seed(3)),
+    "counter": lambda: OwnState(counted, count=0),
+    "list": lambda: OwnState(shuffled_in_place, items=list(range(20)), shuffle=random.shuffle),
+    "array": lambda: OwnState(shuffled_in_place, items=np.arange(20), shuffle=np.random.shuffle),
+    "deque": lambda: OwnState(rotated, items=deque(range(20))),
+    "dict and set": lambda: OwnState(marked, seen={}, known=set()),
+    "system": lambda: OwnState(lambda own: iter(range(20)), random=random.SystemRandom()),
+}
+
+
+@pytest.mark.parametrize("of_batches", [False, True])
+@pytest.mark.parametrize("kind", OWN_STATES)
+def test_peek_changes_nothing_in_a_sampler_that_owns_its_generator(kind: str, of_batches: bool) -> None:
+    def make() -> ShardedDataLoader:
+        sampler = OWN_STATES[kind]()
+        if of_batches:
+            return ShardedDataLoader(range(20), batch_sampler=torch_data.BatchSampler(sampler, 6, False), seed=1)
+        return ShardedDataLoader(range(20), 6, sampler=sampler, seed=1)
+
+    plain = make()
+    expected = [[batch.tolist() for batch in plain] for _ in range(3)]
+    looked = make()
+    for epoch in expected:
+        for _ in range(2):
+            assert looked.peek().tolist() == epoch[0]
+        batches = []
+        for batch in looked:
+            batches.append(batch.tolist())
+            if len(batches) == 2:
+                looked.peek()
+        assert batches == epoch
+
+
+def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:
+    class Watched(list):  # type: ignore[type-arg]
+        def copy(self) -> Any:
+            raise AssertionError("it was copied")
+
+    dataset = list(range(20))
+    sampler = OWN_STATES["counter"]()
+    sampler.dataset, sampler.watched, sampler.read_only = dataset, Watched(), np.arange(3)
+    sampler.read_only.flags.writeable = False
+    loader = ShardedDataLoader(dataset, 6, sampler=sampler)
+    alias = sampler.dataset
+    loader.peek()
+    assert sampler.dataset is alias is dataset

@@ -162,6 +162,53 @@ def test_each_repeat_of_a_split_is_the_part_once_more() -> None:
     assert rounds[0] != rounds[1] != rounds[2]
 
 
+def test_each_part_of_a_split_has_an_order_of_its_own() -> None:
+    for epoch in range(3):
+        orders = set()
+        for part in range(4):
+            order = list(SplitSampler(400, 4, part, repeat=2, seed=1).iter_epoch(epoch))
+            orders |= {tuple(index - 100 * part for index in order[:100]), tuple(i - 100 * part for i in order[100:])}
+        assert len(orders) == 8
+
+
+def test_the_samples_added_to_short_parts_differ_from_part_to_part() -> None:
+    # 100 parts of ceil(1010 / 100) = 11 samples: the last eight have none of their own, and take eleven others each.
+    added = {tuple(sorted(SplitSampler(1010, 100, part, True, shuffle=False, seed=1))) for part in range(92, 100)}
+    assert len(added) == 8
+
+
+def test_subsets_of_one_dataset_have_orders_of_their_own() -> None:
+    parts = [list(SubsetRandomSampler(range(begin, begin + 100), seed=1)) for begin in range(0, 400, 100)]
+    assert len({tuple(index % 100 for index in part) for part in parts}) == 4
+    again = [list(SubsetRandomSampler(np.arange(begin, begin + 100), seed=1)) for begin in range(0, 400, 100)]
+    assert again == parts
+
+
+class ByLabel:
+    """Like a pandas Series whose index is not 0, 1, 2, ...: ``keys[i]`` looks up a label."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return np.array(self._values, dtype)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, label: int) -> Any:
+        return dict(enumerate(self._values[::-1], 1))[label]
+
+
+@pytest.mark.parametrize("keys", [[3, 9, 4, 1, 7], [0.5, 2.5, 1.5, -1.0, 2.0], ["c", "e", "d", "a", "b"]])
+def test_keys_with_labels_and_tensors_are_read_by_position(keys: list[Any]) -> None:
+    expected = list(SortedSampler(keys))
+    assert list(SortedSampler(ByLabel(keys))) == expected  # type: ignore[arg-type]
+    if not isinstance(keys[0], str):
+        for dtype in (torch.float64, torch.bfloat16):
+            assert list(SortedSampler(torch.tensor(keys, dtype=dtype))) == expected  # type: ignore[arg-type]
+
+
 def test_weighted_draws_follow_the_weights() -> None:
     count = 3 * CHUNK + 17
     drawn = Counter(WeightedRandomSampler([0, 1, 0, 3, 6, 0], count, seed=5))
@@ -177,6 +224,42 @@ def test_weighted_draws_without_replacement_follow_the_weights() -> None:
         assert sorted(drawn) == [0, 2]
         first[drawn[0]] += 1
     assert first[2] / 2000 == pytest.approx(0.75, abs=0.05)
+
+
+EXTREME = [1.5e308, 5e-324, 0, 0.5e308, 1e-310, 0]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_are(replacement: bool) -> None:
+    for weights in (EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]):
+        positive = np.flatnonzero(weights)
+        for seed in range(30):
+            drawn = list(WeightedRandomSampler(weights, len(positive), replacement, seed=seed))
+            assert set(drawn) <= set(positive.tolist())
+            if not replacement:
+                assert sorted(drawn) == positive.tolist()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_extreme_weights_are_weights_as_any_others(replacement: bool) -> None:
+    for scale in (1e-310, 1e-300, 1.0, 1e307):
+        first = [next(iter(WeightedRandomSampler([3 * scale, 0, scale], 1, replacement, seed=s))) for s in range(800)]
+        assert set(first) == {0, 2} and 520 < first.count(0) < 680  # 600 of 800; 6 sigma are 74
+    # What is lighter by 600 orders of magnitude comes last.
+    for seed in range(30):
+        drawn = list(WeightedRandomSampler(EXTREME, 4, False, seed=seed))
+        assert drawn[2:] == [4, 1]
+        assert set(WeightedRandomSampler(EXTREME, 50, seed=seed)) == {0, 3}
+
+
+@given(st.lists(st.floats(0, 1.7e308), min_size=1, max_size=30), st.integers(0, 99))
+@quick
+def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> None:
+    positive = {index for index, weight in enumerate(weights) if weight}
+    if not positive:
+        return
+    assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
+    assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
 
 
 def test_weighted_epoch_jumps_across_chunks() -> None:

@@ -75,6 +75,8 @@ from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.limits import processes_here
+from sharded_loader.memory.segments import choose_backend
 from sharded_loader.memory.sizes import RecentSizes
 from sharded_loader.sampling.base import check_int
 
@@ -127,7 +129,10 @@ class ProcessPool(Pool):
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
         self._watch = Watch(check_timeout(timeout))
-        if max_bytes is not None:
+        choose_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
+        if max_bytes is None:
+            processes_here()
+        else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         self.start_method = choose_start_method(start_method)

@@ -141,7 +141,7 @@ class ThreadPool(Pool):
 
     def start(self, job: Job) -> None:
         self._reader = Reader(job)
-        if self._shared is not None:
+        if self.started:
             return
         shared = _Shared(self.empty)
         self._number = next(_pool_numbers)
