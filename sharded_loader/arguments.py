@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.default import Batchify
+from sharded_loader.data.errors import some
 from sharded_loader.execution.plan import Split
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.inline import InlinePool
@@ -58,7 +60,13 @@ def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> Non
         raise TypeError(f"ShardedDataLoader has no argument {name!r}; {hint}")
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
+    """The dataset, read by position (see `as_dataset`); refuses what has no samples by index.
+
+    Args:
+        dataset: what the user gave.
+        has_sampler: whether the indices come from a sampler of the user's.
+    """
     name = type(dataset).__name__
     if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in type(dataset).__mro__):
         raise TypeError(
@@ -70,6 +78,12 @@ def check_dataset(dataset: Any) -> None:
         raise TypeError(f"the dataset is the class {kind} itself: give an object of it, {kind}(...)")
     if not hasattr(type(dataset), "__getitem__"):
         raise TypeError(f"a dataset needs __getitem__ and __len__; {name} has no __getitem__")
+    if isinstance(dataset, Mapping) and not has_sampler and dataset and named_columns(dataset) is not None:
+        raise TypeError(
+            f"the dataset is a {name} with the keys {some(list(map(repr, dataset)))}, and the default order asks for "
+            f"the keys 0 to {len(dataset) - 1}: give ArrayDataset(**data) if its values are columns, or sampler=list(data)"
+        )
+    return as_dataset(dataset, "ShardedDataLoader")
 
 
 def check_batchify_fn(batchify_fn: Any) -> None:

@@ -21,12 +21,13 @@ from sharded_loader.data.bulk import (
     checked_indices,
     each_at_its_place,
     gather,
-    has,
     offered_if,
     read_many,
     translated,
 )
+from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.overrides import has
 
 if TYPE_CHECKING:
     from sharded_loader.data.caching import CachedDataset
@@ -202,20 +203,25 @@ def is_dataset(value: Any) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__")
 
 
-def check_dataset(value: Any, owner: str) -> None:
+def check_dataset(value: Any, owner: str) -> Any:
     """Refuse what has no samples by index.
 
+    Returns:
+        The dataset, read by position: see `as_dataset`.
+
     Raises:
-        TypeError: no ``__getitem__`` or no ``__len__``.
+        TypeError: no ``__getitem__`` or no ``__len__``, or a table.
 
     Example:
         >>> check_dataset([1, 2], "SimpleDataset")
+        [1, 2]
     """
     if not is_dataset(value):
         raise TypeError(
             f"{owner} needs an object with __getitem__ and __len__, not a {type(value).__name__}: "
             "read a stream into a list, or give a dataset that can be indexed"
         )
+    return as_dataset(value, owner)
 
 
 class _First:
@@ -261,8 +267,7 @@ class SimpleDataset(Wrapper):
     """
 
     def __init__(self, data: Any) -> None:
-        check_dataset(data, "SimpleDataset")
-        self._dataset = data
+        self._dataset = check_dataset(data, "SimpleDataset")
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, (int, np.integer)):
@@ -297,10 +302,9 @@ class TransformDataset(Wrapper):
     """
 
     def __init__(self, dataset: Any, fn: Callable[..., Any], seeded: bool = False) -> None:
-        check_dataset(dataset, "TransformDataset")
+        self._dataset = check_dataset(dataset, "TransformDataset")
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
-        self._dataset = dataset
         self._fn = fn
         self._seeded = seeded
 
@@ -317,7 +321,7 @@ class TransformDataset(Wrapper):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples: read at once, then transformed one by one."""
         indices = translated(indices, indices)
-        samples = read_many(self._dataset, indices)
+        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
         with each_at_its_place(indices) as turn_to:
             for position, sample in enumerate(samples):
                 turn_to(position)

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.base import Wrapper, check_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, chosen, has, offered_if, translated
+from sharded_loader.data.bulk import checked_index, checked_indices, chosen, offered_if, translated
+from sharded_loader.data.overrides import has
 from sharded_loader.data.structure import dataclass_fields, is_dataclass_instance, is_tensor
 
 
@@ -55,10 +56,9 @@ class CachedDataset(Wrapper):
     """
 
     def __init__(self, dataset: Any, max_bytes: int | None = None) -> None:
-        check_dataset(dataset, "CachedDataset")
+        self._dataset = check_dataset(dataset, "CachedDataset")
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"cache(max_bytes={max_bytes}): give 0 or more, or None for no bound")
-        self._dataset = dataset
         self._max_bytes = max_bytes
         self._own_store = _Store()
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.data.structure import check_unmasked
+
 
 class IRHeader(NamedTuple):
     """What MXNet puts before an image in a record.
@@ -72,6 +74,7 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
         if isinstance(header.label, Number):
             fields, label = header._replace(flag=0), b""
         else:
+            check_unmasked(header.label)
             array = np.asarray(header.label, dtype=np.float32)
             fields, label = header._replace(flag=array.size, label=0.0), array.tobytes()
         packed = _HEADER.pack(*fields)
@@ -160,6 +163,7 @@ def pack_img(
     }
     if img_fmt.lower() not in options:
         raise ValueError(f"unknown image format {img_fmt!r}, use one of {', '.join(options)}")
+    check_unmasked(img)
     array = np.asarray(img)
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
         raise ValueError(

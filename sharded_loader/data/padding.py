@@ -19,7 +19,7 @@ import numpy as np
 from sharded_loader.data.default import Batchify
 from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, raise_ragged
 from sharded_loader.data.stacking import as_array, common_dtype, is_numbers, to_numpy_dtype
-from sharded_loader.data.structure import is_tensor
+from sharded_loader.data.structure import check_unmasked, is_tensor
 from sharded_loader.data.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
 
 _SMALL_ROW = 16 * 1024  # bytes
@@ -154,6 +154,8 @@ class Pad(Batchify):
         """Tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
         torch: Any = sys.modules["torch"]
         check_no_grad(tensors)
+        for tensor in tensors:
+            check_unmasked(tensor)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
         axis, lengths, shape = self._target([tuple(tensor.shape) for tensor in tensors])

@@ -17,8 +17,9 @@ import numpy as np
 
 from sharded_loader import rng
 from sharded_loader.data.base import Indices, Wrapper, check_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, gather, has, offered_if, translated
+from sharded_loader.data.bulk import checked_index, checked_indices, gather, offered_if, translated
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.overrides import has
 
 Selection = range | np.ndarray[Any, np.dtype[np.int64]]
 
@@ -41,14 +42,14 @@ class SubsetDataset(Wrapper):
     """
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
-        check_dataset(dataset, "SubsetDataset")
+        self._dataset = dataset = check_dataset(dataset, "SubsetDataset")
         if isinstance(indices, range):
             if len(indices):
                 checked_indices([indices[0], indices[-1]], len(dataset))
             self._indices: Selection = indices
         else:
-            self._indices = checked_indices(indices, len(dataset))
-        self._dataset = dataset
+            # A copy: the caller may shuffle an array of indices again, for another subset.
+            self._indices = np.array(checked_indices(indices, len(dataset)))
 
     def __len__(self) -> int:
         return len(self._indices)
