@@ -81,7 +81,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
     if isinstance(dataset, Mapping) and not has_sampler and dataset and named_columns(dataset) is not None:
         raise TypeError(
             f"the dataset is a {name} with the keys {some(list(map(repr, dataset)))}, and the default order asks for "
-            f"the keys 0 to {len(dataset) - 1}: give ArrayDataset(**data) if its values are columns, or sampler=list(data)"
+            f"the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or sampler=list(data)"
         )
     return as_dataset(dataset, "ShardedDataLoader")
 

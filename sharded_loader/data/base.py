@@ -17,6 +17,7 @@ import numpy as np
 
 from sharded_loader import rng
 from sharded_loader.data.bulk import (
+    check_one_index,
     checked_index,
     checked_indices,
     each_at_its_place,
@@ -63,6 +64,22 @@ class Dataset:
         if not is_dataset(other):
             return NotImplemented
         return ConcatDataset([self, other])
+
+    def __radd__(self, other: Any) -> Any:
+        """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
+        from sharded_loader.data.concat import ConcatDataset
+
+        if type(other) is int and other == 0:
+            return self
+        return ConcatDataset([other, self]) if is_dataset(other) else NotImplemented
+
+    __array_ufunc__ = None  # or ``array + dataset`` would be NumPy's sum, value by value
+
+    def _part(self, index: slice) -> SubsetDataset:
+        """The samples of a slice, which are read when they are asked for."""
+        from sharded_loader.data.subsets import SubsetDataset
+
+        return SubsetDataset(self, range(len(self))[index])
 
     def filter(self, fn: Callable[[Any], Any]) -> SubsetDataset:
         """The samples for which ``fn(sample)`` is true. Every sample is read once, now.
@@ -296,9 +313,13 @@ class SimpleDataset(Wrapper):
 class TransformDataset(Wrapper):
     """The samples of a dataset, each passed through a function; made by `Dataset.transform`.
 
+    A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
+
     Example:
         >>> TransformDataset(SimpleDataset([1, 2]), str)[0]
         '1'
+        >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
+        ['2', '3']
     """
 
     def __init__(self, dataset: Any, fn: Callable[..., Any], seeded: bool = False) -> None:
@@ -309,6 +330,9 @@ class TransformDataset(Wrapper):
         self._seeded = seeded
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        check_one_index(index)
         return self._apply(self._dataset[index])
 
     def _apply(self, sample: Any) -> Any:

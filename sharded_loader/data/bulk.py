@@ -250,6 +250,23 @@ def gather(dataset: Any, indices: Sequence[int] | np.ndarray[Any, Any], empty: E
         return dataset.get_batch(handed_out(indices))
 
 
+def check_one_index(index: Any) -> None:
+    """Refuse a list or an array of several indices where one index, or a key, is expected.
+
+    Raises:
+        TypeError: it is one.
+
+    Example:
+        >>> check_one_index("key")
+    """
+    dimensions: Any = getattr(index, "ndim", 0)
+    if isinstance(index, list) or dimensions:
+        raise TypeError(
+            f"the index is a {type(index).__name__} of {len(index)} indices, not one: read the samples one by one, "
+            "[dataset[i] for i in indices], or make a dataset of them, SubsetDataset(dataset, indices)"
+        )
+
+
 def checked_index(index: Any, length: int) -> int:
     """An index as a number in 0..length-1; negative ones count from the end.
 
@@ -264,6 +281,7 @@ def checked_index(index: Any, length: int) -> int:
     try:
         number = operator.index(index)
     except TypeError:
+        check_one_index(index)
         raise TypeError(f"index {index!r} is no integer: give one in 0..{length - 1}") from None
     if number < 0:
         number += length

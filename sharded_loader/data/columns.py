@@ -86,7 +86,7 @@ def as_column(value: Any, name: str) -> Any:
     if is_table(value) or (isinstance(value, Mapping) and named_columns(value) is not None):
         raise TypeError(
             f"{name} is a {kind.__name__}, which has columns of its own: give ArrayDataset(table) alone, or "
-            f"ArrayDataset(**table, y=...) with more columns, or one array of all its values, such as table.to_numpy()"
+            f"ArrayDataset(**table, y=more) with more columns, or one array of all its values, such as table.to_numpy()"
         )
     if is_masked(value):
         raise ValueError(
@@ -132,7 +132,7 @@ def _of_pandas(series: Any, name: str) -> Any:
         return series.to_numpy()
     missing = int(series.isna().sum())
     if missing:
-        raise _missing(name, missing, known, "series.fillna(0)")
+        raise _missing(name, missing, np.dtype(known), "series.fillna(0)")
     return series.to_numpy(known)
 
 

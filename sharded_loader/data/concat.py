@@ -60,6 +60,8 @@ class ConcatDataset(Dataset):
         return int(self._ends[-1])
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
         index = checked_index(index, len(self))
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[number][index - self._begin(number)]

@@ -82,13 +82,11 @@ def bulk_method(dataset: Any, name: str) -> Any:
 def _read_by_torch(dataset: Any) -> Iterable[Any]:
     """The datasets whose ``__getitems__`` a dataset of torch's calls, whatever their classes override."""
     torch: Any = sys.modules.get("torch.utils.data")
-    if torch is None:
-        return ()
-    if isinstance(dataset, getattr(torch, "Subset", ())):
+    subset, stack = getattr(torch, "Subset", None), getattr(torch, "StackDataset", None)
+    if subset is not None and isinstance(dataset, subset):
         return [dataset.dataset]
-    if isinstance(dataset, getattr(torch, "StackDataset", ())):
-        stacked: Any = dataset.datasets
-        return list(stacked.values()) if isinstance(stacked, dict) else stacked
+    if stack is not None and isinstance(dataset, stack):
+        return list(dataset.datasets.values()) if isinstance(dataset.datasets, dict) else dataset.datasets
     return ()
 
 

@@ -49,17 +49,17 @@ def are_tensors(types: set[type]) -> bool:
 
 
 def is_masked(value: Any) -> bool:
-    """Whether ``value`` is a NumPy array or a torch tensor some of whose values are masked.
+    """Whether ``value`` is a NumPy array some of whose values are masked.
 
     Example:
         >>> is_masked(np.zeros(2)), is_masked(np.ma.array([1, 2])), is_masked(np.ma.array([1, 2], mask=[0, 1]))
         (False, False, True)
     """
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
-    if masked is not None and isinstance(value, masked):
-        mask = np.ma.getmask(value)
-        return bool(np.ma.flatten_mask(mask).any() if mask.dtype.names else mask.any())
-    return is_tensor(value) and hasattr(type(value), "get_mask")
+    if masked is None or not isinstance(value, masked):
+        return False
+    mask = np.ma.getmask(value)
+    return bool(np.ma.flatten_mask(mask).any() if mask.dtype.names else mask.any())
 
 
 def check_unmasked(value: Any) -> None:

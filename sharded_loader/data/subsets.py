@@ -25,7 +25,7 @@ Selection = range | np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SubsetDataset(Wrapper):
-    """The samples of ``dataset`` at ``indices``, in that order.
+    """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -33,6 +33,7 @@ class SubsetDataset(Wrapper):
 
     Raises:
         IndexError: an index is out of range.
+        TypeError: the dataset cannot be indexed, or the indices are no integers.
 
     Example:
         >>> list(SubsetDataset("abc", [2, 0]))
@@ -55,6 +56,8 @@ class SubsetDataset(Wrapper):
         return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
         return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
 
     @property
