@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
+    from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
     from sharded_loader.data.packed import PackedList as PackedList
     from sharded_loader.data.recordio import RecordFileDataset as RecordFileDataset
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "sharded_loader.data.batchify": ["default_batchify_fn"],
-    "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset"],
+    "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
     "sharded_loader.data.packed": ["PackedList"],
     "sharded_loader.data.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": [

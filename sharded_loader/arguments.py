@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.base import Dataset
+from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.default import Batchify
+from sharded_loader.data.errors import some
 from sharded_loader.errors import add_note
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.plan import Split
@@ -92,8 +94,13 @@ def _advice(name: str, known: Iterable[str]) -> str:
     return f"{name!r}; {f'did you mean {close[0]!r}?' if close else 'see help(ShardedDataLoader) for those it has'}"
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse what cannot be read by index."""
+def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
+    """The dataset, read by position (see `as_dataset`); what cannot be read by index is rejected.
+
+    Args:
+        dataset: what the user gave.
+        has_sampler: whether the indices come from a sampler of the user's.
+    """
     kind = type(dataset)
     if isinstance(dataset, type):
         raise TypeError(
@@ -110,6 +117,13 @@ def check_dataset(dataset: Any) -> None:
         )
     if not indexed:
         raise TypeError(f"a dataset needs __getitem__ and __len__; {kind.__name__} has no __getitem__")
+    if isinstance(dataset, Mapping) and not has_sampler and dataset and named_columns(dataset) is not None:
+        raise TypeError(
+            f"the dataset is a {kind.__name__} with the keys {some(list(map(repr, dataset)))}, and the default order "
+            f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
+            f"sampler=list(data)"
+        )
+    return as_dataset(dataset, "ShardedDataLoader")
 
 
 def _is_indexed(kind: type) -> bool:

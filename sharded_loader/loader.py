@@ -147,7 +147,7 @@ class ShardedDataLoader(LoaderAttributes):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(unknown, type(self).__init__)
-        check_dataset(dataset)
+        dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         check_batchify_fn(batchify_fn)
         self.dataset = dataset

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.base import Dataset, Indices, is_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, gather, read_many, translated
+from sharded_loader.data.bulk import bulk, checked_index, checked_indices, gather, read_many, translated
+from sharded_loader.data.columns import as_column, named_columns
 from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.data.errors import Array, Empty, new_array
+from sharded_loader.data.overrides import offers
 from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column
+from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
 
 
 class ArrayDataset(Dataset):
@@ -28,12 +30,15 @@ class ArrayDataset(Dataset):
 
     Args:
         *arrays: positional columns: NumPy arrays, torch tensors, lists, or any object with ``__getitem__`` and
-            ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples.
+            ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples. A pandas
+            or polars Series and a pyarrow column are read by position. A DataFrame, a pyarrow Table or a dict of
+            columns, given alone, is its columns by name.
         **columns: named columns: dict samples and dict batches. Positional and named together is a TypeError.
 
     Raises:
-        TypeError: positional and named columns, or none; a column that cannot be indexed.
-        ValueError: the columns have different lengths; names two that do.
+        TypeError: positional and named columns, or none; a column that cannot be indexed by position.
+        ValueError: the columns have different lengths (names two that do); a column of numbers has missing or masked
+            values.
 
     Example:
         >>> dataset = ArrayDataset(image=np.zeros((4, 8, 8)), label=[3, 1, 4, 1])
@@ -49,10 +54,15 @@ class ArrayDataset(Dataset):
                 f"ArrayDataset was given {len(arrays)} positional columns and the named columns {list(columns)}: "
                 "name all columns or none"
             )
+        if len(arrays) == 1:
+            table = named_columns(arrays[0])
+            if table is not None:
+                arrays, columns = (), table
         if not arrays and not columns:
             raise TypeError("ArrayDataset was given no columns: give at least one")
         labelled = dict(columns) if columns else {f"array[{i}]": array for i, array in enumerate(arrays)}
-        for name, column in labelled.items():
+        for name, given in labelled.items():
+            labelled[name] = column = as_column(given, f"ArrayDataset: column {name}")
             if not is_dataset(column) or (hasattr(column, "ndim") and column.ndim == 0):
                 raise TypeError(
                     f"ArrayDataset: column {name} is a {type(column).__name__} without a length: give arrays, "
@@ -91,6 +101,7 @@ class ArrayDataset(Dataset):
         """
         return self._columns if self._names is None else dict(zip(self._names, self._columns, strict=True))
 
+    @bulk
     def get_batch(self, indices: Indices) -> Any:
         """A finished batch: one array, a list of fields, or a dict of fields.
 
@@ -109,6 +120,7 @@ class ArrayDataset(Dataset):
         """
         return self._gather(indices, new_array)
 
+    @bulk
     def _gather(self, indices: Indices, empty: Empty) -> Any:
         return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
 
@@ -123,6 +135,7 @@ class ArrayDataset(Dataset):
             return dict(zip(self._names, fields, strict=True))
         return fields[0] if len(fields) == 1 else fields
 
+    @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once."""
         where = checked_indices(indices, self._length).tolist()
@@ -155,14 +168,16 @@ def gather_rows(columns: Sequence[Any], where: np.ndarray[Any, np.dtype[np.int64
     return [_gather_column(column, where, run, empty) for column in columns]
 
 
-def is_gathered(array: np.ndarray[Any, Any]) -> bool:
-    """Whether an array's rows are numbers, which `gather_rows` gathers at once.
+def is_gathered(array: Any) -> bool:
+    """Whether these are an array's rows of numbers, which `gather_rows` gathers at once.
+
+    A subclass of NumPy's array may read its rows in its own way, as masked arrays do: its rows are read one by one.
 
     Example:
-        >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"]))
-        (True, False)
+        >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"])), is_gathered(np.ma.array([1, 2]))
+        (True, False, False)
     """
-    return array.dtype.kind in "biufc"
+    return type(array) in (np.ndarray, np.memmap) and array.ndim > 0 and array.dtype.kind in "biufc"
 
 
 def _as_run(where: np.ndarray[Any, np.dtype[np.int64]]) -> slice | None:
@@ -178,10 +193,10 @@ def _as_run(where: np.ndarray[Any, np.dtype[np.int64]]) -> slice | None:
 
 
 def _gather_column(column: Any, where: np.ndarray[Any, np.dtype[np.int64]], run: slice | None, empty: Empty) -> Any:
-    if isinstance(column, np.ndarray) and is_gathered(column):
+    if is_gathered(column):
         dtype = column.dtype if column.dtype.isnative else column.dtype.newbyteorder("=")
         return _copy_rows(column, where, run, empty((len(where), *column.shape[1:]), dtype))
-    if is_tensor(column):
+    if is_tensor(column) and reads_as_tensor(column):
         check_no_grad([column])
         if is_column(column):
             # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
@@ -191,7 +206,7 @@ def _gather_column(column: Any, where: np.ndarray[Any, np.dtype[np.int64]], run:
             return tensor
         torch: Any = sys.modules["torch"]
         return column[torch.from_numpy(where).to(column.device)]
-    if hasattr(column, "get_batch"):
+    if offers(column, "get_batch"):
         return gather(column, where, empty)
     return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
 

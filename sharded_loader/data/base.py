@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sharded_loader.data.bulk import (
+    check_one_index,
     checked_index,
     checked_indices,
     each_at_its_place,
     gather,
-    has,
     offered_if,
     read_many,
     translated,
 )
+from sharded_loader.data.columns import as_dataset
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.overrides import has
 from sharded_loader.data.seeding import next_level, transform_seed
 
 if TYPE_CHECKING:
@@ -62,6 +64,22 @@ class Dataset:
         if not is_dataset(other):
             return NotImplemented
         return ConcatDataset([self, other])
+
+    def __radd__(self, other: Any) -> Any:
+        """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
+        from sharded_loader.data.concat import ConcatDataset
+
+        if type(other) is int and other == 0:
+            return self
+        return ConcatDataset([other, self]) if is_dataset(other) else NotImplemented
+
+    __array_ufunc__ = None  # or ``array + dataset`` would be NumPy's sum, value by value
+
+    def _part(self, index: slice) -> SubsetDataset:
+        """The samples of a slice, which are read when they are asked for."""
+        from sharded_loader.data.subsets import SubsetDataset
+
+        return SubsetDataset(self, range(len(self))[index])
 
     def filter(self, fn: Callable[[Any], Any]) -> SubsetDataset:
         """The samples for which ``fn(sample)`` is true. Every sample is read once, now.
@@ -205,20 +223,25 @@ def is_dataset(value: Any) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__")
 
 
-def check_dataset(value: Any, owner: str) -> None:
+def check_dataset(value: Any, owner: str) -> Any:
     """Refuse what has no samples by index.
 
+    Returns:
+        The dataset, read by position: see `as_dataset`.
+
     Raises:
-        TypeError: no ``__getitem__`` or no ``__len__``.
+        TypeError: no ``__getitem__`` or no ``__len__``, or a table.
 
     Example:
         >>> check_dataset([1, 2], "SimpleDataset")
+        [1, 2]
     """
     if not is_dataset(value):
         raise TypeError(
             f"{owner} needs an object with __getitem__ and __len__, not a {type(value).__name__}: "
             "read a stream into a list, or give a dataset that can be indexed"
         )
+    return as_dataset(value, owner)
 
 
 def _level_of(dataset: Any) -> int | None:
@@ -268,8 +291,7 @@ class SimpleDataset(Wrapper):
     """
 
     def __init__(self, data: Any) -> None:
-        check_dataset(data, "SimpleDataset")
-        self._dataset = data
+        self._dataset = check_dataset(data, "SimpleDataset")
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, (int, np.integer)):
@@ -298,21 +320,27 @@ class SimpleDataset(Wrapper):
 class TransformDataset(Wrapper):
     """The samples of a dataset, each passed through a function; made by `Dataset.transform`.
 
+    A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
+
     Example:
         >>> TransformDataset(SimpleDataset([1, 2]), str)[0]
         '1'
+        >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
+        ['2', '3']
     """
 
     def __init__(self, dataset: Any, fn: Callable[..., Any], seeded: bool = False) -> None:
-        check_dataset(dataset, "TransformDataset")
+        self._dataset = check_dataset(dataset, "TransformDataset")
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
-        self._dataset = dataset
         self._fn = fn
         self._seeded = seeded
         self._level = next_level(dataset, _level_of) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        check_one_index(index)
         return self._apply(self._dataset[index])
 
     def _apply(self, sample: Any) -> Any:
@@ -325,7 +353,7 @@ class TransformDataset(Wrapper):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples: read at once, then transformed one by one."""
         indices = translated(indices, indices)
-        samples = read_many(self._dataset, indices)
+        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
         with each_at_its_place(indices) as turn_to:
             for position, sample in enumerate(samples):
                 turn_to(position)

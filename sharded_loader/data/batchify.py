@@ -24,7 +24,7 @@ from sharded_loader.data.default import (
     in_field,
 )
 from sharded_loader.data.errors import BatchifyError, Empty, check_not_empty, some
-from sharded_loader.data.stacking import stack, to_numpy_dtype
+from sharded_loader.data.stacking import is_numbers, stack, to_numpy_dtype
 
 __all__ = [
     "Batchify",
@@ -45,7 +45,7 @@ class Stack(Batchify):
     """Stack the samples along a new first axis.
 
     Numbers, (nested) lists and tuples of numbers, arrays, tensors and PIL images become one array; strings
-    a list; a mapping a mapping of stacks.
+    a list; a mapping a mapping of stacks. A sample that is a tuple is one value, not fields: see `Tuple`.
 
     Args:
         dtype: of the result (NumPy's, or torch's where NumPy has it); None keeps the samples' own.
@@ -73,7 +73,17 @@ class Stack(Batchify):
             check_same(samples, frozenset, "keys", "give every sample the same keys")
             fields = {k: [sample[k] for sample in samples] for k in samples[0]}
             return {k: in_field(f"[{k!r}]", self, field, empty) for k, field in fields.items()}
-        return stack(samples, empty, self._dtype)
+        try:
+            return stack(samples, empty, self._dtype)
+        except BatchifyError as error:
+            first = samples[0]
+            if not isinstance(first, tuple) or is_numbers(first):
+                raise
+            raise BatchifyError(
+                f"samples are tuples of {len(first)} fields, and Stack takes bare values ({error.problem})",
+                f"give a function for each field, Tuple({', '.join(['Stack()'] * min(len(first), 4))}), or leave "
+                "batchify_fn out",
+            ) from None
 
     def __repr__(self) -> str:
         return f"Stack({'' if self._dtype is None else self._dtype.name})"

@@ -4,7 +4,8 @@
     gather(dataset, indices, empty) -> finished batch   ``get_batch``; own datasets write into ``empty``'s memory
 
 A wrapper may offer a bulk method only where what it wraps has it, and ``hasattr`` must tell the truth:
-`offered_if` makes a method that is absent otherwise.
+`offered_if` makes a method that is absent otherwise. Which bulk methods may be used is decided in `data.overrides`;
+`bulk` makes our own datasets follow that rule in whatever reads them, torch's DataLoader too.
 
 A sample draws its random numbers by the index that the loader's sampler yielded, whichever way it is read.
 So wrappers that translate indices hand on, beside the translated ones, the `Place` of each sample: the index
@@ -18,6 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ import numpy as np
 
 from sharded_loader import rng
 from sharded_loader.data.errors import Empty
+from sharded_loader.data.overrides import READS, bulk_method, known_to
 from sharded_loader.memory.allocation import current_empty
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -46,17 +49,47 @@ def offered_if(condition: Callable[[Any], bool]) -> Callable[[Method], Method]:
     return lambda method: _Offered(condition, method)  # type: ignore[return-value]
 
 
+def bulk(method: Method) -> Method:
+    """Decorate a bulk method of a dataset of ours, so that subclasses may override ``__getitem__`` alone.
+
+    In such a subclass ``get_batch`` is absent, and ``__getitems__``, which torch's DataLoader and Subset also look for,
+    reads sample by sample. A subclass that writes the bulk method itself may call ``super()``'s.
+
+    Example:
+        >>> class Evens:
+        ...     def __getitem__(self, index): return 2 * index
+        ...     @bulk
+        ...     def __getitems__(self, indices): return [2 * index for index in indices]
+        >>> class Odds(Evens):
+        ...     def __getitem__(self, index): return 2 * index + 1
+        >>> Odds().__getitems__([3, 4])
+        [7, 9]
+    """
+    return _Offered(lambda dataset: True, method)  # type: ignore[return-value]
+
+
 class _Offered:
     def __init__(self, condition: Callable[[Any], bool], method: Callable[..., Any]) -> None:
         self._condition = condition
         self._method = method
-        self.__doc__ = method.__doc__
+        self._name = method.__name__
+        # `_gather` is how get_batch of the same class works, so it is always there for it.
+        self._plain = READS[: READS.index(self._name)] if self._name in ("__getitems__", "get_batch") else ()
+        update_wrapper(self, method)  # type: ignore[arg-type]  # doctest looks through it
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self._method
         if not self._condition(instance):
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._method.__name__!r} here")
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r} here")
+        if self._plain and known_to(type(instance), self._name, self._plain) is None:
+            if self._name == "__getitems__":
+                return partial(_one_by_one, instance)
+            base = self._method.__qualname__
+            raise AttributeError(
+                f"{owner.__name__} overrides how samples are read, and {base} would ignore that: write "
+                f"{self._name} in {owner.__name__} too, or call {base}(dataset, indices) for what it reads by itself"
+            )
         return MethodType(self._method, instance)
 
 
@@ -81,6 +114,12 @@ class BulkIndices(list[int]):
     def __init__(self, indices: Iterable[int], places: Sequence[Place]) -> None:
         super().__init__(indices)
         self.places = places
+        self._made = tuple(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody has sorted, cut or otherwise changed the list: place k still belongs to index k."""
+        return tuple(self) == self._made
 
 
 def places_of(indices: Sequence[Any]) -> Sequence[Place] | None:
@@ -90,7 +129,7 @@ def places_of(indices: Sequence[Any]) -> Sequence[Place] | None:
         >>> places_of([3, 4]) is None
         True
     """
-    if isinstance(indices, BulkIndices):
+    if isinstance(indices, BulkIndices) and indices.is_whole:
         return indices.places
     return None if rng.current_scope() is None else [Place(index) for index in indices]
 
@@ -153,6 +192,20 @@ def chosen(indices: Sequence[int], inner: Iterable[int], positions: Sequence[int
     return list(inner)
 
 
+def handed_out(indices: Sequence[Any] | np.ndarray[Any, Any]) -> list[Any]:
+    """The same indices as a new list, for code of the user's, which may sort it or empty it.
+
+    Example:
+        >>> ours = [3, 1]
+        >>> handed_out(ours).sort()
+        >>> ours
+        [3, 1]
+    """
+    if isinstance(indices, np.ndarray):
+        return indices.tolist()  # type: ignore[no-any-return]
+    return BulkIndices(indices, indices.places) if isinstance(indices, BulkIndices) else list(indices)
+
+
 def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """Read samples, in bulk where the dataset can.
 
@@ -167,9 +220,11 @@ def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
         >>> read_many("abc", [2, 0])
         ['c', 'a']
     """
-    bulk = getattr(dataset, "__getitems__", None)
-    if bulk is not None:
-        return list(bulk(indices))
+    read = bulk_method(dataset, "__getitems__")
+    return _one_by_one(dataset, indices) if read is None else list(read(handed_out(indices)))
+
+
+def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
     samples = []
     with each_at_its_place(indices) as turn_to:
         for position, index in enumerate(indices):
@@ -188,16 +243,28 @@ def gather(dataset: Any, indices: Sequence[int] | np.ndarray[Any, Any], empty: E
         >>> gather(ArrayDataset(np.arange(5) * 10), [3, 1], np.empty)
         array([30, 10])
     """
-    own = getattr(dataset, "_gather", None)
-    if own is not None:
-        return own(indices, empty)
+    own = known_to(type(dataset), "_gather", READS[:-1])
+    if isinstance(own, _Offered) and "get_batch" not in vars(dataset):
+        return own.__get__(dataset, type(dataset))(indices, empty)
     with current_empty(empty):
-        return dataset.get_batch(indices.tolist() if isinstance(indices, np.ndarray) else indices)
+        return dataset.get_batch(handed_out(indices))
 
 
-def has(name: str) -> Callable[[Any], bool]:
-    """A condition for `offered_if`: the dataset that the instance wraps as ``_dataset`` has this attribute."""
-    return lambda wrapper: hasattr(wrapper.__dict__.get("_dataset"), name)
+def check_one_index(index: Any) -> None:
+    """Refuse a list or an array of several indices where one index, or a key, is expected.
+
+    Raises:
+        TypeError: it is one.
+
+    Example:
+        >>> check_one_index("key")
+    """
+    dimensions: Any = getattr(index, "ndim", 0)
+    if isinstance(index, list) or dimensions:
+        raise TypeError(
+            f"the index is a {type(index).__name__} of {len(index)} indices, not one: read the samples one by one, "
+            "[dataset[i] for i in indices], or make a dataset of them, SubsetDataset(dataset, indices)"
+        )
 
 
 def checked_index(index: Any, length: int) -> int:
@@ -214,6 +281,7 @@ def checked_index(index: Any, length: int) -> int:
     try:
         number = operator.index(index)
     except TypeError:
+        check_one_index(index)
         raise TypeError(f"index {index!r} is no integer: give one in 0..{length - 1}") from None
     if number < 0:
         number += length

@@ -15,14 +15,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.data.base import Wrapper, check_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, chosen, has, offered_if, translated
-from sharded_loader.data.structure import dataclass_fields, is_dataclass_instance, is_tensor
+from sharded_loader.data.bulk import checked_index, checked_indices, chosen, offered_if, translated
+from sharded_loader.data.overrides import has
+from sharded_loader.data.structure import dataclass_fields, is_dataclass_instance, is_tensor, map_leaves
+from sharded_loader.data.tensors import is_plain
 
 
 class _Store:
@@ -43,7 +46,8 @@ class CachedDataset(Wrapper):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process.
+        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process. With a bound, a
+            view of a larger array is kept as a copy, because the view would keep the whole array in memory.
 
     Raises:
         ValueError: ``max_bytes`` is negative.
@@ -55,10 +59,9 @@ class CachedDataset(Wrapper):
     """
 
     def __init__(self, dataset: Any, max_bytes: int | None = None) -> None:
-        check_dataset(dataset, "CachedDataset")
+        self._dataset = check_dataset(dataset, "CachedDataset")
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"cache(max_bytes={max_bytes}): give 0 or more, or None for no bound")
-        self._dataset = dataset
         self._max_bytes = max_bytes
         self._own_store = _Store()
 
@@ -74,13 +77,19 @@ class CachedDataset(Wrapper):
         return len(self._store.entries)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
         index = checked_index(index, len(self._dataset))
         sample = self._store.entries.get(index, _MISS)
         return self._keep(index, self._dataset[index]) if sample is _MISS else sample
 
     def _keep(self, index: int, sample: Any) -> Any:
         """Keep a sample if there is room; returns the one that is kept, if another thread was faster."""
-        size = 0 if self._max_bytes is None else estimated_bytes(sample)
+        if self._max_bytes is None:
+            size = 0
+        else:
+            sample = map_leaves(_own_memory, sample)
+            size = estimated_bytes(sample)
         store = self._store
         with store.lock:
             if index in store.entries:
@@ -118,7 +127,7 @@ class CachedDataset(Wrapper):
 
 
 def estimated_bytes(sample: Any) -> int:
-    """About how much memory a sample takes: arrays and tensors by their data, other objects by what they hold.
+    """About how much memory a sample keeps: of arrays and tensors what they lie in, of other objects what they hold.
 
     Example:
         >>> 8000 <= estimated_bytes((np.zeros(1000), "label")) < 8500
@@ -132,18 +141,59 @@ def _bytes(value: Any, seen: set[int]) -> int:
         return 0
     seen.add(id(value))
     if isinstance(value, np.ndarray):
-        return sys.getsizeof(value) if value.base is None else int(value.nbytes) + 112
+        items = sum(_bytes(item, seen) for item in value.flat) if value.dtype.hasobject else 0
+        return items + _owner_bytes(value, seen) + 112
     if is_tensor(value):
-        return int(value.numel() * value.element_size()) + 112
+        return _storage_bytes(value) + 112
+    if isinstance(value, memoryview):
+        return _bytes(value.obj, seen) + 184
     size = sys.getsizeof(value, 64)
     if isinstance(value, Mapping):
         return size + sum(_bytes(k, seen) + _bytes(value[k], seen) for k in value)
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return size + sum(_bytes(item, seen) for item in value)
     if is_dataclass_instance(value):
         return size + sum(_bytes(item, seen) for _, item in dataclass_fields(value))
     if hasattr(value, "getbands"):  # a PIL image: its pixels lie in C, where getsizeof does not look
         return size + int(value.width * value.height * len(value.getbands()) * (4 if value.mode in "IF" else 1))
     if hasattr(value, "__dict__"):
-        return size + sum(_bytes(item, seen) for item in vars(value).values())
+        size += sum(_bytes(item, seen) for item in vars(value).values())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        size += sum(_bytes(getattr(value, name), seen) for name in names if hasattr(value, name))
     return size
+
+
+def _owner_bytes(array: np.ndarray[Any, Any], seen: set[int]) -> int:
+    """The bytes of the memory that an array keeps, its own or another object's; 0 if it was counted before."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if owner is not array:
+        if id(owner) in seen:
+            return 0
+        seen.add(id(owner))
+    behind = getattr(owner, "base", None)
+    return int(owner.nbytes) if behind is None else max(int(owner.nbytes), _bytes(behind, seen))
+
+
+def _storage_bytes(tensor: Any) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError, AttributeError):  # sparse, nested, ...
+        return int(tensor.numel() * tensor.element_size())
+
+
+def _own_memory(leaf: Any) -> Any:
+    """An array or tensor in memory of its own; a copy, if it is a view of memory that may be larger."""
+    if isinstance(leaf, np.ndarray):
+        if leaf.base is None:
+            return leaf
+        return np.array(leaf, order="K") if type(leaf) in (np.ndarray, np.memmap) else leaf.copy(order="K")
+    if is_tensor(leaf) and is_plain([leaf]) and not leaf.requires_grad:
+        storage = leaf.untyped_storage()
+        # Memory that torch did not allocate may be part of a larger array.
+        if not storage.resizable() or storage.nbytes() > leaf.numel() * leaf.element_size():
+            return leaf.clone()
+    return leaf

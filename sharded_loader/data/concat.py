@@ -15,10 +15,11 @@ from sharded_loader.data.batchify import default_batchify_fn
 from sharded_loader.data.bulk import checked_index, checked_indices, chosen, gather, offered_if, read_many, translated
 from sharded_loader.data.errors import Empty, new_array
 from sharded_loader.data.merging import NOT_MERGED, Chunk, merge
+from sharded_loader.data.overrides import offers
 
 
 def _all_have(name: str) -> Callable[[Any], bool]:
-    return lambda self: all(hasattr(part, name) for part in self.__dict__.get("_parts", [None]))
+    return lambda self: all(offers(part, name) for part in self.__dict__.get("_parts", [None]))
 
 
 def _any_has(name: str) -> Callable[[Any], bool]:
@@ -49,7 +50,7 @@ class ConcatDataset(Dataset):
     def __init__(self, datasets: Iterable[Any]) -> None:
         self._parts: list[Any] = []
         for part in datasets:
-            check_dataset(part, "ConcatDataset")
+            part = check_dataset(part, "ConcatDataset")
             self._parts += part._parts if type(part) is ConcatDataset else [part]
         if not self._parts:
             raise ValueError("ConcatDataset was given no datasets: give at least one")
@@ -59,6 +60,8 @@ class ConcatDataset(Dataset):
         return int(self._ends[-1])
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
         index = checked_index(index, len(self))
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[number][index - self._begin(number)]

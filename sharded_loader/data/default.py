@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.errors import BatchifyError, Empty, check_not_empty, new_array, some
+from sharded_loader.data.overrides import known_to
 from sharded_loader.data.stacking import is_numbers, stack, stack_arrays
 from sharded_loader.data.structure import (
     dataclass_fields,
@@ -51,11 +52,22 @@ def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
         >>> assemble(lambda samples: len(samples), [1, 2], np.empty)
         2
     """
-    own = getattr(fn, "assemble", None)
-    if own is not None:
-        return own(samples, empty)
+    if has_assemble(fn):
+        return fn.assemble(samples, empty)  # type: ignore[attr-defined]
     with current_empty(empty):
         return fn(samples)
+
+
+def has_assemble(fn: BatchifyFn) -> bool:
+    """Whether ``fn.assemble`` makes what ``fn(samples)`` makes: no more derived class overrides ``__call__``.
+
+    Example:
+        >>> class Doubled(DefaultBatchify):
+        ...     def __call__(self, samples): return 2 * super().__call__(samples)
+        >>> has_assemble(default_batchify_fn), has_assemble(Doubled())
+        (True, False)
+    """
+    return known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ())
 
 
 def in_field(label: str, fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
@@ -80,7 +92,9 @@ class Batchify:
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The batch as torch tensors."""
-        return to_torch(self.assemble(samples, new_array))
+        # The samples may be a column of another library's, which is no list: a Series is indexed by its labels.
+        held = samples if isinstance(samples, (list, tuple)) else list(samples)
+        return to_torch(self.assemble(held, new_array))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

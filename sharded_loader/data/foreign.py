@@ -5,7 +5,7 @@
 
 | dataset | is read as |
 |---|---|
-| anything with ``get_batch`` | ``get_batch(indices)``; our own write into memory from ``empty`` |
+| anything with ``get_batch`` (see `bulk_method`) | ``get_batch(indices)``; our own write into memory from ``empty`` |
 | NumPy array, torch tensor | one gather |
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
@@ -31,9 +31,10 @@ import numpy as np
 
 from sharded_loader.data.arrays import ArrayDataset, gather_rows, is_gathered
 from sharded_loader.data.base import SimpleDataset
-from sharded_loader.data.bulk import checked_indices, gather, translated
+from sharded_loader.data.bulk import checked_indices, gather, handed_out, translated
 from sharded_loader.data.default import default_batchify_fn, in_field
 from sharded_loader.data.errors import Empty
+from sharded_loader.data.overrides import bulk_method, offers
 from sharded_loader.data.structure import is_tensor
 from sharded_loader.data.subsets import SubsetDataset
 from sharded_loader.data.tensors import is_column
@@ -59,7 +60,7 @@ def as_bulk(dataset: Any) -> Gather | None:
         >>> as_bulk([1, 2, 3]) is None
         True
     """
-    if hasattr(dataset, "get_batch"):
+    if offers(dataset, "get_batch"):
         return lambda indices, empty: gather(dataset, indices, empty)
     if isinstance(dataset, np.ndarray):
         return _of_array(dataset)
@@ -107,8 +108,8 @@ def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
         if inner is None:
             return None
         return lambda indices: inner(translated(_chosen(dataset, indices), indices))
-    items: Callable[[Sequence[Any]], Iterable[Any]] | None = getattr(dataset, "__getitems__", None)
-    return items
+    items = bulk_method(dataset, "__getitems__")
+    return None if items is None else lambda indices: items(handed_out(indices))
 
 
 def _reads_like(dataset: Any, module: str, name: str) -> bool:
@@ -145,7 +146,7 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> Gather | None:
-    if type(array) not in (np.ndarray, np.memmap) or array.ndim == 0 or not is_gathered(array):
+    if not is_gathered(array):
         return None
 
     def read(indices: Sequence[Any], empty: Empty) -> Any:
@@ -203,7 +204,7 @@ def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
 
 def _field(name: Any, column: Any, count: int, empty: Empty) -> Any:
     """A column as the default batchify makes it of ``column[0]``, ``column[1]``, ..."""
-    if type(column) is np.ndarray and column.dtype.isnative and is_gathered(column):
+    if is_gathered(column) and column.dtype.isnative:
         return column
     if is_column(column):
         return column

@@ -78,8 +78,7 @@ def _alike(columns: Sequence[Any]) -> bool:
     """Whether these columns' rows are numbers of one dtype and shape, in plain memory."""
     first = columns[0]
     if isinstance(first, np.ndarray):
-        fits = all(isinstance(column, np.ndarray) and column.dtype.isnative for column in columns)
-        return fits and is_gathered(first) and _same_rows(columns)
+        return all(is_gathered(column) and column.dtype.isnative for column in columns) and _same_rows(columns)
     return all(map(is_column, columns)) and _same_rows(columns)
 
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.data.structure import check_unmasked
+
 
 class IRHeader(NamedTuple):
     """What MXNet puts before an image in a record.
@@ -72,6 +74,7 @@ def pack(header: IRHeader | tuple[int, Any, int, int], s: bytes) -> bytes:
         if isinstance(header.label, Number):
             fields, label = header._replace(flag=0), b""
         else:
+            check_unmasked(header.label)
             array = np.asarray(header.label, dtype=np.float32)
             fields, label = header._replace(flag=array.size, label=0.0), array.tobytes()
         packed = _HEADER.pack(*fields)
@@ -160,6 +163,7 @@ def pack_img(
     }
     if img_fmt.lower() not in options:
         raise ValueError(f"unknown image format {img_fmt!r}, use one of {', '.join(options)}")
+    check_unmasked(img)
     array = np.asarray(img)
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
         raise ValueError(
@@ -180,10 +184,13 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
         iscolor: 1 gives RGB, 0 grey, -1 what is stored.
 
     Returns:
-        (IRHeader, uint8 array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR).
+        (IRHeader, array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR). With
+        ``iscolor`` 0 or 1 it is uint8, and of 16 bits the upper 8 are kept, as OpenCV does. With -1 it has what is
+        stored: uint16 of 16-bit grey, int32 and float32 of such images, alpha as the last channel.
 
     Raises:
-        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`.
+        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`; with -1, an
+            image of several channels of 16 bits, of which Pillow reads 8; with 0 or 1, values of more than 16 bits.
         ImportError: Pillow is not installed.
 
     Example:
@@ -199,13 +206,62 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
     pillow = _pillow()
     try:
         with pillow.open(io.BytesIO(payload)) as image:
-            if iscolor == -1:
-                mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
-            else:
-                mode = "RGB" if iscolor else "L"
-            return header, np.array(image.convert(mode))
+            return header, _decoded(image, iscolor)
+    except _NotExact as error:
+        raise ValueError(f"record with id {header.id}: {error}") from None
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
         raise ValueError(
             f"record with id {header.id}: its {len(payload)} bytes do not decode as an image ({error}). "
             "Was it written by pack_img()?"
         ) from error
+
+
+class _NotExact(Exception):
+    """Pillow would give other values than the stored ones."""
+
+
+def _decoded(image: Any, iscolor: int) -> npt.NDArray[Any]:
+    """The pixels of an image that Pillow has opened."""
+    if iscolor == -1 and _loses_bits(image):
+        raise _NotExact(
+            f"the {image.format} image has several channels of 16 bits, of which Pillow reads the upper 8: give "
+            "iscolor=1 for those 8 bits, or decode what unpack() returns with another library, such as "
+            "cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)"
+        )
+    mode = image.mode
+    if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
+        pixels = np.array(image)
+        if mode == "I" and image.format == "PNG":  # as Pillow before 11 opens 16 bits
+            pixels = pixels.astype(np.uint16)
+        if not pixels.dtype.isnative:
+            pixels = pixels.astype(pixels.dtype.newbyteorder("="))
+        if iscolor == -1:
+            return pixels
+        if pixels.dtype != np.uint16:
+            raise _NotExact(
+                f"the {image.format} image has pixels of {pixels.dtype}, which do not fit 8 bits: "
+                "give iscolor=-1 for what is stored, and scale it"
+            )
+        grey = (pixels >> 8).astype(np.uint8)
+        return np.stack([grey] * 3, axis=-1) if iscolor else grey
+    if iscolor == -1:
+        return np.array(image if mode in ("L", "LA", "RGB", "RGBA") else image.convert(_lossless(image)))
+    return np.array(image.convert("RGB" if iscolor else "L"))
+
+
+def _lossless(image: Any) -> str:
+    """The mode to convert an image to whose pixels are no channels, such as indices into a palette."""
+    has_alpha = image.mode in ("PA", "La", "RGBa") or (image.mode == "P" and "transparency" in image.info)
+    return "RGBA" if has_alpha else "RGB"
+
+
+def _loses_bits(image: Any) -> bool:
+    """Whether Pillow reads several channels of 16 bits as 8. Its tiles tell how the pixels are stored."""
+    if image.mode.startswith("I") or image.mode == "F":
+        return False
+    stored = [tile[3] if isinstance(tile[3], tuple) else (tile[3],) for tile in image.tile]
+    return any(
+        (isinstance(one, str) and ";16" in one) or (tile[0] == "ppm" and isinstance(one, int) and one > 255)
+        for tile, args in zip(image.tile, stored, strict=True)
+        for one in args
+    )

@@ -16,23 +16,18 @@ import operator
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sharded_loader.data.base import Dataset, Indices
-from sharded_loader.data.bulk import checked_indices, offered_if
+from sharded_loader.data.bulk import bulk, checked_indices
 from sharded_loader.data.errors import Empty
 from sharded_loader.data.recordbatch import LARGE, Records, guessed_sizes, read_records
 from sharded_loader.data.recordfile import RecordFile, load_index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def _reads_plainly(dataset: Any) -> bool:
-    """Whether a sample is a record, not what a subclass makes of it."""
-    return type(dataset).__getitem__ is RecordFileDataset.__getitem__
 
 
 class RecordFileDataset(Dataset):
@@ -92,13 +87,12 @@ class RecordFileDataset(Dataset):
             raise IndexError(f"{self.filename}: index {number} is out of range, it has {len(self)} records")
         return self._file.read(int(self._offsets[number]))[0]
 
+    @bulk
     def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
         """Many records, as `get_batch` reads them."""
-        if not _reads_plainly(self):
-            return [self[index] for index in indices]
         return list(self._read(list(indices)))
 
-    @offered_if(_reads_plainly)
+    @bulk
     def get_batch(self, indices: Indices) -> Sequence[bytes]:
         """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
 
@@ -117,7 +111,7 @@ class RecordFileDataset(Dataset):
         """
         return self._read(indices)
 
-    @offered_if(_reads_plainly)
+    @bulk
     def _gather(self, indices: Indices, empty: Empty) -> list[bytes]:
         return list(self._read(indices))
 

@@ -8,7 +8,7 @@ of a dtype that NumPy lacks (bfloat16, float8) give a tensor over memory from ``
 in plain host memory (CUDA, sparse, quantised, subclasses) are stacked by torch, in torch's memory.
 
 What can go wrong is a `BatchifyError`, a ValueError that says what is wrong, in which field, and what to do:
-different shapes, nothing to stack, numbers too large, tensors that require grad.
+different shapes, nothing to stack, numbers too large, masked values, tensors that require grad.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, new_array, raise_ragged, some
-from sharded_loader.data.structure import are_tensors, is_tensor
+from sharded_loader.data.structure import are_tensors, check_unmasked, is_tensor
 from sharded_loader.data.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
 
 
@@ -240,6 +240,8 @@ def as_array(sample: Any) -> Array:
         array([1, 2])
     """
     if isinstance(sample, np.ndarray):
+        if type(sample) is not np.ndarray:
+            check_unmasked(sample)
         return sample
     if is_tensor(sample):
         check_no_grad([sample])

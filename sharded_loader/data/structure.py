@@ -5,7 +5,8 @@
 
 What can go wrong: an array that torch cannot take as it is (read-only, negative strides, foreign byte order,
 unaligned) is copied rather than shared; an array whose dtype torch lacks (strings, objects, dates) stays a
-NumPy array. torch is looked up, never imported, except by `to_torch`, whose caller wants tensors.
+NumPy array. An array with masked values is rejected with an error. torch is looked up, never imported, except by
+`to_torch`, whose caller wants tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
+
+from sharded_loader.data.errors import BatchifyError
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.
@@ -43,6 +46,36 @@ def are_tensors(types: set[type]) -> bool:
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and all(issubclass(kind, tensor) for kind in types)
+
+
+def is_masked(value: Any) -> bool:
+    """Whether ``value`` is a NumPy array some of whose values are masked.
+
+    Example:
+        >>> is_masked(np.zeros(2)), is_masked(np.ma.array([1, 2])), is_masked(np.ma.array([1, 2], mask=[0, 1]))
+        (False, False, True)
+    """
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if masked is None or not isinstance(value, masked):
+        return False
+    mask = np.ma.getmask(value)
+    return bool(np.ma.flatten_mask(mask).any() if mask.dtype.names else mask.any())
+
+
+def check_unmasked(value: Any) -> None:
+    """Refuse masked values: a batch has no mask, and what lies under the mask is not data.
+
+    Raises:
+        BatchifyError: ``value`` has masked values.
+
+    Example:
+        >>> check_unmasked(np.ma.array([1, 2]))
+    """
+    if is_masked(value):
+        raise BatchifyError(
+            "a masked array with masked values cannot go into a batch, which has no mask",
+            "return it from the dataset filled, x.filled(0), or as two fields, x.data and np.ma.getmaskarray(x)",
+        )
 
 
 def is_namedtuple(value: Any) -> bool:
@@ -218,12 +251,15 @@ def _leaf_to_torch(leaf: Any) -> Any:
     plain = flags.c_contiguous and flags.writeable and flags.aligned and type(leaf) is np.ndarray
     # What batches are made of, first: 1 us instead of 2.4.
     if not (plain and dtype.num in _TORCH_TAKES and dtype.isnative):
+        check_unmasked(leaf)
         if not torch_has(dtype):
             return leaf
         leaf = _for_torch(np.asarray(leaf))
     import torch
 
-    return torch.from_numpy(leaf)
+    tensor = torch.from_numpy(leaf)
+    # NumPy's arrays of size 0 have the strides 0 or others, by how they were made.
+    return tensor if leaf.size else torch.empty(leaf.shape, dtype=tensor.dtype)
 
 
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

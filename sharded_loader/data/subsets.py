@@ -17,14 +17,15 @@ import numpy as np
 
 from sharded_loader import rng
 from sharded_loader.data.base import Indices, Wrapper, check_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, gather, has, offered_if, translated
+from sharded_loader.data.bulk import checked_index, checked_indices, gather, offered_if, translated
 from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.data.overrides import has
 
 Selection = range | np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SubsetDataset(Wrapper):
-    """The samples of ``dataset`` at ``indices``, in that order.
+    """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -32,6 +33,7 @@ class SubsetDataset(Wrapper):
 
     Raises:
         IndexError: an index is out of range.
+        TypeError: the dataset cannot be indexed, or the indices are no integers.
 
     Example:
         >>> list(SubsetDataset("abc", [2, 0]))
@@ -41,19 +43,21 @@ class SubsetDataset(Wrapper):
     """
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
-        check_dataset(dataset, "SubsetDataset")
+        self._dataset = dataset = check_dataset(dataset, "SubsetDataset")
         if isinstance(indices, range):
             if len(indices):
                 checked_indices([indices[0], indices[-1]], len(dataset))
             self._indices: Selection = indices
         else:
-            self._indices = checked_indices(indices, len(dataset))
-        self._dataset = dataset
+            # A copy: the caller may shuffle an array of indices again, for another subset.
+            self._indices = np.array(checked_indices(indices, len(dataset)))
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
         return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
 
     @property

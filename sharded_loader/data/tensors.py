@@ -97,6 +97,18 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     )
 
 
+def reads_as_tensor(tensor: Any) -> bool:
+    """Whether a tensor's class indexes as torch's own does.
+
+    Example:
+        >>> import torch
+        >>> reads_as_tensor(torch.zeros(2))
+        True
+    """
+    torch: Any = sys.modules["torch"]
+    return type(tensor).__getitem__ is torch.Tensor.__getitem__
+
+
 def is_column(tensor: Any) -> bool:
     """Whether this is a tensor whose rows can be copied as they lie in memory.
 
@@ -163,7 +175,9 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tu
         return array, torch.from_numpy(array)
     # bfloat16, float8, complex32: integers of the same size lend their memory.
     integers = np.dtype(f"i{dtype.itemsize}")
-    return None, torch.from_numpy(empty(shape, integers)).view(dtype)
+    memory = empty(shape, integers)
+    # Of size 0 the strides are torch's own: NumPy has others, by how an array was made.
+    return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype)
 
 
 _NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sharded_loader.data.arrays import ArrayDataset
+from sharded_loader.data.arrays import ArrayDataset, is_gathered
 from sharded_loader.data.base import Dataset, Indices
 from sharded_loader.data.bulk import checked_index, checked_indices
 from sharded_loader.data.structure import to_torch, torch_has
@@ -239,7 +239,7 @@ def _name(dataset: ArrayDataset, number: int) -> str:
 
 def _fits_a_device(column: Any) -> bool:
     if isinstance(column, np.ndarray):
-        return torch_has(column.dtype)
+        return is_gathered(column) and torch_has(column.dtype)
     return isinstance(column, torch.Tensor) and is_column(column) and not column.requires_grad
 
 

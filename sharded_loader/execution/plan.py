@@ -180,10 +180,13 @@ class EpochPlan:
 
 
 def _as_list(indices: Any) -> list[Any]:
-    """A list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost)."""
+    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
+
+    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
+    """
     if hasattr(indices, "tolist"):
         found = indices.tolist()
         return found if isinstance(found, list) else [found]
     if set(map(type, indices)) == {int}:
-        return indices if isinstance(indices, list) else list(indices)
+        return list(indices)
     return [plain_index(index) for index in indices]

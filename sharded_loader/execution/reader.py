@@ -211,7 +211,7 @@ class Reader:
     ) -> Any:
         scope.at(OfBatch(task.seq, place.shard or 0))
         try:
-            return assemble(self._batchify, samples, empty)
+            return assemble(self._batchify, list(samples), empty)  # a list that it may change
         except KeyboardInterrupt:
             raise
         except BatchifyError as error:

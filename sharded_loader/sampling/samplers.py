@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.data.columns import as_dataset
 from sharded_loader.sampling.base import IndexSampler, Indices, Sampler, check_int, resolve_seed
 from sharded_loader.sampling.permutation import CHUNK, MAX_LENGTH, permuted_chunks
 
@@ -175,6 +176,7 @@ class FilterSampler(IndexSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, fn: Callable[[Any], Any], dataset: Any) -> None:
+        dataset = as_dataset(dataset, "FilterSampler")
         kept = [index for index in range(len(dataset)) if fn(dataset[index])]
         self._indices: Indices = np.array(kept, dtype=np.int64)
 

@@ -366,3 +366,36 @@ def test_nested_and_compressed_sparse_tensors_are_refused_with_advice():
     for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
         with pytest.raises(ValueError, match="List"):
             default_batchify_fn([sample, sample])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=5),
+    st.sampled_from([None, 4]),
+)
+def test_pad_of_every_axis_keeps_every_value_and_fills_the_rest(shapes, round_to):
+    arrays = [np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
+    longest = [max(lengths) for lengths in zip(*shapes, strict=True)]
+    wanted = [length if round_to is None else -(-length // round_to) * round_to for length in longest]
+    fn = Pad(axis=None, pad_val=-1, ret_length=True, round_to=round_to)
+    for samples in (arrays, [torch.from_numpy(a).bfloat16() for a in arrays]):
+        batch, lengths = fn(samples)
+        assert list(batch.shape) == [len(shapes), *wanted]
+        assert lengths.dtype == torch.int32 and lengths.tolist() == [list(shape) for shape in shapes]
+        for row, array in zip(batch.float().numpy(), arrays, strict=True):
+            corner = tuple(map(slice, array.shape))
+            assert (row[corner] == array).all()
+            assert (row == -1).sum() == row.size - array.size
+
+
+def test_pad_of_every_axis_refuses_other_numbers_of_axes():
+    with pytest.raises(ValueError, match=r"Pad\(axis=None\) pads samples of the same number of axes"):
+        Pad(axis=None)([[1], [[1]]])
+    with pytest.raises(ValueError, match="no axis to pad: use Stack"):
+        Pad(axis=None)([1, 2])
+    with pytest.raises(ValueError, match=r"along every axis with Pad\(axis=None\)"):
+        Pad()([np.zeros((2, 3)), np.zeros((3, 2))])
+
+
+def test_stack_of_tuples_says_that_fields_need_a_function_each():
+    with pytest.raises(ValueError, match=r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"):
+        Stack()([(np.zeros(3), 1), (np.ones(3), 2)])

@@ -1,9 +1,11 @@
 """Datasets: Gluon's answers, right indices, bulk reading through every wrapper, and clear refusals."""
 
+import gc
 import json
 import pickle
 import random
 import threading
+import tracemalloc
 from itertools import chain
 from pathlib import Path
 
@@ -409,3 +411,68 @@ def test_sample_uses_the_iter_that_a_sampler_class_overrides():
             return iter([2, 1, 0])
 
     assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]
+
+
+class Views:
+    """Samples that are small parts of large arrays, made for each sample."""
+
+    def __init__(self, view):
+        self.view = view
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.view(np.full(1_000_000, index, np.uint8))
+
+
+class Held:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+VIEWS = {
+    "view": lambda a: a[:10],
+    "strided": lambda a: a[:100:10],
+    "view of a view": lambda a: a.reshape(1000, 1000)[3][:10],
+    "in a tuple": lambda a: (a[:10], "label"),
+    "in a dict": lambda a: {"x": a[:10]},
+    "tensor": lambda a: torch.from_numpy(a.copy()).clone()[:10],
+    "tensor of a view": lambda a: torch.from_numpy(a[:10]),
+    "array of a tensor": lambda a: torch.from_numpy(a).clone()[:10].numpy(),
+    "buffer": lambda a: np.frombuffer(a.tobytes(), np.uint8)[:10],
+    "memoryview": lambda a: memoryview(a)[:10],
+    "in an object": lambda a: Held(a[:10]),
+    "in an object array": lambda a: np.array([a[:10], None], object),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_bounded_cache_holds_no_more_memory_than_it_may(view):
+    tracemalloc.start()
+    try:
+        cached = SimpleDataset(Views(view)).cache(max_bytes=100_000)
+        torch_owned = sum(
+            leaf.untyped_storage().nbytes() for leaf in [cached[i] for i in range(20)] if isinstance(leaf, torch.Tensor)
+        )
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] + torch_owned
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
+
+
+def test_a_cached_view_has_the_values_of_the_sample():
+    data = np.arange(60).reshape(20, 3)
+    for dataset in (
+        ArrayDataset(data),
+        ArrayDataset(data.T.copy().T, torch.arange(20)),
+        ArrayDataset(torch.arange(20)),
+    ):
+        cached = dataset.cache(max_bytes=10_000)
+        for _ in range(2):
+            batch = default_batchify_fn(cached.__getitems__([3, 1, 3]))
+            assert repr(batch) == repr(default_batchify_fn([dataset[3], dataset[1], dataset[3]]))
+        assert cached.cached == 2 and cached[3] is cached[3]

@@ -161,14 +161,17 @@ def test_what_was_skipped_does_not_disturb_resume(pool: Pool, on_error: Any) -> 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of batches that are left out
-        whole = [batch.tolist() for batch in make()]
+        loader = make()
+        whole, second = ([batch.tolist() for batch in loader] for _ in range(2))
         with make(pool) as loader:
             batches, delivered = iter(loader), 0
             while True:
                 state = loader.state_dict()
                 again = make()
                 again.load_state_dict(state)
-                assert [batch.tolist() for batch in again] == whole[delivered:]
+                got = [batch.tolist() for batch in again]
+                # After the last batch: the next epoch, or the rest of this one, of which nothing could be read.
+                assert got == whole[delivered:] or (delivered == len(whole) and got == second)
                 if next(batches, None) is None:
                     break
                 delivered += 1

@@ -1,0 +1,179 @@
+"""Columns and tables of other libraries, as columns that are read by position.
+
+    pandas, polars: a Series               --as_column-->     NumPy array, no copy where there need be none
+    pyarrow: an Array, a ChunkedArray      --as_column-->     NumPy array, or a list of Python values
+    a DataFrame, a pyarrow Table, a dict   --named_columns--> {name: column}
+
+A pandas Series is indexed by its labels: after a shuffle or a split, ``series[3]`` is not the fourth value. Arrow's
+scalars are objects of their own. So such a column becomes an array once, when the dataset is made. Later changes of
+the Series are not seen. Nothing is imported: the objects are known by their methods.
+
+What can go wrong: missing values in a column of numbers, which an array of its dtype cannot hold (ValueError), a table
+where one column is expected (TypeError). Both errors say what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.data.structure import is_masked
+
+_NUMBERS = "biufc"
+
+
+def is_table(value: Any) -> bool:
+    """Whether this is a table of columns: a DataFrame of pandas, polars or cuDF, or Arrow's Table or RecordBatch.
+
+    Example:
+        >>> is_table(np.zeros((2, 3))), is_table([1, 2])
+        (False, False)
+    """
+    kind = type(value)
+    marks = ("iloc", "__arrow_c_stream__", "__dataframe__")
+    return hasattr(kind, "columns") and any(hasattr(kind, mark) for mark in marks)
+
+
+def named_columns(value: Any) -> dict[Any, Any] | None:
+    """The columns of a table, or of a dict of columns, by name; None for everything else.
+
+    A dict whose keys are 0, 1, 2, ... is a dataset that is indexed as a list is, and no dict of columns.
+
+    Raises:
+        ValueError: two columns have the same name.
+
+    Example:
+        >>> named_columns({"x": [1, 2], "y": [3, 4]}), named_columns({0: "a", 1: "b"}), named_columns([1, 2])
+        ({'x': [1, 2], 'y': [3, 4]}, None, None)
+    """
+    if isinstance(value, Mapping):
+        return None if all(index in value for index in range(len(value))) else dict(value)
+    if not is_table(value):
+        return None
+    # Arrow's ``columns`` are the columns themselves.
+    names = list(getattr(value, "column_names", None) or value.columns)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"the {type(value).__name__} has several columns {twice!r}: rename them, so that each has a name of its own"
+        )
+    return {name: value[name] for name in names}
+
+
+def as_column(value: Any, name: str) -> Any:
+    """A column that is read by position.
+
+    Args:
+        value: any column.
+        name: how errors name it.
+
+    Returns:
+        A NumPy array of a Series or an Arrow column (a list where Arrow's values are nested), anything else as it is.
+
+    Raises:
+        TypeError: it is a table, or a dict that is not indexed by position.
+        ValueError: it has missing or masked values, which an array of its dtype cannot hold.
+
+    Example:
+        >>> as_column([1, 2], "column y")
+        [1, 2]
+    """
+    kind = type(value)
+    if kind is np.ndarray or kind is list:
+        return value
+    if is_table(value) or (isinstance(value, Mapping) and named_columns(value) is not None):
+        raise TypeError(
+            f"{name} is a {kind.__name__}, which has columns of its own: give ArrayDataset(table) alone, or "
+            f"ArrayDataset(**table, y=more) with more columns, or one array of all its values, such as table.to_numpy()"
+        )
+    if is_masked(value):
+        raise ValueError(
+            f"{name} is a masked array with masked values, and batches have no mask: fill them, "
+            "x.filled(0), or give the mask as a column of its own, ArrayDataset(x=x.data, mask=np.ma.getmaskarray(x))"
+        )
+    if hasattr(kind, "iloc") and hasattr(kind, "to_numpy"):
+        return _of_pandas(value, name)
+    if hasattr(kind, "to_pylist") and hasattr(kind, "to_numpy"):
+        return _of_arrow(value, name)
+    if hasattr(kind, "null_count") and hasattr(kind, "to_numpy"):
+        return _of_polars(value, name)
+    return value
+
+
+def as_dataset(value: Any, owner: str) -> Any:
+    """A dataset that is read by position: a Series or an Arrow column as an array, anything else as it is.
+
+    Args:
+        value: any dataset.
+        owner: who takes it, for errors.
+
+    Raises:
+        TypeError: it is a table, whose samples have no index.
+        ValueError: as `as_column`.
+
+    Example:
+        >>> as_dataset("abc", "SimpleDataset")
+        'abc'
+    """
+    if is_table(value):
+        raise TypeError(
+            f"{owner} was given a {type(value).__name__}, which is indexed by the names of its columns: give "
+            f"ArrayDataset(table), whose samples are dicts of its columns"
+        )
+    return value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
+
+
+def _of_pandas(series: Any, name: str) -> Any:
+    # Nullable and Arrow dtypes have a NumPy dtype beside them, which to_numpy() uses only where nothing is missing.
+    known = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
+    if known is None or np.dtype(known).kind not in _NUMBERS:
+        return series.to_numpy()
+    missing = int(series.isna().sum())
+    if missing:
+        raise _missing(name, missing, np.dtype(known), "series.fillna(0)")
+    return series.to_numpy(known)
+
+
+def _of_polars(series: Any, name: str) -> Any:
+    dtype: Any = getattr(series, "dtype", None)
+    if hasattr(dtype, "is_nested") and dtype.is_nested():
+        return series.to_list()
+    missing = series.null_count()
+    array = series.to_numpy()
+    if missing and array.dtype.kind in _NUMBERS:
+        raise _missing(name, missing, dtype, "series.fill_null(0)")
+    return array
+
+
+def _of_arrow(column: Any, name: str) -> Any:
+    kind = column.type
+    if hasattr(kind, "index_type"):  # a dictionary: to_numpy() of several chunks has values where nulls are
+        return _of_arrow(column.cast(kind.value_type), name)
+    if getattr(kind, "num_fields", 0):
+        return _of_arrow_lists(column)
+    array = column.to_numpy(zero_copy_only=False)
+    if column.null_count and array.dtype.kind in _NUMBERS:
+        raise _missing(name, column.null_count, kind, "column.fill_null(0)")
+    return array
+
+
+def _of_arrow_lists(column: Any) -> Any:
+    """Lists of numbers keep their dtype as arrays; what has nulls or names inside is Python's lists and dicts."""
+    if not hasattr(column.type, "value_type") or column.type.value_type.num_fields or column.null_count:
+        return column.to_pylist()
+    values = [chunk.flatten() for chunk in getattr(column, "chunks", [column])]
+    if any(chunk.null_count for chunk in values):
+        return column.to_pylist()
+    size = getattr(column.type, "list_size", None)
+    if size is None or not values:
+        return column.to_numpy(zero_copy_only=False)
+    return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in values]).reshape(len(column), size)
+
+
+def _missing(name: str, count: int, dtype: Any, fill: str) -> ValueError:
+    return ValueError(
+        f"{name} has {count} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give a "
+        "column of its own that says which values are missing"
+    )

@@ -1,0 +1,413 @@
+"""Columns of other libraries are read by position. Masks and missing values, which no batch can hold, are refused."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from sharded_loader import (
+    ArrayDataset,
+    ConcatDataset,
+    FilterSampler,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetDataset,
+    default_batchify_fn,
+    recordio,
+    split_and_load,
+    split_data,
+)
+from sharded_loader.batchify import Dict, List, Pad, Stack, Tuple
+
+
+class FakeSeries:
+    """What is characteristic of a pandas Series: it is indexed by labels, iterated and converted by position."""
+
+    iloc = property(lambda self: self)
+
+    def __init__(self, values: Any, labels: Any = None, numpy_dtype: Any = None, missing: int = 0) -> None:
+        self.values = np.asarray(values)
+        self.labels = list(range(len(self.values)))[::-1] if labels is None else list(labels)
+        self.dtype = types.SimpleNamespace(numpy_dtype=numpy_dtype)
+        self.missing = missing
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, label: Any) -> Any:
+        return self.values[self.labels.index(label)]
+
+    def __iter__(self) -> Any:
+        return iter(self.values)
+
+    def isna(self) -> Any:
+        return np.arange(len(self)) < self.missing
+
+    def to_numpy(self, dtype: Any = None) -> Any:
+        return self.values.astype(dtype or self.values.dtype)
+
+
+class FakeFrame:
+    iloc = property(lambda self: self)
+    columns = property(lambda self: list(self.names))
+
+    def __init__(self, names: list[Any], columns: list[Any]) -> None:
+        self.names, self.held = names, columns
+
+    def __len__(self) -> int:
+        return len(self.held[0])
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.held[self.names.index(name)]
+
+    def keys(self) -> list[Any]:
+        return self.names
+
+
+class FakeArrow:
+    """What is characteristic of an Arrow column: its items are scalars of its own."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.held = values
+        self.type = types.SimpleNamespace(num_fields=0)
+        self.null_count = values.count(None)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: int) -> Any:
+        return object()
+
+    def to_pylist(self) -> list[Any]:
+        return self.held
+
+    def to_numpy(self, zero_copy_only: bool = True) -> Any:
+        assert not zero_copy_only
+        return np.array([float("nan") if one is None else one for one in self.held])
+
+
+def first(dataset: Any, **options: Any) -> Any:
+    with ShardedDataLoader(dataset, 4, **options) as loader:
+        return next(iter(loader))
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "loader": lambda d: d,
+    "ArrayDataset": ArrayDataset,
+    "SimpleDataset": SimpleDataset,
+    "transform": lambda d: SimpleDataset(d).transform(int),
+    "SubsetDataset": lambda d: SubsetDataset(d, range(4)),
+    "ConcatDataset": lambda d: ConcatDataset([d, [0]]),
+    "+": lambda d: SimpleDataset([0]).take(0) + d,
+    "cache": lambda d: SimpleDataset(d).cache(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("column", [FakeSeries([5, 6, 7, 8]), FakeArrow([5, 6, 7, 8])], ids=["Series", "Arrow"])
+def test_a_column_of_another_library_is_read_by_position(column: Any, reader: str) -> None:
+    dataset = READERS[reader](column)
+    assert first(dataset).tolist() == [5, 6, 7, 8]
+    loader = ShardedDataLoader(dataset, 4)
+    assert [int(loader.read(i)) for i in range(4)] == [5, 6, 7, 8]
+
+
+def test_a_series_beside_an_array_keeps_its_rows(pool: Any) -> None:
+    dataset = ArrayDataset(np.arange(4), FakeSeries([0, 10, 20, 30]), FakeSeries(list("abcd")))
+    x, y, s = first(dataset, pool=pool, shuffle=True, seed=1)
+    assert y.tolist() == (x * 10).tolist() and s == ["abcd"[i] for i in x.tolist()]
+
+
+def test_nullable_columns_keep_their_dtype_or_are_refused() -> None:
+    assert first(ArrayDataset(FakeSeries([1, 2, 3, 4], numpy_dtype=np.int8))).dtype == torch.int8
+    with pytest.raises(ValueError, match=r"column y has 2 missing values, .* int8 .* series\.fillna\(0\)"):
+        ArrayDataset(y=FakeSeries([1, 2, 3, 4], numpy_dtype=np.int8, missing=2))
+    with pytest.raises(ValueError, match=r"column array\[1\] has 1 missing values, .* column\.fill_null\(0\)"):
+        ArrayDataset([1, 2], FakeArrow([1, None]))
+
+
+TABLES: dict[str, Callable[[], Any]] = {
+    "frame": lambda: FakeFrame(["x", "y"], [FakeSeries([1, 2]), FakeSeries([3, 4])]),
+    "dict": lambda: {"x": np.array([1, 2]), "y": FakeSeries([3, 4])},
+}
+
+
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+def test_a_table_is_its_columns_by_name(make: Callable[[], Any]) -> None:
+    for dataset in (ArrayDataset(make()), ArrayDataset(**make())):
+        assert dataset[1] == {"x": 2, "y": 4}
+        batch = first(dataset)
+        assert {name: values.tolist() for name, values in batch.items()} == {"x": [1, 2], "y": [3, 4]}
+
+
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+def test_a_table_is_no_column_and_the_error_says_what_to_write(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"column array\[1\] is a .*: give ArrayDataset\(table\) alone"):
+        ArrayDataset([1, 2], make())
+    with pytest.raises(TypeError, match=r"column z is a .*: give ArrayDataset\(table\) alone"):
+        ArrayDataset(z=make())
+    with pytest.raises(TypeError, match=r"give ArrayDataset\((table|data)\)"):
+        ShardedDataLoader(make(), 2)
+
+
+def test_a_table_in_a_wrapper_is_refused() -> None:
+    for wrap in (
+        SimpleDataset,
+        lambda d: SubsetDataset(d, [0]),
+        lambda d: ConcatDataset([d]),
+        lambda d: SimpleDataset([1]) + d,
+    ):
+        with pytest.raises(TypeError, match=r"was given a FakeFrame, .* ArrayDataset\(table\)"):
+            wrap(TABLES["frame"]())
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="several columns 'x': rename"):
+        ArrayDataset(FakeFrame(["x", "x"], [FakeSeries([1, 2]), FakeSeries([3, 4])]))
+
+
+def test_a_dict_that_is_indexed_by_position_is_a_dataset() -> None:
+    samples = {0: 10, 1: 11, 2: 12, 3: 13}
+    assert first(samples).tolist() == first(ArrayDataset(samples)).tolist() == [10, 11, 12, 13]
+    assert first({"a": 1, "b": 2}, sampler=["b", "a"]).tolist() == [2, 1]
+
+
+def test_samples_given_as_a_series_are_read_by_position() -> None:
+    series = FakeSeries([5, 6, 7, 8])
+    for fn in (default_batchify_fn, Stack()):
+        assert fn(series).tolist() == [5, 6, 7, 8]
+
+
+def test_a_filter_reads_a_series_by_position() -> None:
+    assert list(FilterSampler(lambda value: value > 6, FakeSeries([5, 6, 7, 8]))) == [2, 3]
+
+
+# -- the real libraries ---------------------------------------------------------------------------------------
+
+
+def test_real_pandas() -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"x": np.arange(6.0), "y": np.arange(6) * 10, "s": list("abcdef")})
+    frame = frame.sample(frac=1, random_state=0)
+    order = frame.x.astype(int).tolist()
+    x, y = first(ArrayDataset(frame[["x"]].to_numpy(), frame["y"]), shuffle=True, seed=2)
+    assert y.tolist() == (x[:, 0] * 10).int().tolist()
+    batch = first(ArrayDataset(frame), num_workers=1)
+    assert batch["y"].tolist() == [10 * i for i in order[:4]] and batch["s"] == ["abcdef"[i] for i in order[:4]]
+    assert first(frame["y"]).tolist() == first(SimpleDataset(frame["y"])).tolist() == [10 * i for i in order[:4]]
+    assert default_batchify_fn(frame["y"]).tolist() == [10 * i for i in order]
+    for dtype, wanted in (("Int8", torch.int8), ("boolean", torch.bool), ("Float32", torch.float32)):
+        assert first(ArrayDataset(pd.Series([1, 0], dtype=dtype))).dtype == wanted
+        with pytest.raises(ValueError, match="1 missing values"):
+            ArrayDataset(pd.Series([1, None], dtype=dtype))
+    assert first(ArrayDataset(pd.Series(["u", "v"], dtype="category"))) == ["u", "v"]
+    for refused in (SimpleDataset, lambda d: ShardedDataLoader(d, 2), lambda d: ArrayDataset([0] * 6, d)):
+        with pytest.raises(TypeError, match=r"DataFrame.*ArrayDataset\(table\)"):
+            refused(frame)
+
+
+def test_real_pyarrow() -> None:
+    pa = pytest.importorskip("pyarrow")
+    vectors = pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2))
+    table = pa.table({"x": [1.0, 2.0, 3.0], "s": ["a", "b", "c"], "v": vectors, "r": [[1], [2], [3]]})
+    for dataset in (ArrayDataset(table), ArrayDataset(table.to_batches()[0])):
+        batch = first(dataset)
+        assert batch["x"].tolist() == [1, 2, 3] and batch["s"] == ["a", "b", "c"]
+        assert batch["v"].dtype == torch.float32 and batch["v"].shape == (3, 2) and batch["r"].shape == (3, 1)
+    x, s = first(ArrayDataset(table["x"], table["s"].combine_chunks()))
+    assert x.tolist() == [1, 2, 3] and s == ["a", "b", "c"]
+    assert first(table["x"]).tolist() == [1, 2, 3]
+    sliced = ArrayDataset(pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], pa.list_(pa.float32(), 2))[1:])
+    assert first(sliced).tolist() == [[3, 4], [5, 6]]
+    for column in (pa.array([1, None]), pa.array([0.5, None]), pa.array([1, None]).dictionary_encode()):
+        for held in (column, pa.chunked_array([column, column])):
+            with pytest.raises(ValueError, match="missing values"):
+                ArrayDataset(held)
+    assert first(ArrayDataset(pa.array(["a", None]).dictionary_encode())) == ["a", None]
+    with pytest.raises(ValueError, match="samples of different"):
+        first(ArrayDataset(pa.array([[1, 2], [3, None]])))
+    with pytest.raises(TypeError, match=r"Table.*ArrayDataset\(table\)"):
+        ShardedDataLoader(table, 2)
+
+
+def test_real_polars() -> None:
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"y": [1, 2], "s": ["a", "b"], "r": [[1], [2]]}, schema_overrides={"y": pl.Int8})
+    batch = first(ArrayDataset(frame))
+    assert batch["y"].dtype == torch.int8 and batch["s"] == ["a", "b"] and batch["r"].tolist() == [[1], [2]]
+    with pytest.raises(ValueError, match="1 missing values"):
+        ArrayDataset(pl.Series([1, None]))
+    with pytest.raises(TypeError, match=r"DataFrame.*ArrayDataset\(table\)"):
+        SimpleDataset(frame)
+
+
+# -- masked values --------------------------------------------------------------------------------------------
+
+
+def masked(*shape: int) -> Any:
+    array = np.ma.array(np.arange(np.prod(shape), dtype=float).reshape(shape))
+    array[(0,) * len(shape)] = np.ma.masked
+    return array
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "loader": lambda: first(masked(4, 2)),
+    "column": lambda: ArrayDataset(masked(4, 2)),
+    "named column": lambda: ArrayDataset(x=masked(4)),
+    "SimpleDataset": lambda: first(SimpleDataset(masked(4))),
+    "transform": lambda: first(SimpleDataset(masked(4, 2)).transform(lambda x: x + 1)),
+    "sample": lambda: first([masked(2), masked(2)]),
+    "field": lambda: first([(masked(2), 1), (masked(2), 2)]),
+    "the constant": lambda: first([1.0, np.ma.masked]),
+    "the constant in a list": lambda: first([[1.0, np.ma.masked]]),
+    "a structure": lambda: first([np.ma.array([(1, 2)], mask=[(True, False)], dtype="i4,i4")]),
+    "worker": lambda: first([masked(2)], num_workers=1),
+    "batchify_fn": lambda: first([1, 2], batchify_fn=lambda samples: masked(2)),
+    "get_batch": lambda: first(MaskedBatches()),
+    "Stack": lambda: Stack()([masked(2)]),
+    "Stack, dtype": lambda: Stack("float32")([masked(2)]),
+    "Pad": lambda: Pad()([masked(2), np.zeros(3)]),
+    "Pad, every axis": lambda: Pad(axis=None)([masked(2), np.zeros(3)]),
+    "List": lambda: List()([masked(2)]),
+    "Tuple": lambda: Tuple(Stack(), Pad())([(1, masked(2))]),
+    "Dict": lambda: Dict({"x": Stack()})([{"x": masked(2)}]),
+    "split_data": lambda: split_data(masked(4), 2),
+    "split_data of a structure": lambda: split_data({"x": masked(4)}, 2),
+    "split_and_load": lambda: split_and_load(masked(4), ["cpu", "cpu"]),
+    "label": lambda: recordio.pack((0, masked(3), 1, 0), b""),
+    "image": lambda: recordio.pack_img((0, 1.0, 1, 0), masked(3, 3).astype(np.uint8)),
+    "masked tensors, padded": lambda: Pad()([masked_tensor(), masked_tensor()]),
+}
+
+
+class MaskedBatches:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def get_batch(self, indices: list[int]) -> Any:
+        return masked(len(indices))
+
+
+def masked_tensor() -> Any:
+    with pytest.warns(UserWarning, match="prototype"):
+        return torch.masked.masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
+def test_masked_values_are_refused_with_advice(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"mask(.|\n)*(filled\(0\)|get_data\(\))"):
+        make()
+
+
+def test_a_masked_array_in_which_nothing_is_masked_is_an_array() -> None:
+    whole = np.ma.array(np.arange(4.0))
+    for dataset in (whole, ArrayDataset(whole), SimpleDataset(whole), list(whole)):
+        assert first(dataset).tolist() == [0, 1, 2, 3]
+    assert [part.tolist() for part in split_data(whole, 2)] == [[0, 1], [2, 3]]
+
+
+def test_values_masked_after_the_dataset_was_made_are_refused_too() -> None:
+    whole = np.ma.array(np.arange(4.0))
+    dataset = ArrayDataset(whole)
+    whole[2] = np.ma.masked
+    with pytest.raises(ValueError, match="masked values"):
+        first(dataset)
+    with pytest.raises(ValueError, match="masked values"):
+        first(dataset, device="cpu", resident="auto")
+
+
+def test_data_and_mask_as_columns_are_kept() -> None:
+    array = masked(4)
+    batch = first(ArrayDataset(x=array.data, mask=np.ma.getmaskarray(array)))
+    assert batch["mask"].tolist() == [True, False, False, False]
+
+
+# -- slices, sums and copies ----------------------------------------------------------------------------------
+
+
+SLICES = [slice(1, 3), slice(None), slice(None, None, -2), slice(-2, None), slice(3, 1)]
+
+
+@pytest.mark.parametrize("index", SLICES, ids=str)
+def test_a_slice_of_a_derived_dataset_is_a_dataset_of_those_samples(index: slice) -> None:
+    base = SimpleDataset([1, 2, 3, 4])
+    doubled = [2, 4, 6, 8]
+    transformed = base.transform(lambda x: x * 2)
+    parts = transformed.take(2) + transformed.take(4).shard(2, 1)
+    for dataset in (transformed, transformed.take(4), transformed.cache(), parts):
+        part = dataset[index]
+        assert list(part) == doubled[index]
+        assert len(part) == len(doubled[index])
+    assert list(ArrayDataset([1, 2, 3, 4], [5, 6, 7, 8]).transform(lambda a, b: a + b)[index]) == [6, 8, 10, 12][index]
+    assert list(base.transform_first(lambda x: x * 2)[index]) == doubled[index]
+
+
+@pytest.mark.parametrize("index", [[0, 1], np.array([0, 1]), np.array([True, False]), torch.tensor([0, 1])], ids=str)
+def test_several_indices_at_once_are_refused(index: Any) -> None:
+    transformed = SimpleDataset(np.arange(4)).transform(lambda x: x * 2)
+    for dataset in (transformed, transformed.take(4), transformed.cache(), transformed + transformed):
+        with pytest.raises(TypeError, match=r"of 2 indices, not one: .*SubsetDataset\(dataset, indices\)"):
+            dataset[index]
+
+
+def test_keys_are_passed_on_by_a_transform() -> None:
+    transformed = SimpleDataset({"a": 1, (0, 1): 2}).transform(lambda x: x * 2)
+    assert transformed["a"] == 2 and transformed[0, 1] == 4
+
+
+def test_datasets_are_summed() -> None:
+    one, two = ArrayDataset(np.arange(3)), SimpleDataset([7, 8])
+    assert list(sum([one, two])) == [0, 1, 2, 7, 8]
+    assert list(sum([one])) == [0, 1, 2]
+    assert list([5] + one) == [5, 0, 1, 2]
+    assert list(np.array([5, 6, 7]) + one) == [5, 6, 7, 0, 1, 2]
+    assert list(one + np.array([5, 6, 7])) == [0, 1, 2, 5, 6, 7]
+    for wrong in (1, 0.0, False, None):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            wrong + one
+
+
+def test_a_subset_keeps_indices_of_its_own() -> None:
+    for make in (np.array, torch.tensor, list):
+        indices = make([2, 0])
+        subset = SubsetDataset("abc", indices)
+        indices[0] = 1
+        assert list(subset) == ["c", "a"]
+
+
+def test_what_errors_advise_is_public() -> None:
+    import sharded_loader
+
+    with pytest.raises(TypeError, match=r"use SubsetDataset\(dataset, indices\)"):
+        SimpleDataset("abc").sample([0, 2])
+    assert list(sharded_loader.SubsetDataset("abc", [0, 2])) == ["a", "c"]
+
+
+def test_batches_of_size_0_are_alike_from_every_pool(new_pool: Any) -> None:
+    class Empty:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            shapes = {"f4": (0, 3), "i8": (3, 0), "u1": (2, 0, 4)}
+            numbers = {name: np.zeros(shape, name) for name, shape in shapes.items()}
+            return {**numbers, "t": torch.zeros(0, 3), "b": torch.zeros(2, 0, dtype=torch.bfloat16)}
+
+    for batchify_fn in (None, Dict({"f4": lambda samples: np.asfortranarray(np.stack(samples)), "t": torch.stack})):
+        with ShardedDataLoader(Empty(), 4, pool="inline", batchify_fn=batchify_fn) as loader:
+            wanted = next(iter(loader))
+        with ShardedDataLoader(Empty(), 4, pool=new_pool(), batchify_fn=batchify_fn) as loader:
+            batch = next(iter(loader))
+        for name in wanted:
+            assert batch[name].stride() == wanted[name].stride() == torch.empty(wanted[name].shape).stride()
+            assert (batch[name].dtype, batch[name].shape) == (wanted[name].dtype, wanted[name].shape)
+    array_dataset = ArrayDataset(np.zeros((4, 0), np.float32), torch.zeros(4, 0, dtype=torch.bfloat16))
+    assert [x.stride() for x in first(array_dataset)] == [x.stride() for x in next(iter(DataLoader(array_dataset, 4)))]

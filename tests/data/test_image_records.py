@@ -1,0 +1,115 @@
+"""Images in records: with ``iscolor=-1`` exactly what is stored, or an error; never other values without a word."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader.recordio import pack, unpack_img
+
+pytest.importorskip("PIL")
+from PIL import Image
+
+GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
+
+
+def png(pixels: np.ndarray[Any, Any], color: int, *chunks: bytes) -> bytes:
+    """A PNG written by hand: Pillow writes no 16-bit channels."""
+    depth = 16 if pixels.dtype == np.uint16 else 8
+    rows = b"".join(b"\0" + row.astype(">u2" if depth == 16 else "u1").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], depth, color, 0, 0, 0)
+    parts = [chunk(b"IHDR", head), *chunks, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def saved(pixels: np.ndarray[Any, Any], form: str) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    return file.getvalue()
+
+
+def unpacked(payload: bytes, iscolor: int = -1) -> np.ndarray[Any, Any]:
+    return unpack_img(pack((0, 1.0, 7, 0), payload), iscolor)[1]
+
+
+def numbers(*shape: int, dtype: Any = np.uint16) -> np.ndarray[Any, Any]:
+    largest = np.iinfo(dtype).max
+    array = np.random.default_rng(1).integers(0, largest, shape, dtype, endpoint=True)
+    array.reshape(-1)[:3] = 0, 255, largest
+    return array
+
+
+STORED = {
+    "grey of 16 bits": (numbers(3, 4), lambda a: png(a, GREY)),
+    "grey of 16 bits, TIFF": (numbers(3, 4), lambda a: saved(a, "TIFF")),
+    "grey of 16 bits, big-endian TIFF": (numbers(3, 4), lambda a: tiff(a)),
+    "grey of 32 bits": (numbers(3, 4, dtype=np.int32), lambda a: saved(a, "TIFF")),
+    "float": (np.linspace(-2, 700, 12, dtype=np.float32).reshape(3, 4), lambda a: saved(a, "TIFF")),
+    "grey": (numbers(3, 4, dtype=np.uint8), lambda a: png(a, GREY)),
+    "grey and alpha": (numbers(3, 4, 2, dtype=np.uint8), lambda a: png(a, GREY_ALPHA)),
+    "RGB": (numbers(3, 4, 3, dtype=np.uint8), lambda a: png(a, RGB)),
+    "RGBA": (numbers(3, 4, 4, dtype=np.uint8), lambda a: png(a, RGBA)),
+}
+
+
+def tiff(pixels: np.ndarray[Any, Any]) -> bytes:
+    """A big-endian TIFF of one strip."""
+    data = pixels.astype(">u2").tobytes()
+    fields = {256: pixels.shape[1], 257: pixels.shape[0], 258: 16, 259: 1, 262: 1, 277: 1, 278: pixels.shape[0]}
+    begin = 8 + 2 + 12 * (len(fields) + 2) + 4
+    entries = [struct.pack(">HHIHH", tag, 3, 1, value, 0) for tag, value in fields.items()]
+    entries += [struct.pack(">HHII", tag, 4, 1, value) for tag, value in ((273, begin), (279, len(data)))]
+    return b"MM\0*" + struct.pack(">IH", 8, len(entries)) + b"".join(sorted(entries)) + bytes(4) + data
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_is_what_is_unpacked(name: str) -> None:
+    pixels, encoded = STORED[name]
+    found = unpacked(encoded(pixels))
+    assert found.dtype == pixels.dtype and found.shape == pixels.shape and found.dtype.isnative
+    assert (found == pixels).all()
+
+
+def test_of_16_grey_bits_the_upper_8_are_kept_if_the_user_asks_for_8() -> None:
+    pixels = numbers(3, 4)
+    grey, color = unpacked(png(pixels, GREY), 0), unpacked(png(pixels, GREY), 1)
+    assert grey.dtype == color.dtype == np.uint8 and color.shape == (3, 4, 3)
+    assert (grey == pixels >> 8).all() and (color == grey[..., None]).all()
+
+
+@pytest.mark.parametrize("color, channels", [(RGB, 3), (GREY_ALPHA, 2), (RGBA, 4)])
+def test_several_channels_of_16_bits_are_refused_where_pillow_reads_8(color: int, channels: int) -> None:
+    pixels = numbers(3, 4, channels)
+    with pytest.raises(ValueError, match="record with id 7: the PNG image has several channels of 16 bits.*iscolor=1"):
+        unpacked(png(pixels, color))
+    if color == RGB:
+        assert (unpacked(png(pixels, color), 1) == pixels >> 8).all()
+
+
+def test_other_formats_of_16_bit_channels_are_refused_too() -> None:
+    with pytest.raises(ValueError, match="several channels of 16 bits"):
+        unpacked(b"P6\n2 1\n65535\n" + numbers(6).astype(">u2").tobytes())
+
+
+@pytest.mark.parametrize("iscolor", [0, 1])
+@pytest.mark.parametrize("name", ["grey of 32 bits", "float"])
+def test_pixels_that_do_not_fit_8_bits_are_refused_rather_than_clipped(name: str, iscolor: int) -> None:
+    pixels, encoded = STORED[name]
+    with pytest.raises(ValueError, match=f"pixels of {pixels.dtype}, which do not fit 8 bits: give iscolor=-1"):
+        unpacked(encoded(pixels), iscolor)
+
+
+def test_colors_of_a_palette_keep_their_alpha() -> None:
+    palette, alpha = chunk(b"PLTE", bytes([10, 20, 30, 40, 50, 60])), chunk(b"tRNS", bytes([255, 9]))
+    indices = np.array([[0, 1]], np.uint8)
+    assert unpacked(png(indices, PALETTE, palette)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+    assert unpacked(png(indices, PALETTE, palette, alpha)).tolist() == [[[10, 20, 30, 255], [40, 50, 60, 9]]]
