@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import weakref
 from collections.abc import Callable
 from typing import ClassVar
+
+from sharded_loader.system import is_readable
 
 MOST = 64
 """Forks that are followed at a time: each is a descriptor. Those beyond are taken to live for ever."""
@@ -49,11 +50,7 @@ class Fork:
 
     def has_ended(self) -> bool:
         """Whether nobody is left who came of it."""
-        if self._reader is None:
-            return False
-        poller = select.poll()
-        poller.register(self._reader, select.POLLIN)
-        return bool(poller.poll(0))
+        return self._reader is not None and is_readable(self._reader)
 
     def close_reader(self) -> None:
         """Nobody asks any more."""

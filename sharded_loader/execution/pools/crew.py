@@ -35,6 +35,7 @@ from sharded_loader.memory.forks import Fork
 from sharded_loader.memory.limits import oom_kills
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
+from sharded_loader.system import open_pidfd
 
 CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
@@ -217,12 +218,10 @@ class WorkerHandle:
         self._released = False
         self._killed_at: float | None = None
         self.exitcode: int | None = None
-        self._pidfd: int | None = None
-        # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
-        # after the worker's death; a pidfd is the process itself.
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(process.pid)
+        self.last_words: str | None = None
+        # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
+        # what the dataset forks (`inheritance`). What code in C forks keeps it open after the worker's death.
+        self._pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
     def has_ended(self) -> bool:

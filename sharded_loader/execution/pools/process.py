@@ -40,6 +40,7 @@ from sharded_loader.data.errors import Empty
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
     CANCEL,
+    CRASHED,
     FAILED,
     JOB,
     READY,
@@ -333,6 +334,8 @@ class ProcessPool(Pool):
             if kind == READY:
                 handle.ready = True
                 self._deaths.ready()
+            elif kind == CRASHED:
+                handle.last_words = bytes(content).decode(errors="replace")
             else:
                 if message.rest is None:
                     message.rest = content
@@ -410,7 +413,8 @@ class ProcessPool(Pool):
         if not handle.ready:
             if self._deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()
-                raise died_in_start(death, hung=handle.hung)
+                raise died_in_start(death, hung=handle.hung, traceback=handle.last_words)
+            self._deaths.tell(death, handle.last_words)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:

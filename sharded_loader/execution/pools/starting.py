@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from multiprocess import spawn
 
 from sharded_loader.execution import preload
 from sharded_loader.execution.pools import spawning
+from sharded_loader.system import can_pass_descriptors
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -33,9 +35,13 @@ def choose_start_method(start_method: str | None) -> str:
     known = multiprocess.get_all_start_methods()
     if start_method is None:
         chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
-        return chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
+        start_method = chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
+    if start_method == "forkserver" and not can_pass_descriptors():
+        text = 'this system refuses to pass descriptors between processes, as a forkserver must: start_method="spawn"'
+        warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
+        return "spawn"
     return start_method
 
 
