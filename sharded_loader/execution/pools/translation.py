@@ -17,6 +17,7 @@ from sharded_loader.errors import Place
 from sharded_loader.execution.messages import Result, Task, unpack_result
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.publish import script_by_value
 
 
 def own_pickle(task: Task) -> bytes | None:
@@ -24,7 +25,8 @@ def own_pickle(task: Task) -> bytes | None:
     if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
         return None
     try:
-        return bytes(cloudpickle.dumps(task, protocol=5))
+        with script_by_value():
+            return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:
         raise TypeError(
             f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
