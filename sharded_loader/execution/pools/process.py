@@ -230,7 +230,7 @@ class ProcessPool(Pool):
     def submit(self, task: Task) -> None:
         group = self._grouping.size
         handle = min(self._workers, key=lambda handle: len(handle.tasks) // group)
-        own = own_pickle(task)
+        own = own_pickle(task, forked=self.start_method == "fork")
         key = task.run, task.seq
         slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.

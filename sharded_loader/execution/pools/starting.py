@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -58,6 +59,20 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         forkserver.set_forkserver_preload([preload.__name__])
     with starting_worker("forkserver"), preload.requested(modules):
         forkserver.ensure_running()
+
+
+def _forget_forkserver() -> None:
+    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child."""
+    server: Any = getattr(sys.modules.get("multiprocess.forkserver"), "_forkserver", None)
+    if getattr(server, "_forkserver_pid", None) is not None:
+        preload = server._preload_modules
+        os.close(server._forkserver_alive_fd)  # it lives as long as somebody has this open
+        server.__init__()
+        server._preload_modules = preload
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 _this_thread = threading.local()
