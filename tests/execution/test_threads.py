@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import ArrayDataset, InlinePool, ShardedDataLoader
+from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
+from sharded_loader.execution.pools import crew
 from sharded_loader.execution.pools.base import Pool
 
 THREADS = 4
@@ -95,3 +97,24 @@ def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Poo
         found = in_threads(lambda number: [batch.tolist() for batch in iterator])
     assert [one for one in found if isinstance(one, BaseException)] == []
     assert sorted(first for batches in found for first, _ in batches) == list(range(0, 120, 2))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
+    """What the library does before a fork is done although the set of pools changes meanwhile."""
+    done = threading.Event()
+
+    def make_pools() -> None:
+        while not done.is_set():
+            _ = [ProcessPool(1) for _ in range(50)]
+
+    makers = [threading.Thread(target=make_pools) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    try:
+        for _ in range(2500):
+            crew._before_fork()
+    finally:
+        done.set()
+        for maker in makers:
+            maker.join()

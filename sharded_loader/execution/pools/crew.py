@@ -31,7 +31,7 @@ from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
-from sharded_loader.memory.forks import Fork
+from sharded_loader.memory.forks import Fork, members
 from sharded_loader.memory.limits import oom_kills
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
@@ -177,7 +177,7 @@ def _before_fork() -> None:
     if is_starting_worker():
         return
     # Not one that is idle for long: it would not come to the mark.
-    arenas = [crew.arena for crew in list(_crews) if crew.is_at_work() or crew.arena.has_lent()]
+    arenas = [crew.arena for crew in members(_crews) if crew.is_at_work() or crew.arena.has_lent()]
     if arenas:
         fork = Fork()
         for arena in arenas:
