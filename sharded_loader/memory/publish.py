@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pickle
 import sys
 import threading
@@ -52,6 +53,16 @@ SCRIPT = "__mp_main__"
 
 _registering = threading.Lock()
 _registered = 0
+
+
+def _begin_afresh() -> None:
+    """In a forked child: nobody would release a lock that another thread of the parent holds."""
+    global _registering
+    _registering = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
 
 
 @contextlib.contextmanager
