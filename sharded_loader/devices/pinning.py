@@ -121,9 +121,11 @@ def clear_error(runtime: Any) -> None:
 
 def _loaded_runtimes(maps: str = "/proc/self/maps") -> list[str]:
     """Paths of the CUDA runtimes that this process has loaded: torch's, perhaps under another name, and others."""
-    if not os.path.exists(maps):
+    try:
+        lines = Path(maps).read_text(errors="surrogateescape").splitlines()
+    except OSError:  # none here, or not for this process
         return []
-    paths = {line.split(maxsplit=5)[5].strip() for line in Path(maps).read_text().splitlines() if len(line.split()) > 5}
+    paths = {line.split(maxsplit=5)[5].strip() for line in lines if len(line.split()) > 5}
     return sorted(path.removesuffix(" (deleted)") for path in paths if os.path.basename(path).startswith("libcudart"))
 
 

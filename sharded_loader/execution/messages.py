@@ -10,14 +10,16 @@ cannot be unpickled is one batch's error.
 
     TASKS            pickled tasks, each with its slot            trainer -> worker
     CANCEL  run                             do not begin the tasks of this run
-    BOARD            offset, size, name     where the worker notes what it is at (`execution.board`); likewise
-    DEATH            a descriptor follows: the worker dies when its other end is closed
+    BOARD            offset, size, name     where the worker notes what it is at (`execution.board`); without a name a
+                     descriptor follows
+    DEATH            name: the worker dies when the other end of that pipe is closed; likewise
     STACKS           write all Python stacks to stderr
-    SEGMENT          number, size, name     shared memory; without a name a descriptor follows
+    SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
     READY                                                         worker -> trainer: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
+    CRASHED          text: a traceback      it ends, before it could take the job
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
 A message carries several tasks or results where batches are cheap: a system call, and the waking of the other
@@ -37,7 +39,7 @@ from sharded_loader.memory.exceptions import EncodedError
 from sharded_loader.memory.slot import Slot
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS = b"B", b"D", b"P"
+BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
 
 _HEAD = struct.Struct("!cqq")
 _REPLY = struct.Struct("!qqqIQ")  # a pickle may be larger than 4 GiB: strings and bytes lie in it

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import sys
+import traceback
 from typing import Any
 
 from sharded_loader.execution.preload import THREADS
@@ -38,6 +39,9 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
 
     def send_bytes(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -86,9 +90,19 @@ def main(orders: dict[str, Any]) -> None:
     os.chdir(orders["dir"])
     _close_stdin()
     call_after_import("multiprocess", lambda: _tell_multiprocess(orders))
-    from sharded_loader.execution import worker
+    conn = Connection(orders["fd"])
+    try:
+        from sharded_loader.execution import worker
+    except BaseException:
+        _crash(conn, traceback.format_exc())
+        raise SystemExit(1) from None
+    worker.main(conn, orders["number"], orders["num_workers"], None, fresh=True, held=orders["alive"])
 
-    worker.main(Connection(orders["fd"]), orders["number"], orders["num_workers"], None, fresh=True)
+
+def _crash(conn: Connection, text: str) -> None:
+    """As `worker` tells why it ends (`messages.CRASHED`), without NumPy, which may be what cannot be imported."""
+    with contextlib.suppress(OSError):
+        conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text.encode(errors="replace"))
 
 
 def _close_stdin() -> None:

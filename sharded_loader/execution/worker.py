@@ -11,10 +11,10 @@ message says when to begin. The process ends when the pipe does: the trainer clo
 is in the user's code then gets `GRACE` seconds, because nobody waits for what it does.
 
 Where that code holds the GIL (in C) no thread of ours can run, and the kernel has to see to it: on Linux by a signal
-(`_die_with`), on Windows by the trainer's job object (`pools.job_object`). On macOS nothing does: where the trainer was
-killed or left by ``os._exit``, such a worker ends `GRACE` seconds after that call (`close` kills it, at the end of a
-program too). What ends a process there without the GIL (faulthandler's watchdog, a timer's signal) would have to be put
-off again and again by a thread that needs it, and so would also end workers whose trainer lives.
+(`inheritance.die_with`), on Windows by the trainer's job object (`pools.job_object`). On macOS nothing does: where the
+trainer was killed or left by ``os._exit``, such a worker ends `GRACE` seconds after that call (`close` kills it, at the
+end of a program too). What ends a process there without the GIL (faulthandler's watchdog, a timer's signal) would have
+to be put off again and again by a thread that needs it, and so would also end workers whose trainer lives.
 
 SIGINT is the trainer's affair: it is ignored here (and was blocked while the process started). BLAS and
 OpenMP are limited to one thread: a pool is parallel by its processes.
@@ -25,12 +25,12 @@ import comes later, in the middle of a batch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import os
 import pickle
 import queue
-import select
 import signal
 import sys
 import threading
@@ -41,16 +41,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    pass
-
-from sharded_loader.errors import Place, add_note, as_exception
+from sharded_loader.errors import Place, add_note, as_exception, format_traceback
 from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, SEQ, SHARD, board_in, new_board
+from sharded_loader.execution.inheritance import die_with, forget_handlers, keep_from_children
 from sharded_loader.execution.messages import (
     BOARD,
     CANCEL,
+    CRASHED,
     DEATH,
     FAILED,
     JOB,
@@ -94,7 +91,7 @@ class _Worker:
         self._number = number
         self._num_workers = num_workers
         self._name = f"worker {number} (pid {os.getpid()})"
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._finished = threading.Event()
         self._job: Job | None = None
@@ -119,7 +116,7 @@ class _Worker:
                 elif kind == BOARD:
                     self._map_board(run, seq, bytes(content).decode() or None)
                 elif kind == DEATH:
-                    self._take_death_pipe()
+                    self._take_death_pipe(bytes(content).decode() or None)
                 elif kind == STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                 elif kind == SEGMENT:
@@ -130,9 +127,13 @@ class _Worker:
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
-        except BaseException:
+        except BaseException as error:
+            # Nobody would feed the main thread any more; the trainer notices the death.
+            if self._job is None:
+                self._inbox.put(error)  # it waits for its job, and tells the trainer
+                self._finished.wait(GRACE)
             traceback.print_exc()
-            os._exit(1)  # nobody would feed the main thread any more; the trainer notices the death
+            os._exit(1)
 
     def _attach(self, number: int, nbytes: int, name: str | None) -> None:
         """Map a segment; without one, its batches go through the pipe, and its dataset cannot be taken."""
@@ -161,21 +162,31 @@ class _Worker:
         except OSError:
             pass  # no descriptors: errors will not name the sample
 
-    def _take_death_pipe(self) -> None:
+    def _take_death_pipe(self, name: str | None) -> None:
+        if name:
+            die_with(name)
+            return
         try:
             fd = receive_descriptor(self._conn)
         except EOFError:
             raise
         except OSError:
             return  # no descriptors: this thread has to do
-        _die_with(fd)
+        try:
+            die_with(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
-    def run(self, inherited: NewJob | None) -> None:
+    def start(self) -> None:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
+
+    def run(self, inherited: NewJob | None) -> None:
         taken = True
         while taken and (message := self._inbox.get()) is not None:
+            if isinstance(message, BaseException):
+                _crash(self._conn, message)
             kind, cancelled, _, content = unpack_head(message.head)
             if kind == JOB:
                 taken = self._take_job(message if inherited is None else inherited)
@@ -290,7 +301,15 @@ def _for_travel(result: Result) -> Reply:
     return Reply(result._replace(error=None, skipped=()), error, skipped)
 
 
-def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None, *, fresh: bool = False) -> None:
+def main(
+    conn: Any,
+    number: int,
+    num_workers: int,
+    inherited: NewJob | None,
+    *,
+    fresh: bool = False,
+    held: int | None = None,
+) -> None:
     """Run a worker process until its pipe is closed.
 
     Args:
@@ -299,17 +318,32 @@ def main(conn: Any, number: int, num_workers: int, inherited: NewJob | None, *, 
         num_workers: how many there are.
         inherited: the job under fork; else None, and it comes as the first message.
         fresh: libraries were limited to one thread before any was loaded (`spawned`).
+        held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
-    _forget_handlers()
+    keep_from_children(conn, held)
+    forget_handlers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if not fresh:
-        limit_threads()
-    if STACKS_SIGNAL is not None:
-        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    _Worker(conn, number, num_workers).run(inherited)
+    try:
+        if not fresh:
+            limit_threads()
+        if STACKS_SIGNAL is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
+                faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        this = _Worker(conn, number, num_workers)
+        this.start()
+    except BaseException as error:  # no thread can be started, say
+        _crash(conn, error)
+    this.run(inherited)
     _leave(0)
+
+
+def _crash(conn: Any, error: BaseException) -> NoReturn:
+    """End, and leave the traceback to the trainer: of many workers that end alike it prints one."""
+    with contextlib.suppress(OSError):
+        send_message(conn, pack_head(CRASHED, content=format_traceback(error).encode(errors="replace")), (), ())
+    _leave(1)
 
 
 def _leave(exitcode: int) -> NoReturn:
@@ -330,34 +364,6 @@ def _explain(error: OSError) -> str:
 
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
-
-
-def _forget_handlers() -> None:
-    """Signal handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process."""
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _die_with(fd: int) -> None:
-    """Have the kernel kill this process when the other end of a pipe is closed. Linux.
-
-    End-of-file on our own pipe is noticed by a thread, which needs the GIL; and PDEATHSIG fires when the *thread*
-    ends that has started this process. The owner of a signal belongs to the open file, which workers share, so the
-    pipe is opened once more.
-    """
-    try:
-        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-        if select.select([own], [], [], 0)[0]:
-            os._exit(1)  # it was closed just before
-    except OSError:
-        pass  # no /proc, no descriptors: the receiver thread has to do
-    finally:
-        os.close(fd)
 
 
 def limit_threads() -> None:

@@ -44,7 +44,7 @@ import numpy as np
 from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
 from sharded_loader.memory.forks import Fork
-from sharded_loader.memory.segments import Segment, choose_backend, create
+from sharded_loader.memory.segments import Segment, create
 from sharded_loader.memory.slot import Slot as Slot
 
 PAGE = 4096
@@ -258,9 +258,9 @@ class Arena:
                     size = max(least, size // 2 // PAGE * PAGE)
                     continue
                 text = _refused(error, size, have)
-                # What the machine has not got would be missing in the pipe too. With segments of its own the arena
-                # may be what fills it, and goes on with those.
-                if full and not have and choose_backend() != "shm":
+                # What the machine has not got would be missing in the pipe too; not so a small mount (`filename`). With
+                # segments of its own the arena may be what fills the machine, and goes on with those.
+                if full and not have and error.filename is None:
                     raise MemoryError(text) from error
                 if not self._warned_of_refusal:
                     self._warned_of_refusal = True
@@ -287,8 +287,9 @@ def _refused(error: OSError, size: int, have: int) -> str:
         return f"{wanted}: the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         return (
-            f"{wanted}: the system refused ({error}); with SHARDED_LOADER_MEMORY=shm the size of the /dev/shm mount is "
-            f"the limit: enlarge it (docker run --shm-size), or use smaller batches"
+            f"{wanted}: the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
+            f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
+            f"smaller batches"
         )
     return f"{wanted}: the system refused ({error})"
 

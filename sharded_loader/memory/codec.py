@@ -211,9 +211,9 @@ def _unpack_array(dtype: str, shape: tuple[int, ...], raw: Any) -> np.ndarray[An
 class ReplyPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
-            return NotImplemented if _is_findable(obj) else class_reference(obj)
+            return NotImplemented if is_findable(obj) else class_reference(obj)
         if isinstance(obj, types.FunctionType):
-            if _is_findable(obj):
+            if is_findable(obj):
                 return NotImplemented
             import cloudpickle  # 3 ms that few workers need
 
@@ -305,7 +305,7 @@ def rebuild_view(
 # -- classes ------------------------------------------------------------------------------------------------
 
 
-def _is_findable(obj: Any) -> bool:
+def is_findable(obj: Any) -> bool:
     """Whether the other process finds the same object under the same name."""
     module = sys.modules.get(obj.__module__ or "")
     if module is None or "<locals>" in obj.__qualname__:

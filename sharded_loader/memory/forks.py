@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import weakref
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+from sharded_loader.system import is_readable
 
 MOST = 64
 """Forks that are followed at a time: each is a descriptor. Those beyond are taken to live for ever."""
+
+T = TypeVar("T")
 
 _this_thread = threading.local()
 
@@ -49,11 +52,7 @@ class Fork:
 
     def has_ended(self) -> bool:
         """Whether nobody is left who came of it."""
-        if self._reader is None:
-            return False
-        poller = select.poll()
-        poller.register(self._reader, select.POLLIN)
-        return bool(poller.poll(0))
+        return self._reader is not None and is_readable(self._reader)
 
     def close_reader(self) -> None:
         """Nobody asks any more."""
@@ -71,6 +70,20 @@ class Fork:
         if os.getpid() == self._pid:  # in a child the writer is what it is known by
             self.close_reader()
             self.close_writer()
+
+
+def members(live: weakref.WeakSet[T]) -> list[T]:
+    """What is in the set at one moment, although other threads add to it.
+
+    Example:
+        >>> members(weakref.WeakSet())
+        []
+    """
+    while True:
+        try:
+            return list(live)
+        except RuntimeError:  # changed in the middle, which takes microseconds: hardly ever twice
+            continue
 
 
 def _none() -> None:

@@ -92,7 +92,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
     container's own group.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:

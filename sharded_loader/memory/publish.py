@@ -1,8 +1,8 @@
 """The dataset on its way to spawned workers: pickled once, by value where it must be, sent to all.
 
     publish(job) -> Encoded      cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks
-                                 by value, arrays and tensors out of band, not copied; arrays over
-                                 files by name (`mapped`)
+                                 by value (`script_by_value`), arrays and tensors out of band, not copied;
+                                 arrays over files by name (`mapped`)
     share(encoded) -> Published  its large buffers in shared memory, once for all workers
     load(head, buffers) -> job   in the worker, which maps that memory privately: a dataset that writes to
                                  itself writes to its own copy of the page
@@ -15,8 +15,12 @@ What cannot be pickled is looked for and named: "cannot pickle '_thread.lock' ob
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 import pickle
 import sys
+import threading
 import types
 from collections import abc
 from collections.abc import Iterator
@@ -44,6 +48,52 @@ SHARED_BYTES = 65536
 """Below this the buffers of a job go through the pipe to each worker: a segment costs as much."""
 
 
+SCRIPT = "__mp_main__"
+"""What ``multiprocessing`` calls the user's script in a process that it has spawned, or forked from a forkserver."""
+
+_registering = threading.Lock()
+_registered = 0
+
+
+def _begin_afresh() -> None:
+    """In a forked child: nobody would release a lock that another thread of the parent holds."""
+    global _registering
+    _registering = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+
+@contextlib.contextmanager
+def script_by_value() -> Iterator[None]:
+    """Inside, cloudpickle sends what is defined in the user's script by value, also where that is `SCRIPT`.
+
+    A worker does not run the script, so it can import neither ``__main__`` nor ``__mp_main__``. Outside, the user's
+    own use of cloudpickle goes on as before, unless it is in another thread at this moment.
+    """
+    global _registered
+    script = sys.modules.get(SCRIPT)
+    if script is None or script.__name__ != SCRIPT:  # elsewhere it is another name of ``__main__``
+        yield
+        return
+    with _registering:
+        # A registration of the user's own is left alone.
+        ours = _registered > 0 or SCRIPT not in cloudpickle.list_registry_pickle_by_value()
+        if ours:
+            _registered += 1
+            cloudpickle.register_pickle_by_value(script)
+    try:
+        yield
+    finally:
+        if ours:
+            with _registering:
+                _registered -= 1
+                if not _registered:
+                    with contextlib.suppress(ValueError):  # the user has done so
+                        cloudpickle.unregister_pickle_by_value(script)
+
+
 class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
 
@@ -58,6 +108,8 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         self._mappings: dict[int, tuple[Mapping | None, Any]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
+            return importlib.import_module, ("__main__",)  # not its variables, of which nobody knows what they are
         reduced = self._reduce_mapped(obj) if isinstance(obj, np.ndarray) else NotImplemented
         if reduced is NotImplemented:
             reduced = reduce_array(obj)
@@ -120,7 +172,7 @@ def publish(job: Any, **parts: Any) -> Encoded:
         TypeError: it cannot be pickled; names the attribute and the ways out.
     """
     try:
-        return dump(_Publisher, job)
+        return _dump(job)
     except Exception as error:
         try:
             culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
@@ -192,9 +244,14 @@ def load(head: bytes | memoryview, buffers: list[Any]) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
+def _dump(obj: Any) -> Encoded:
+    with script_by_value():
+        return dump(_Publisher, obj)
+
+
 def _pickles(obj: Any) -> bool:
     try:
-        dump(_Publisher, obj)
+        _dump(obj)
     except Exception:
         return False
     return True

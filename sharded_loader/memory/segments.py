@@ -3,15 +3,18 @@
     create(nbytes) -> Segment(descriptor or name, mapping)     in the trainer
     attach(handle) -> Segment                                  in a worker
 
-Three back ends; ``SHARDED_LOADER_MEMORY`` chooses one, so that all are tested on Linux:
+Several back ends. The first that the system does not refuse is used (`system.open_memory`), unless
+``SHARDED_LOADER_MEMORY`` names one, so that all are tested on Linux:
 
     memfd   Linux. Anonymous: no name to leak, and not counted against a container's small shm mount.
             The descriptor travels to running workers through the pipe (SCM_RIGHTS).
     shm     POSIX without memfd. ``shm_open``, unlinked at once, then like memfd.
-    named   Windows: a named mapping, which vanishes with its last handle. Elsewhere, for tests, the name is
-            that of the trainer's descriptor under /proc, which vanishes with the trainer.
+    file    Where neither works: a file in the folder for temporary files, unlinked at once. Slower: the system
+            writes it to the disk.
+    named   Windows: a named mapping, which vanishes with its last handle. Elsewhere, for tests and where descriptors
+            cannot be passed, the name is that of the trainer's descriptor under /proc, which vanishes with the trainer.
 
-A segment is allocated in full when it is created (`posix_fallocate`): memory that is promised and not there
+A segment is allocated in full when it is created (`system.allocate`): memory that is promised and not there
 ends in SIGBUS, in whoever touches it. What may be taken is decided before, by `limits`.
 
 Before Python 3.13 a mapping holds a descriptor of its own, a duplicate that nobody may close: until the last array
@@ -24,31 +27,29 @@ import contextlib
 import mmap
 import os
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sharded_loader.interrupts import uninterrupted
-
-PREFIX = "sharded_loader"
-"""How every name begins that the library gives to shared memory, however briefly it exists."""
-
+from sharded_loader.system import PREFIX, allocate, can_pass_descriptors, open_memory
 
 # From Python 3.13 on no duplicate of the descriptor.
 _MAPPING: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 
-ALLOCATED_AT_ONCE = 32 << 20
-"""Bytes per `posix_fallocate`: 8 ms."""
+BACKENDS = ("memfd", "shm", "file", "named")
 
 
-def choose_backend() -> str:
-    """The back end of this process: as the environment says, else the best that the platform has."""
+def chosen_backend() -> str | None:
+    """The back end that the environment asks for; None: the best that works.
+
+    Raises:
+        ValueError: there is no such back end.
+    """
     chosen = os.environ.get("SHARDED_LOADER_MEMORY")
-    if chosen is None:
-        if hasattr(os, "memfd_create"):
-            return "memfd"
-        return "named" if sys.platform == "win32" else "shm"
-    if chosen not in ("memfd", "shm", "named"):
-        raise ValueError(f'SHARDED_LOADER_MEMORY is {chosen!r}; it must be "memfd", "shm" or "named"')
+    if chosen not in (None, *BACKENDS):
+        raise ValueError(f'SHARDED_LOADER_MEMORY is {chosen!r}; it must be "memfd", "shm", "file" or "named"')
     return chosen
 
 
@@ -93,39 +94,30 @@ def create(number: int, nbytes: int) -> Segment:
     """Make a segment of ``nbytes``, a multiple of the page size.
 
     Raises:
-        OSError: the system refuses (no memory, no room in the mount, no descriptors).
+        OSError: the system refuses (no memory, no room in the mount, no descriptors). Its ``filename`` is the folder
+            that has no room, where the memory is a file there.
     """
-    backend = choose_backend()
+    backend = chosen_backend()
     if sys.platform == "win32":
         name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
     with uninterrupted():
-        fd = _open_shm() if backend == "shm" else os.memfd_create(f"{PREFIX}-{number}", os.MFD_CLOEXEC)
+        fd, kind = open_memory(f"{PREFIX}-{number}", None if backend == "named" else backend)
         try:
             os.ftruncate(fd, nbytes)
-            if hasattr(os, "posix_fallocate"):
-                # In pieces: before Linux 5.19 any signal made one call start over, and a profiler's timer for ever.
-                for offset in range(0, nbytes, ALLOCATED_AT_ONCE):
-                    os.posix_fallocate(fd, offset, min(ALLOCATED_AT_ONCE, nbytes - offset))
+            allocate(fd, nbytes)
             mapping = mmap.mmap(fd, nbytes, **_MAPPING)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError) and kind in _FOLDERS:
+                raise OSError(error.errno, error.strerror, _FOLDERS[kind]()) from error
             raise
-        name = f"/proc/{os.getpid()}/fd/{fd}" if backend == "named" else None
-        return Segment(number, nbytes, mapping, fd, name)
+        by_name = backend == "named" or not can_pass_descriptors()
+        return Segment(number, nbytes, mapping, fd, f"/proc/{os.getpid()}/fd/{fd}" if by_name else None)
 
 
-def _open_shm() -> int:
-    import _posixshmem  # type: ignore[import-not-found]
-
-    name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
-    try:
-        fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
-    finally:  # also when a Ctrl-C comes in between
-        with contextlib.suppress(FileNotFoundError):
-            _posixshmem.shm_unlink(name)
-    os.set_inheritable(fd, False)
-    return fd
+_FOLDERS: dict[str, Callable[[], str]] = {"shm": lambda: "/dev/shm", "file": tempfile.gettempdir}
+"""Where the memory of a back end is a file."""
 
 
 def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, private: bool = False) -> Segment:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import FORK_FIRST, METHODS, make_pool
+from refusing import in_child
 from samples import Bad, Odd, boom, odd_errors
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -132,6 +136,122 @@ def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method:
         method,
         reaper,
     )
+
+
+@unix
+@METHODS
+def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
+    """Also where the parent has used the same start method before."""
+
+    def read() -> list[int]:
+        with ShardedDataLoader(range(8), 4, pool=ProcessPool(1, start_method=method)) as loader:
+            return [index for batch in loader for index in batch.tolist()]
+
+    assert read() == list(range(8))
+    assert in_child(read) == str(read())
+
+
+@unix
+@FORK_FIRST
+@pytest.mark.parametrize("reaper", ["ignore", "handler", pytest.param("thread", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, reaper: str, when: str) -> None:
+    """Also again and again: by the template that was there from the beginning, without a warning."""
+
+    def work() -> object:
+        if when == "before":
+            reap_all(reaper)
+        pool = ProcessPool(2, start_method=method)
+        with warnings.catch_warnings(), ShardedDataLoader(range(400), 4, pool=pool) as loader:
+            warnings.simplefilter("error", RuntimeWarning)
+            iterator = iter(loader)
+            got = next(iterator).tolist()
+            template = pool._crew.template
+            if when == "after":
+                reap_all(reaper)
+            for batch in iterator:
+                got += batch.tolist()
+                if len(got) in (40, 120, 200):
+                    handle = pool._workers[0]
+                    handle.kill()
+                    handle.wait(10)
+            assert pool._crew.template is template
+            list(loader)
+        assert got == list(range(400))
+        return "as ever"
+
+    assert in_child(work) == "as ever"
+
+
+def reap_all(how: str) -> None:
+    """As programs do that start many children and look after none."""
+    if how == "ignore":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    elif how == "handler":
+        signal.signal(signal.SIGCHLD, lambda *_: reap(os.WNOHANG))
+    else:
+        threading.Thread(target=reap, args=(0,), daemon=True).start()
+
+
+def reap(options: int) -> None:
+    while True:
+        try:
+            if os.waitpid(-1, options)[0] == 0:
+                return
+        except ChildProcessError:
+            if options:
+                return
+            threading.Event().wait(0.001)
+
+
+@unix
+def test_workers_keep_what_the_program_says_of_its_children(process_pool: ProcessPool) -> None:
+    """SIGCHLD ignored is inherited, by fork and by a new program; a handler is the trainer's."""
+
+    class Asks:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            return int(signal.getsignal(signal.SIGCHLD))  # type: ignore[arg-type]
+
+    def work(handler: Any, pool: ProcessPool) -> int:
+        signal.signal(signal.SIGCHLD, handler)
+        with ShardedDataLoader(Asks(), 1, pool=pool) as loader:
+            return int(next(iter(loader)))
+
+    method = process_pool.start_method
+    if method != "forkserver":  # that one has a handler of its own, for all
+        assert in_child(lambda: work(signal.SIG_IGN, ProcessPool(1, start_method=method))) == str(int(signal.SIG_IGN))
+    assert in_child(lambda: work(print, process_pool)) == str(int(signal.SIG_DFL))
+
+
+@unix
+def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) -> None:
+    """A batch system signals the whole process group; the template does not save a checkpoint, and lives."""
+
+    def work() -> object:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, lambda *_: (tmp_path / str(os.getpid())).touch())
+        pool = ProcessPool(2, start_method="fork")
+        with warnings.catch_warnings(), ShardedDataLoader(range(40), 4, pool=pool) as loader:
+            warnings.simplefilter("error", RuntimeWarning)
+            iterator = iter(loader)
+            got = next(iterator).tolist()
+            template = pool._crew.template
+            assert template is not None
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                for pid in (template._process.pid, os.getpid()):
+                    os.kill(pid, number)
+            for handle in list(pool._workers):  # here a signal ends a worker, which is replaced
+                os.kill(handle.pid, signal.SIGTERM)
+                handle.wait(10)
+            got += [index for batch in iterator for index in batch.tolist()]
+            assert pool._crew.template is template and got == list(range(40))
+        assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+        return "the trainer's"
+
+    assert in_child(work) == "the trainer's"
 
 
 def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -> None:

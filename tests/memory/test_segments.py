@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from conftest import shared_memory_names
 
-from sharded_loader.memory import segments
+from sharded_loader import system
 from sharded_loader.memory.segments import Segment, attach, create
 
-BACKENDS = ["memfd", "shm", "named"]
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all three back ends: Linux only")
+BACKENDS = ["memfd", "shm", "file", "named"]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all back ends: Linux only")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -78,7 +78,7 @@ def test_what_is_written_to_a_private_mapping_stays_private(backend: str) -> Non
 
 
 def test_a_segment_is_allocated_in_full(backend: str) -> None:
-    nbytes = 2 * segments.ALLOCATED_AT_ONCE + 4096
+    nbytes = 2 * system.ALLOCATED_AT_ONCE + 4096
     segment = create(0, nbytes)
     assert segment.fd is not None
     assert os.fstat(segment.fd).st_blocks * 512 >= nbytes
@@ -149,7 +149,7 @@ def test_a_worker_that_cannot_map_closes_its_descriptor(backend: str) -> None:
 
 def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", "mmap")
-    with pytest.raises(ValueError, match="'mmap'.*memfd.*shm.*named"):
+    with pytest.raises(ValueError, match="'mmap'.*memfd.*shm.*file.*named"):
         create(0, 4096)
 
 

@@ -31,10 +31,11 @@ from sharded_loader.execution.pools.supervision import Silent
 from sharded_loader.execution.pools.template import Template
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
-from sharded_loader.memory.forks import Fork
+from sharded_loader.memory.forks import Fork, members
 from sharded_loader.memory.limits import oom_kills
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
+from sharded_loader.system import open_pidfd
 
 CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
@@ -176,7 +177,7 @@ def _before_fork() -> None:
     if is_starting_worker():
         return
     # Not one that is idle for long: it would not come to the mark.
-    arenas = [crew.arena for crew in list(_crews) if crew.is_at_work() or crew.arena.has_lent()]
+    arenas = [crew.arena for crew in members(_crews) if crew.is_at_work() or crew.arena.has_lent()]
     if arenas:
         fork = Fork()
         for arena in arenas:
@@ -217,12 +218,10 @@ class WorkerHandle:
         self._released = False
         self._killed_at: float | None = None
         self.exitcode: int | None = None
-        self._pidfd: int | None = None
-        # The sentinel of multiprocess is a pipe, which a process forked by the user's dataset keeps open
-        # after the worker's death; a pidfd is the process itself.
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(process.pid)
+        self.last_words: str | None = None
+        # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
+        # what the dataset forks (`inheritance`). What code in C forks keeps it open after the worker's death.
+        self._pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
     def has_ended(self) -> bool:

@@ -12,6 +12,7 @@ killed one after the other before they fork a worker, a few times.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -27,9 +28,13 @@ from sharded_loader.execution.pools.link import PORTABLE, Link, make_link
 from sharded_loader.execution.pools.starting import forget_process, starting_worker
 from sharded_loader.execution.pools.template import Template, TemplateGone
 from sharded_loader.memory.segments import Segment
+from sharded_loader.system import can_pass_descriptors
 
 TEMPLATES = 5
 """How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
+
+
+_AS_IT_IS_NOW = "workers are forked from the trainer as it is now: with its threads, and with the dataset as it is now"
 
 
 def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job: NewJob) -> WorkerHandle:
@@ -45,6 +50,9 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
             "this is a worker process, which may have none of its own: give the loader that the dataset makes "
             "num_workers=0, or threads (thread_pool=True)"
         )
+    if start_method == "fork" and not can_pass_descriptors() and len(crew.handles) == num_workers:
+        # The template could not be given the worker's end of the pipe, so there is none.
+        _warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
     templates = 1
     while True:
         try:
@@ -57,10 +65,7 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
             if templates == TEMPLATES:
                 raise
             templates += 1
-            _warn(
-                f"{error}; workers are forked from the trainer as it is now: with its threads, and with the dataset "
-                f"as it is now"
-            )
+            _warn(f"{error}; {_AS_IT_IS_NOW}")
     handle = WorkerHandle(number, process, link)
     crew.tie(process)
     if crew.board is not None:
@@ -68,7 +73,10 @@ def launch(number: int, num_workers: int, start_method: str, crew: Crew, new_job
         handle.board[SAMPLE] = IDLE
         send_segment(link, crew.board, BOARD, number)
     if crew.death_reader is not None and not PORTABLE:
-        link.send(pack_head(DEATH), descriptor=crew.death_reader)
+        if can_pass_descriptors():
+            link.send(pack_head(DEATH), descriptor=crew.death_reader)
+        else:
+            link.send(pack_head(DEATH, content=f"/proc/{os.getpid()}/fd/{crew.death_reader}".encode()))
     if start_method == "fork":
         link.send(pack_head(JOB))
     return handle
@@ -83,17 +91,17 @@ def _warn(text: str) -> None:
 
 
 def _start(number: int, num_workers: int, start_method: str, crew: Crew, new_job: NewJob) -> tuple[Any, Link]:
-    if start_method == "fork" and crew.template is None:
+    if start_method == "fork" and crew.template is None and can_pass_descriptors():
         # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
         crew.template = Template(new_job, num_workers)
     # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
     ours, theirs = multiprocess.Pipe(duplex=True)
     link = make_link(ours)
     try:
-        if start_method == "fork":
-            assert crew.template is not None  # made above
+        if crew.template is not None:
             return crew.template.fork(number, theirs), link
-        return _spawn(number, num_workers, start_method, theirs), link
+        inherited = new_job if start_method == "fork" else None
+        return _spawn(number, num_workers, start_method, theirs, inherited), link
     except BaseException:
         link.close()
         raise
@@ -101,14 +109,14 @@ def _start(number: int, num_workers: int, start_method: str, crew: Crew, new_job
         theirs.close()
 
 
-def _spawn(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
+def _spawn(number: int, num_workers: int, start_method: str, conn: Any, inherited: NewJob | None) -> Any:
     process: Any
     if start_method == "spawn" and spawning.AVAILABLE:
         process = spawning.SpawnedProcess(number, num_workers, conn)
     else:
         process = multiprocess.get_context(start_method).Process(
             target=worker.main,
-            args=(conn, number, num_workers, None),
+            args=(conn, number, num_workers, inherited),
             name=f"sharded_loader-worker-{number}",
             daemon=True,
         )

@@ -7,8 +7,9 @@ messages over a non-blocking socket: what cannot be sent now waits in `outbox`, 
 waits in the link until the rest is there.
 
 `PortableLink` does the same with nothing but ``Connection`` (Windows, where a pipe has no descriptor that
-could be made non-blocking). Its sends block for as long as the worker's receiver thread needs to take them,
-which is never long, because that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
+could be made non-blocking, and wherever there is no ``poll``). Its sends block for as long as the worker's
+receiver thread needs to take them, which is never long, because that thread does nothing else.
+``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
 
 Interruptions. A KeyboardInterrupt between a system call and the note of what it did leaves the stream at
 an unknown place. `torn` is True in between, and stays True after one: such a link sends and receives nothing more,
@@ -36,7 +37,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-PORTABLE = sys.platform == "win32" or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
+PORTABLE = not hasattr(select, "poll") or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""

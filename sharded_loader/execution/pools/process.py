@@ -40,6 +40,7 @@ from sharded_loader.data.errors import Empty
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
     CANCEL,
+    CRASHED,
     FAILED,
     JOB,
     READY,
@@ -234,7 +235,7 @@ class ProcessPool(Pool):
     def submit(self, task: Task) -> None:
         group = self._grouping.size
         handle = min(self._workers, key=lambda handle: len(handle.tasks) // group)
-        own = own_pickle(task)
+        own = own_pickle(task, forked=self.start_method == "fork")
         key = task.run, task.seq
         slot, wanted = None, self._sizes.wanted
         # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
@@ -338,6 +339,8 @@ class ProcessPool(Pool):
             if kind == READY:
                 handle.ready = True
                 self._deaths.ready()
+            elif kind == CRASHED:
+                handle.last_words = bytes(content).decode(errors="replace")
             else:
                 if message.rest is None:
                     message.rest = content
@@ -415,7 +418,8 @@ class ProcessPool(Pool):
         if not handle.ready:
             if self._deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()
-                raise died_in_start(death, hung=handle.hung)
+                raise died_in_start(death, hung=handle.hung, traceback=handle.last_words)
+            self._deaths.tell(death, handle.last_words)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:

@@ -55,6 +55,7 @@ if AVAILABLE:
                             "authkey": bytes(process.current_process().authkey),
                             "tracker": tracker,
                             "fd": worker.conn.fileno(),
+                            "alive": alive,
                             "number": worker.number,
                             "num_workers": worker.num_workers,
                         },

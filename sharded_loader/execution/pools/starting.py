@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from multiprocess import spawn
 
 from sharded_loader.execution import preload
 from sharded_loader.execution.pools import spawning
+from sharded_loader.system import can_pass_descriptors
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -33,9 +36,13 @@ def choose_start_method(start_method: str | None) -> str:
     known = multiprocess.get_all_start_methods()
     if start_method is None:
         chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
-        return chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
+        start_method = chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
+    if start_method == "forkserver" and not can_pass_descriptors():
+        text = 'this system refuses to pass descriptors between processes, as a forkserver must: start_method="spawn"'
+        warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
+        return "spawn"
     return start_method
 
 
@@ -52,6 +59,20 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         forkserver.set_forkserver_preload([preload.__name__])
     with starting_worker("forkserver"), preload.requested(modules):
         forkserver.ensure_running()
+
+
+def _forget_forkserver() -> None:
+    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child."""
+    server: Any = getattr(sys.modules.get("multiprocess.forkserver"), "_forkserver", None)
+    if getattr(server, "_forkserver_pid", None) is not None:
+        preload = server._preload_modules
+        os.close(server._forkserver_alive_fd)  # it lives as long as somebody has this open
+        server.__init__()
+        server._preload_modules = preload
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 _this_thread = threading.local()

@@ -13,12 +13,13 @@ stopped (Ctrl-Z) makes a worker late.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sharded_loader.errors import Place, WorkerDiedError, WorkerTimeoutError, describe_exit
+from sharded_loader.errors import Place, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
 from sharded_loader.execution.board import SAMPLE, SHARD, phase, sample_in
 from sharded_loader.execution.messages import Task
 
@@ -82,6 +83,7 @@ class Deaths:
         self._killed_in_start: Counter[int] = Counter()
         self._of_nothing: Counter[int] = Counter()
         self._proven = False
+        self._told: set[str] = set()
 
     def of_batch(self, task: Task) -> bool:
         """A worker died over the task; whether it is given up."""
@@ -108,6 +110,16 @@ class Deaths:
         else:
             self._ended_in_start += 1
         return hopeless(self._ended_in_start, self._killed_in_start[worker], self._limit, proven=self._proven)
+
+    def tell(self, death: Death, traceback: str | None) -> None:
+        """Print why a worker died that is replaced, but only once what many of them say."""
+        if traceback is not None and traceback not in self._told:
+            self._told.add(traceback)
+            print(
+                f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def ready(self) -> None:
         """A worker has started."""
@@ -207,18 +219,28 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
     return error
 
 
-def died_in_start(death: Death, *, hung: bool = False) -> WorkerDiedError:
-    """The error for workers that cannot start; ``hung``: that were killed because they did not."""
+def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
+    """The error for workers that cannot start.
+
+    Args:
+        death: of the last one.
+        hung: they were killed because they did not start.
+        traceback: what the last one has said, if anything.
+    """
     fate, how = f"{death}.", "It had not begun to read: it died while it started"
     if hung:
         fate = f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed."
         how = "It had not begun to read: it hung while it started"
-    return WorkerDiedError(
-        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; its own output on "
-        f"stderr may say more",
+    more = "its own output on stderr may say more"
+    if traceback is not None:
+        more = f"it raised {(traceback.splitlines() or [''])[-1]}"
+    error = WorkerDiedError(
+        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
         worker=death.worker,
         exitcode=death.exitcode,
     )
+    error.__cause__ = None if traceback is None else WorkerTraceback(traceback)
+    return error
 
 
 def died_idle(death: Death) -> WorkerDiedError:

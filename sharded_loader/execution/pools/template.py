@@ -35,6 +35,7 @@ import multiprocess
 from multiprocess import connection
 
 from sharded_loader.execution import worker
+from sharded_loader.execution.inheritance import ignore_signals
 from sharded_loader.execution.messages import NewJob
 from sharded_loader.execution.pools.link import NO_SIGNAL, send_descriptors
 from sharded_loader.execution.pools.starting import forget_process, starting_worker
@@ -111,23 +112,21 @@ class Template:
         """
         if self.lost:
             raise TemplateGone("the template process has not answered")
-        sentinel, held = (None, None) if hasattr(os, "pidfd_open") else os.pipe()
+        # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
+        sentinel, held = os.pipe()
         try:
-            descriptors = [conn.fileno()] if held is None else [conn.fileno(), held]
             try:
-                self._send_fds(_REQUEST.pack(_FORK, number), descriptors)
+                self._send_fds(_REQUEST.pack(_FORK, number), [conn.fileno(), held])
                 pid = self._answer()
             except OSError as error:
                 raise TemplateGone(f"the template process is gone: {error}") from error
             if pid < 0:
                 raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
         except BaseException:
-            if sentinel is not None:
-                os.close(sentinel)
+            os.close(sentinel)
             raise
         finally:
-            if held is not None:
-                os.close(held)
+            os.close(held)
         return ForkedWorker(self, pid, sentinel)
 
     def reap(self, pid: int) -> int | None:
@@ -216,10 +215,10 @@ class Template:
 class ForkedWorker:
     """A worker that the template forked; as much of ``multiprocess.Process`` as `WorkerHandle` uses."""
 
-    def __init__(self, template: Template, pid: int, sentinel: int | None) -> None:
+    def __init__(self, template: Template, pid: int, sentinel: int) -> None:
         self._template = template
         self.pid = pid
-        self.sentinel = -1 if sentinel is None else sentinel
+        self.sentinel = sentinel
         self.exitcode: int | None = None
         self._reaped = False
 
@@ -260,7 +259,7 @@ if hasattr(os, "register_at_fork"):
 def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob, num_workers: int) -> None:
     """The template, from its first line to its last."""
     theirs.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handlers = ignore_signals()
     children: dict[int, Any] = {}
     try:
         while True:
@@ -272,7 +271,7 @@ def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob, num_w
                 break
             kind, number = _REQUEST.unpack(data)
             if kind == _FORK:
-                answer = _fork(control, descriptors, number, new_job, num_workers, children)
+                answer = _fork(control, descriptors, number, new_job, num_workers, handlers, children)
             else:
                 answer = _reap(children.pop(number, None))
             control.sendall(_ANSWER.pack(answer))
@@ -290,12 +289,17 @@ def _fork(
     number: int,
     new_job: NewJob,
     num_workers: int,
+    handlers: dict[int, Any],
     children: dict[int, Any],
 ) -> int:
+    if len(descriptors) < 2:  # there was no room for them
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return -errno.EMFILE
     conn = connection.Connection(descriptors[0])
     process = multiprocess.get_context("fork").Process(
         target=_work,
-        args=(control, conn, number, num_workers, new_job),
+        args=(control, conn, descriptors[1], number, num_workers, handlers, new_job),
         name=f"sharded_loader-worker-{number}",
         daemon=True,
     )
@@ -306,8 +310,7 @@ def _fork(
         return -(error.errno or 1)
     finally:
         conn.close()
-        for descriptor in descriptors[1:]:
-            os.close(descriptor)
+        os.close(descriptors[1])
     children[process.pid] = process
     return int(process.pid)
 
@@ -321,10 +324,20 @@ def _reap(process: Any) -> int:
     return _UNKNOWN if code is None else int(code)
 
 
-def _work(control: socket.socket, conn: Any, number: int, num_workers: int, new_job: NewJob) -> None:
+def _work(
+    control: socket.socket,
+    conn: Any,
+    held: int,
+    number: int,
+    num_workers: int,
+    handlers: dict[int, Any],
+    new_job: NewJob,
+) -> None:
     control.close()
+    for signal_number, handler in handlers.items():
+        signal.signal(signal_number, handler)
     try:
-        worker.main(conn, number, num_workers, new_job)
+        worker.main(conn, number, num_workers, new_job, held=held)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -8,6 +8,8 @@ What cannot be sent or read is the error of its batch.
 
 from __future__ import annotations
 
+import io
+import types
 from typing import Any
 
 import cloudpickle
@@ -15,16 +17,35 @@ import numpy as np
 
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import Result, Task, unpack_result
-from sharded_loader.memory.codec import decode
+from sharded_loader.memory.codec import decode, is_findable
 from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.publish import script_by_value
 
 
-def own_pickle(task: Task) -> bytes | None:
-    """Keys of the user's own classes go by value: a spawned worker does not have the script they come from."""
+class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
+            return NotImplemented  # by name, those of ``__main__`` too
+        return super().reducer_override(obj)
+
+
+def own_pickle(task: Task, *, forked: bool) -> bytes | None:
+    """The task's pickle, if it holds keys of the user's own classes; else None.
+
+    Args:
+        task: what a worker is sent.
+        forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
+            have the script that they come from: they go by value, as they did with the dataset.
+    """
     if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
         return None
     try:
-        return bytes(cloudpickle.dumps(task, protocol=5))
+        if forked:
+            stream = io.BytesIO()
+            _ToForked(stream, protocol=5).dump(task)
+            return stream.getvalue()
+        with script_by_value():
+            return bytes(cloudpickle.dumps(task, protocol=5))
     except Exception as error:
         raise TypeError(
             f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "

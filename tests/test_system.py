@@ -1,0 +1,161 @@
+"""Calls that a system may refuse: what is done instead gives the same."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusing import in_child
+
+from sharded_loader import system
+from sharded_loader.devices import pinning
+from sharded_loader.memory import limits
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
+
+
+def refused(number: int) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@linux
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL])
+def test_the_first_kind_of_memory_that_works_is_used(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    import _posixshmem
+
+    kinds = []
+    for module, name in ((system, "PREFIX"), (os, "memfd_create"), (_posixshmem, "shm_open")):
+        if module is not system:
+            monkeypatch.setattr(module, name, refused(number))
+        fd, kind = system.open_memory("sharded_loader-0")
+        kinds.append(kind)
+        os.ftruncate(fd, mmap.PAGESIZE)
+        system.allocate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as ours, mmap.mmap(fd, mmap.PAGESIZE) as theirs:
+            ours[:4] = b"abcd"
+            assert theirs[:4] == b"abcd"
+        assert not os.get_inheritable(fd) and os.fstat(fd).st_nlink == 0
+        os.close(fd)
+    assert kinds == ["memfd", "shm", "file"]
+    monkeypatch.setattr(system.tempfile, "mkstemp", refused(number))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        system.open_memory("sharded_loader-0")
+
+
+@linux
+def test_memory_for_which_there_is_no_descriptor_is_not_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refused(errno.EMFILE))
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        system.open_memory("sharded_loader-0")
+
+
+@linux
+def test_a_platform_without_memfd_or_shm_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setitem(sys.modules, "_posixshmem", None)
+    fd, kind = system.open_memory("sharded_loader-0")
+    os.close(fd)
+    assert kind == "file"
+
+
+@linux
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])
+def test_memory_is_set_aside_without_posix_fallocate_too(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", refused(number))
+    fd, _ = system.open_memory("sharded_loader-0")
+    nbytes = system.ALLOCATED_AT_ONCE + 3 * mmap.PAGESIZE
+    os.ftruncate(fd, nbytes)
+    system.allocate(fd, nbytes)
+    assert os.fstat(fd).st_blocks * 512 >= nbytes and os.fstat(fd).st_size == nbytes
+    os.close(fd)
+
+
+@linux
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", refused(number))
+    fd, _ = system.open_memory("sharded_loader-0")
+    try:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            system.allocate(fd, mmap.PAGESIZE)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("poll", [True, False])
+def test_a_descriptor_is_readable_when_a_read_returns_at_once(monkeypatch: pytest.MonkeyPatch, poll: bool) -> None:
+    if not poll:
+        monkeypatch.delattr(select, "poll", raising=False)
+    reader, writer = os.pipe()
+    assert not system.is_readable(reader)
+    os.close(writer)
+    assert system.is_readable(reader)
+    os.close(reader)
+
+
+def test_descriptors_above_what_select_takes_can_be_asked_too() -> None:
+    import resource
+
+    def work() -> object:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3000, hard))
+        reader, writer = os.pipe()
+        os.dup2(reader, 2500)
+        before = system.is_readable(2500)
+        os.close(writer)
+        return before, system.is_readable(2500)
+
+    assert in_child(work) == "(False, True)"
+
+
+def test_whether_descriptors_can_be_passed_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_passes", None)
+    assert system.can_pass_descriptors()
+    monkeypatch.setattr(socket, "send_fds", refused(errno.EPERM))
+    assert system.can_pass_descriptors()
+    monkeypatch.setattr(system, "_passes", None)
+    assert not system.can_pass_descriptors()
+    monkeypatch.setattr(socket, "send_fds", lambda end, data, fds: end.send(data[0]))  # a security module takes it out
+    monkeypatch.setattr(system, "_passes", None)
+    assert not system.can_pass_descriptors()
+
+
+def test_no_descriptors_in_this_moment_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_passes", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", refused(errno.EMFILE))
+        assert system.can_pass_descriptors()
+        assert system._passes is None
+    assert system.can_pass_descriptors()
+
+
+# -- files under /proc that cannot be read --------------------------------------------------------------------
+
+
+def test_a_list_of_mapped_files_that_is_refused_is_an_empty_one(tmp_path: Path) -> None:
+    assert pinning._loaded_runtimes(str(tmp_path)) == []  # there, but no file that can be read
+
+
+def test_a_mapped_file_whose_name_is_no_text_is_none_of_ours(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_bytes(b"7f-80 r-xp 0 08:01 1 /tmp/\xff\xfe.so\n7f-80 r-xp 0 08:01 1 /opt/libcudart.so.12\n")
+    assert pinning._loaded_runtimes(str(maps)) == ["/opt/libcudart.so.12"]
+
+
+def test_a_cgroup_whose_name_is_no_text_sets_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\xfe\n")
+    assert limits.free_bytes(tmp_path).nbytes > 0
+    assert limits.oom_kills(tmp_path) is None
