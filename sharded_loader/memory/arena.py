@@ -59,7 +59,7 @@ PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
 
-Register = Callable[[mmap.mmap], Callable[[], None] | None]
+Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -79,7 +79,7 @@ class Arena:
 
     def __init__(self, max_bytes: int | None = None, register: Register | None = None) -> None:
         self.register = register
-        self._registered: list[Callable[[], None]] = []
+        self._registered: list[Callable[[], Any] | None] = []
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
@@ -142,6 +142,10 @@ class Arena:
         self._out[slot] = self._taken
         return whole
 
+    def is_registered(self, slot: Slot) -> bool:
+        """Whether a device reads the slot's memory by itself."""
+        return slot.segment < len(self._registered) and self._registered[slot.segment] is not None
+
     def retire_lent(self, fork: Fork) -> None:
         """The process is being forked by its user: what is lent may be held by the child too, until that ends.
 
@@ -169,7 +173,8 @@ class Arena:
         """Give the segments up. Memory under batches that are held stays until they go."""
         undo, self._registered = self._registered, []
         for function in undo:
-            function()
+            if function is not None:
+                function()
         segments, self.segments, self._free = self.segments, [], []
         # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
         self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
@@ -244,9 +249,14 @@ class Arena:
         # In the place of one that an interruption between these two lines has left there.
         self.segments[len(self._free) :] = [segment]
         self._free.append([(0, segment.nbytes)])
-        if self.register is not None and (undo := self.register(segment.mapping)) is not None:
-            self._registered.append(undo)
+        self._register()
         return True
+
+    def _register(self) -> None:
+        """Register the segments that are not noted as registered: an interruption may have come before the note."""
+        while len(self._registered) < len(self._free):
+            mapping = self.segments[len(self._registered)].mapping
+            self._registered.append(None if self.register is None else self.register(mapping))
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
