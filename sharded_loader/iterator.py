@@ -19,7 +19,7 @@ from typing import Any
 
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
-from sharded_loader.devices.streams import OUT_OF_MEMORY
+from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
 from sharded_loader.errors import Place, as_exception
 from sharded_loader.execution.messages import NOTHING, Result
 from sharded_loader.execution.pipeline import Pipeline
@@ -68,6 +68,7 @@ class EpochIterator(Iterator[Any]):
         return max(0, self.run.reading.length() - self.run.delivered)
 
     def __next__(self) -> Any:
+        self._placement.check_not_capturing()
         handed: list[Entry] = []
         try:
             with self._lock:
@@ -97,6 +98,7 @@ class EpochIterator(Iterator[Any]):
             except StopIteration:
                 self.run.ended = True
                 self._progress.delivered(self.run)
+                self._placement.end_epoch()
                 raise
             arrived = time.perf_counter()
             result, batch = self._place(entry)
@@ -128,28 +130,29 @@ class EpochIterator(Iterator[Any]):
             return result, None
         placement = self._placement
         try:
+            sharded = entry.task.sharded
             if entry.begun is None:
-                entry.begun = self._begin(entry, result)
+                entry.begun = self._with_room(lambda: placement.begin(result.batch, sharded))
             if placement.ahead:
                 self._begin_behind()
-            return result, placement.finish(entry.begun)
+            return result, self._with_room(lambda: placement.finish(entry.begun))
         except Exception as raised:
             error = as_exception(raised, "while the batch was placed")
-            Place(self.run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+            # Of an error of an earlier kernel no sample is the cause.
+            Place(self.run.epoch, entry.seq).note(error, samples=() if note_late(error) else entry.task.shards[0])
             return Result(result.run, result.seq, error=error), None
 
-    def _begin(self, entry: Entry, result: Result) -> Any:
-        """Send the next batch on its way, at the expense of those behind it where a device has no memory for all."""
-        assert entry.task is not None  # it has a result
+    def _with_room(self, place: Callable[[], Any]) -> Any:
+        """Place the next batch, at the expense of those behind it where a device has no memory for all."""
         placement = self._placement
         try:
-            return placement.begin(result.batch, entry.task.sharded)
+            return place()
         except OUT_OF_MEMORY:
             pass  # what follows is not done in here: the error's traceback holds the parts that had found room
         for other in self._pipeline.finished(self.run, placement.ahead):
             other.begun = None
         placement.make_room()
-        return placement.begin(result.batch, entry.task.sharded)
+        return place()
 
     def _begin_behind(self) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""

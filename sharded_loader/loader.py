@@ -438,6 +438,6 @@ class ShardedDataLoader(LoaderAttributes):
         )
 
 
-def _close_both(close_pool: Callable[[], None], close_placement: Callable[[], None]) -> None:
+def _close_both(close_pool: Callable[[], Any], close_placement: Callable[[], Any]) -> None:
     close_pool()
     close_placement()

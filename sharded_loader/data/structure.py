@@ -154,7 +154,7 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
-ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
 """Types of leaves that hold no arrays."""
 
 

@@ -30,6 +30,7 @@ Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fix
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import mmap
 import os
@@ -58,6 +59,9 @@ workers."""
 PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
+
+LEFT_ALONE: list[mmap.mmap] = []
+"""Memory that a device may still read when its arena is closed: it stays mapped until the program ends."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
@@ -111,6 +115,7 @@ class Arena:
         """
         self._reclaim()
         self._taken += 1
+        self._register()
         wanted = round_up(max(1, nbytes), ALIGNMENT)
         slot = self._carve(wanted)
         if slot is None and self._forks:
@@ -171,15 +176,18 @@ class Arena:
 
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
-        undo, self._registered = self._registered, []
-        for function in undo:
-            if function is not None:
-                function()
-        segments, self.segments, self._free = self.segments, [], []
-        # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
-        self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
-        for segment in segments:
-            segment.close()
+        # Each step is done, whatever another one raises.
+        with contextlib.ExitStack() as steps:
+            registered, segments = self._registered, self.segments
+            for number, segment in enumerate(segments):
+                steps.callback(_give_up, segment, number, registered)
+            try:
+                self._register()
+                registered += [None] * (len(segments) - len(registered))  # one without slots was not registered
+            finally:
+                self._registered, self.segments, self._free = [], [], []
+                # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
+                self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
 
     def _reclaim(self) -> None:
         while self._returned:
@@ -302,6 +310,24 @@ def _refused(error: OSError, size: int, have: int) -> str:
             f"the limit: enlarge it (docker run --shm-size), or use smaller batches"
         )
     return f"{wanted}: the system refused ({error})"
+
+
+def _give_up(segment: Segment, number: int, registered: list[Callable[[], Any] | None]) -> None:
+    """Close a segment; leave its mapping alone if a device may still read it."""
+    left_alone = True
+    try:
+        if number < len(registered):
+            undo = registered[number]
+            left_alone = undo is not None and undo() is False
+    except Exception:
+        left_alone = False  # the device is broken, and reads nothing any more
+        raise
+    finally:
+        if left_alone:
+            LEFT_ALONE.append(segment.mapping)
+            segment.close_descriptor()
+        else:
+            segment.close()
 
 
 def _return(returned: deque[Slot | Fork], slot: Slot, pid: int) -> None:

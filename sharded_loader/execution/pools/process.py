@@ -361,7 +361,7 @@ class ProcessPool(Pool):
             # Also if nothing lies in it: then it comes back at once. And noted last: as long as it is not lent, an
             # interruption leaves it with its worker (`Crew.free_slots`).
             whole, pinned = self._crew.arena.lend(slot), self._crew.arena.is_registered(slot)
-            buffers = [_part(whole, *place, pinned) if isinstance(place, tuple) else place for place in buffers]
+            buffers = [_part(whole, place, pinned) if isinstance(place, tuple) else place for place in buffers]
         handle.slots.pop((run, seq), None)
         result = decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
         self._grouping.note(result.seconds)
@@ -452,11 +452,12 @@ class ProcessPool(Pool):
             self._ended.add(handle.sentinel)
 
 
-def _part(whole: np.ndarray[Any, Any], offset: int, nbytes: int, pinned: bool) -> np.ndarray[Any, Any]:
+def _part(whole: np.ndarray[Any, Any], place: tuple[int, int], pinned: bool) -> np.ndarray[Any, Any]:
     """A buffer in a slot. One that is set apart is copied out of pinned memory.
 
     A device reads pinned memory late. PyTorch does not know this memory, so it would not keep the slot for a copy that
     the user has begun.
     """
+    offset, nbytes = place
     part = whole[offset : offset + abs(nbytes)]
     return part.copy() if pinned and nbytes < 0 else part
