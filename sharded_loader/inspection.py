@@ -25,8 +25,10 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
 
     Raises:
         IndexError: it has no batches.
+        RuntimeError: a graph is being captured.
         Exception: what the samples raise.
     """
+    placement.check_not_capturing()
     plan = run.plan
     while (planned := plan.head()) is not None:
         if isinstance(planned, BaseException):

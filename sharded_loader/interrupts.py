@@ -1,10 +1,12 @@
-"""Steps that a Ctrl-C must not cut in two."""
+"""Steps that a Ctrl-C must not cut in two, and whether the program ends."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,3 +30,20 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if noted:
             before(*noted[-1])
+
+
+_ends = threading.Event()
+
+# Handlers run in reverse order. This makes weakref register its own first, so ours runs before any finalizer does.
+weakref.finalize(_ends, _ends.is_set).detach()
+atexit.register(_ends.set)
+
+
+def program_ends() -> bool:
+    """Whether the interpreter is at its exit: what a device holds is then left to its driver.
+
+    Example:
+        >>> program_ends()
+        False
+    """
+    return _ends.is_set()

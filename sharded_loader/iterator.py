@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
-from sharded_loader.devices.streams import OUT_OF_MEMORY
+from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
 from sharded_loader.errors import Place, as_exception
 from sharded_loader.execution.messages import NOTHING, Result
 from sharded_loader.execution.pipeline import Pipeline
@@ -45,7 +45,7 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         owner: the loader. It is held, so that a temporary one lives as long as its loop.
-        meter, progress: the loader's.
+        placement, meter, progress: the loader's.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
@@ -56,10 +56,10 @@ class EpochIterator(Iterator[Any]):
     run: Run | None = None
     pipeline: Pipeline
     before: Mark | None = None
-    _placement: Placement | Residence
 
-    def __init__(self, owner: Owner, meter: Meter, progress: Progress) -> None:
+    def __init__(self, owner: Owner, placement: Placement | Residence, meter: Meter, progress: Progress) -> None:
         self._owner = owner
+        self._placement = placement
         self._meter = meter
         self._progress = progress
         self._lock = threading.RLock()
@@ -91,6 +91,7 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def __next__(self) -> Any:
+        self._placement.check_not_capturing()
         handed: list[Entry] = []
         try:
             with self._lock:
@@ -127,6 +128,7 @@ class EpochIterator(Iterator[Any]):
                     self.run = None
                     run = self._begun()
                     continue
+                self._placement.end_epoch()
                 raise
             arrived = time.perf_counter()
             result, batch = self._place(run, entry)
@@ -165,28 +167,29 @@ class EpochIterator(Iterator[Any]):
             return result, None
         placement = self._placement
         try:
+            sharded = entry.task.sharded
             if entry.begun is None:
-                entry.begun = self._begin(run, entry, result)
+                entry.begun = self._with_room(run, lambda: placement.begin(result.batch, sharded))
             if placement.ahead:
                 self._begin_behind(run)
-            return result, placement.finish(entry.begun)
+            return result, self._with_room(run, lambda: placement.finish(entry.begun))
         except Exception as raised:
             error = as_exception(raised, "while the batch was placed")
-            Place(run.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+            # Of an error of an earlier kernel no sample is the cause.
+            Place(run.epoch, entry.seq).note(error, samples=() if note_late(error) else entry.task.shards[0])
             return Result(result.run, result.seq, error=error), None
 
-    def _begin(self, run: Run, entry: Entry, result: Result) -> Any:
-        """Send the next batch on its way, at the expense of those behind it where a device has no memory for all."""
-        assert entry.task is not None  # it has a result
+    def _with_room(self, run: Run, place: Callable[[], Any]) -> Any:
+        """Place the next batch, at the expense of those behind it where a device has no memory for all."""
         placement = self._placement
         try:
-            return placement.begin(result.batch, entry.task.sharded)
+            return place()
         except OUT_OF_MEMORY:
             pass  # what follows is not done in here: the error's traceback holds the parts that had found room
         for other in self.pipeline.finished(run, placement.ahead):
             other.begun = None
         placement.make_room()
-        return placement.begin(result.batch, entry.task.sharded)
+        return place()
 
     def _begin_behind(self, run: Run) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""

@@ -220,7 +220,7 @@ class ShardedDataLoader(LoaderAttributes):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._meter, self._progress)
+        return EpochIterator(self, self._placement, self._meter, self._progress)
 
     def _begin(self, iterator: EpochIterator) -> None:
         """Let an iterator, which is asked for its first batch, begin the epoch that is next.
@@ -472,6 +472,6 @@ class ShardedDataLoader(LoaderAttributes):
         )
 
 
-def _close_both(close_pool: Callable[[], None], close_placement: Callable[[], None]) -> None:
+def _close_both(close_pool: Callable[[], Any], close_placement: Callable[[], Any]) -> None:
     close_pool()
     close_placement()

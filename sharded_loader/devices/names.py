@@ -9,6 +9,8 @@ the devices that there are). Looking creates no context on any device.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +115,48 @@ def device_list(devices: Any) -> list[torch.device]:
         )
     found, _ = find_devices(None, devices)
     return [indexed(device) for device in found or ()]
+
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+
+def warn_of_rank(name: torch.device, found: torch.device) -> None:
+    """Warn if ``cuda`` without a number means the first device, and this is not the first process of the machine.
+
+    Then several processes copy to one GPU, and nothing else tells. A process that sees only one GPU is fine.
+
+    Args:
+        name: the device as it was given.
+        found: the same with its number.
+
+    Example:
+        >>> warn_of_rank(torch.device("cpu"), torch.device("cpu"))
+    """
+    if name.index is not None or found.index != 0 or name.type in ("cpu", "meta"):
+        return
+    count = sum(one.type == found.type for one in accelerators())
+    rank, source = _local_rank()
+    if rank and count > 1:
+        own = rank % count
+        warnings.warn(
+            f'device="{name.type}" means {found}, the current device of this process, but {source}: several processes '
+            f"would share {found}. Call torch.{name.type}.set_device({own}) before the first batch, or give "
+            f'device="{name.type}:{own}". To use {found} on purpose, give device="{found}"',
+            stacklevel=3,
+        )
+
+
+def _local_rank() -> tuple[int, str]:
+    """The number of this process on its machine, and who says so; 0 if nobody does."""
+    for variable in _LOCAL_RANKS:
+        value = os.environ.get(variable, "")
+        if value.isdecimal():
+            return int(value), f"{variable} is {value}"
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
+        return rank, f"this is rank {rank} of the process group"
+    return 0, ""
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -1,6 +1,7 @@
 """Host memory that a device reads by itself: the pool's segments page-locked in place, or memory that torch pins.
 
-    Registrar.register(mapping) -> undo      a process pool's segment, when it is made; undone when the pool is closed
+    Registrar.register(mapping) -> undo      a process pool's segment, when it is made; undone when the pool is closed,
+                                             unless a device may still read it: undo() -> whether it was undone
     PinnedMemory.empty(shape, dtype)         what threads, and the loop itself, put batches together in
 
 A segment is page-locked once (0.1 s/GB), so a batch goes from the slot that a worker wrote to the device without
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import warnings
@@ -29,11 +31,19 @@ import numpy as np
 import torch
 
 from sharded_loader.devices.streams import Streams
+from sharded_loader.interrupts import program_ends, uninterrupted
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device's context, also those made later."""
 
-Drain = Callable[[], None]
+ALREADY = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+
+Drain = Callable[[], Any]
+"""Waits until no copy reads from the segments any more. False: one may still, and the segments must stay."""
+
+Undo = Callable[[], bool]
+"""Unregisters a segment. False: it is still registered, and its mapping must stay."""
 
 
 class Registrar:
@@ -43,29 +53,39 @@ class Registrar:
         streams: of a device of the loader; it is current while a segment is locked, so that no context appears
             on another one.
         drain: waits until no copy reads from the segments any more.
+
+    An interruption may come between the registration and the note of whoever asked for it. So a segment is noted here
+    before it is registered. Who asks again gets the same undo, and nothing is registered twice.
     """
 
     def __init__(self, streams: Streams, drain: Drain) -> None:
         self._streams = streams
         self._drain = drain
         self._refused = False
+        self._undo: dict[int, Undo | None] = {}
 
-    def register(self, mapping: mmap.mmap) -> Drain | None:
+    def register(self, mapping: mmap.mmap) -> Undo | None:
         """Page-lock a segment.
 
         Returns:
             What undoes it, to be called before the memory is unmapped; None if it was refused.
         """
-        if self._refused:
-            return None
         address, nbytes = address_of(mapping)
-        with self._streams.current():
+        known, begun = self._undo.get(address), address in self._undo
+        if known is not None or (self._refused and not begun):
+            return known
+        with self._streams.current(), uninterrupted():
             try:
                 runtime = self._streams.runtime()
                 if runtime is None:
                     return None
+                self._undo[address] = None
                 code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
+                if code == ALREADY and begun:  # by the call that was interrupted
+                    clear_error(runtime)
+                    code = 0
             except RuntimeError as error:
+                self._undo.pop(address, None)
                 self._refuse(str(error), nbytes)
                 return None
             if code != 0:
@@ -73,25 +93,39 @@ class Registrar:
                 with contextlib.suppress(Exception):
                     reason = f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({reason})"
                 clear_error(runtime)
+                del self._undo[address]
                 self._refuse(reason, nbytes)
                 return None
-        streams, drain = self._streams, self._drain
-
-        def undo() -> None:
-            drain()
-            with streams.current():
-                if int(runtime.cudaHostUnregister(address)) != 0:
-                    clear_error(runtime)
-
-        return undo
+            undo = self._undo[address] = functools.partial(
+                _undo, self._streams, runtime, address, self._drain, self._undo
+            )
+            return undo
 
     def _refuse(self, reason: str, nbytes: int) -> None:
         self._refused = True
         warnings.warn(
             f"{nbytes:,} bytes of shared memory could not be page-locked ({reason}): batches are copied once more on "
-            f"their way to the device. Look at the limit of locked memory (ulimit -l), and at the container's rights",
+            f"their way to the device. Free host memory, raise the memory limit of the container, or give the loader "
+            f"less with ProcessPool(max_bytes=). WSL and confidential computing allow little pinned memory, or none",
             stacklevel=2,
         )
+
+
+def _undo(streams: Streams, runtime: Any, address: int, drain: Drain, noted: dict[int, Undo | None]) -> bool:
+    """Unregister a segment when no copy reads it any more. At the program's end the driver does it."""
+    if program_ends():
+        return False
+    try:
+        if drain() is False:
+            return False
+    except RuntimeError:
+        pass  # the device's context is broken: nothing is copied any more
+    # It fails where the segment is not registered, and in a broken context, where nothing can be registered later.
+    with contextlib.suppress(RuntimeError), streams.current():
+        if int(runtime.cudaHostUnregister(address)) != 0:
+            clear_error(runtime)
+    noted.pop(address, None)
+    return True
 
 
 def address_of(mapping: mmap.mmap) -> tuple[int, int]:

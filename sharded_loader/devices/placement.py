@@ -9,16 +9,19 @@ is page-locked, and what the batches of threads lie in, is in `devices.pinning`.
 that a loader that is only constructed touches no device.
 
 Anything that is no array, tensor or structure of them stays as it is, except that an object with a ``to`` method (a
-tokenizer's encoding) is asked to move itself. An array that stands in several places of a batch is copied once.
+tokenizer's encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it
+knows which of its tensors belong on the host. An array that stands in several places of a batch is copied once.
 
-What can go wrong: no memory on a device. Then no more than one batch is copied ahead from there on, what torch has
-cached is given back, and the copy is tried again; if that fails, it is that batch's error.
+What can go wrong: no memory on a device. Then one batch less is copied ahead, down to none, what torch has cached is
+given back, and the copy is tried again; if that fails, it is that batch's error. After `PAUSE` batches one batch more
+is copied ahead again.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,15 +30,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.data.structure import map_leaves, to_torch
-from sharded_loader.devices.lane import Lane
-from sharded_loader.devices.names import accelerators, indexed
-from sharded_loader.devices.pinning import Drain, PinnedMemory, Registrar
-from sharded_loader.devices.streams import Streams, streams_of
+from sharded_loader.data.structure import ATOMS, map_leaves, to_torch
+from sharded_loader.devices.lane import CLOSING_SECONDS, Lane
+from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
+from sharded_loader.devices.pinning import PinnedMemory, Registrar, Undo
+from sharded_loader.devices.streams import Streams, is_capturing, note_late, streams_of
 from sharded_loader.errors import add_note
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""
+
+PAUSE = 64
+"""Batches after which a device that was full is tried again. A try that fails costs one wait for the device, so the
+pause doubles with each, up to `LONGEST_PAUSE`."""
+
+LONGEST_PAUSE = 1024
 
 
 class Placement:
@@ -47,36 +56,72 @@ class Placement:
 
     Attributes:
         asynchronous: the devices that copies go to by a stream.
-        ahead: how many batches to begin behind the next one; 0 where nothing is copied by a stream.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool) -> None:
         self.devices = devices
         self._pin = pin_memory and devices is None
-        if pin_memory and not accelerators():
+        kinds = {one.type for one in accelerators()} if pin_memory else set()
+        if pin_memory and not kinds:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
+            self._pin = False
+        elif self._pin and kinds == {"mps"}:
+            warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
             self._pin = False
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         self.ahead = AHEAD if self.asynchronous else 0
+        self._numbers: dict[torch.device, torch.device] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._registrar: Registrar | None = None
         self._memory: PinnedMemory | None = None
 
+    @property
+    def ahead(self) -> int:
+        """How many batches to begin behind the next one; 0 where nothing is copied by a stream."""
+        return self._ahead
+
+    @ahead.setter
+    def ahead(self, ahead: int) -> None:
+        self._ahead = self._wanted = ahead
+        self._pause, self._until_retry, self._retried = PAUSE, 0, False
+
+    def numbered(self, device: torch.device) -> torch.device:
+        """The device with its number: ``cuda`` is the current one when this is first asked."""
+        if device not in self._numbers:
+            self._numbers[device] = indexed(device)
+            warn_of_rank(device, self._numbers[device])
+        return self._numbers[device]
+
+    def check_not_capturing(self) -> None:
+        """Reject a call inside a graph capture, before anything is done that would break the capture.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        if self.asynchronous or self._pin:
+            kinds = {one.type for one in self.asynchronous or accelerators()}
+            if any(map(is_capturing, kinds)):
+                raise RuntimeError(
+                    "next() was called on a loader while a graph is being captured, and the loader's copies cannot be "
+                    "part of a graph. Call next() before the capture. For each replay copy the batch into the tensor "
+                    "that was captured: static.copy_(next(batches)); graph.replay()"
+                )
+
     # -- memory that batches come from ----------------------------------------------------------------------
 
-    def register(self, mapping: mmap.mmap) -> Drain | None:
+    def register(self, mapping: mmap.mmap) -> Undo | None:
         """Make a segment readable for the devices; what undoes that, or None."""
         if not self.asynchronous:
             return None
         if self._registrar is None:
-            self._registrar = Registrar(_streams(self.asynchronous[0]), self.closer())
+            self._registrar = Registrar(self._streams(), self.closer())
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
         """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
         if self.asynchronous and self._memory is None:
-            self._memory = PinnedMemory(_streams(self.asynchronous[0]))
+            self._memory = PinnedMemory(self._streams())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """Memory for the batches of threads, and of the loop itself: pinned, if they are going to be copied."""
@@ -85,6 +130,11 @@ class Placement:
         self.settle()
         assert self._memory is not None  # it has been settled
         return self._memory.empty(shape, dtype)
+
+    def _streams(self) -> Streams:
+        found = streams_of(self.numbered(self.asynchronous[0]))
+        assert found is not None  # these devices have some
+        return found
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -103,9 +153,13 @@ class Placement:
         """
         host = to_torch(batch)
         if self.devices is None:
-            return map_leaves(_pin, host) if self._pin else host
+            return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pin else host
         if self._on_host:
             return host
+        if self._ahead < self._wanted:
+            self._until_retry -= 1
+            if self._until_retry <= 0:
+                self._ahead, self._until_retry, self._retried = self._ahead + 1, self._pause, True
         shards = host if sharded else [host]
         # Shards of one device in one go: an array that stands in several of them is copied once.
         groups: dict[torch.device, list[int]] = {}
@@ -121,20 +175,35 @@ class Placement:
         batch: list[Any] = [None] * begun.count
         for numbers, part in begun.parts:
             lane, part = part if isinstance(part, tuple) else (None, part)
-            for number, shard in zip(numbers, part if lane is None else lane.finish(part), strict=True):
+            try:
+                shards = part if lane is None else lane.finish(part)
+            except Exception as error:
+                _note(error, lane.device)
+                raise
+            for number, shard in zip(numbers, shards, strict=True):
                 batch[number] = shard
         return batch if begun.sharded else batch[0]
 
     def make_room(self) -> None:
-        """A device has no memory left: copy less ahead from here on, and give back what is not used."""
-        self.ahead = min(self.ahead, 1)
+        """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
+        if self._retried:
+            self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
+        self._ahead, self._until_retry = max(0, self._ahead - 1), self._pause
         for lane in self._lanes.values():
             lane.make_room()
 
-    def closer(self) -> Callable[[], None]:
-        """What waits for the copies under way, as a function that does not hold this object."""
+    def end_epoch(self) -> None:
+        """Wait for the last copies of an epoch, so that no host memory is held for them until the next one."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def closer(self) -> Callable[[], bool]:
+        """What waits for the copies under way, as a function that does not hold this object.
+
+        It returns whether they are done. If not, the memory that they read must stay as it is.
+        """
         lanes, pid = self._lanes, os.getpid()
-        return lambda: _drain(lanes, pid)
+        return lambda: _close(lanes, pid)
 
     def send(self, device: torch.device, shards: list[Any]) -> Any:
         """Begin to copy some shards, of tensors, to one device.
@@ -146,16 +215,16 @@ class Placement:
             if device.type == "cpu":
                 # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not
                 # know of it.
-                return map_leaves(_clone, shards)
+                return map_leaves(_clone, shards, own="to", skip=ATOMS)
             lane = self._lanes.get(device)
             if lane is None:
-                streams = streams_of(indexed(device))
+                streams = streams_of(self.numbered(device))
                 if streams is None:
-                    return map_leaves(lambda leaf: _to(leaf, device), shards)
+                    return map_leaves(lambda leaf: _to(leaf, device), shards, own="to", skip=ATOMS)
                 lane = self._lanes[device] = Lane(streams)
             return lane, lane.begin(shards)
         except Exception as error:
-            add_note(error, f"raised while the batch was copied to {device}")
+            _note(error, device)
             raise
 
 
@@ -174,21 +243,29 @@ class Begun:
     sharded: bool
 
 
-def _streams(device: torch.device) -> Streams:
-    found = streams_of(indexed(device))
-    assert found is not None  # asked for devices that have some
-    return found
+def _note(error: Exception, device: torch.device) -> None:
+    if not note_late(error):
+        add_note(error, f"raised while the batch was copied to {device}")
 
 
-def _drain(lanes: dict[torch.device, Lane], pid: int) -> None:
-    if os.getpid() == pid:  # a child that the user has forked has neither the device nor who might hold a lock
-        for lane in list(lanes.values()):
-            lane.drain()
+def _close(lanes: dict[torch.device, Lane], pid: int) -> bool:
+    if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
+        return False
+    until = time.monotonic() + CLOSING_SECONDS
+    done = [lane.close(max(0.0, until - time.monotonic())) for lane in list(lanes.values())]
+    return all(done)
 
 
 def _pin(leaf: Any) -> Any:
     # By torch, one copy: only memory of its own does it guard when the user copies from it and drops the batch at once.
-    return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+    if isinstance(leaf, type) or not callable(getattr(leaf, "pin_memory", None)):
+        return leaf
+    try:
+        return leaf.pin_memory()
+    except RuntimeError:
+        if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            return leaf  # torch does not pin all layouts
+        raise
 
 
 def _clone(leaf: Any) -> Any:

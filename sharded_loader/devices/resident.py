@@ -147,7 +147,7 @@ class Residence:
             self.forget()
         for device in dict.fromkeys(self.devices):
             if device not in self._on:
-                streams = streams_of(indexed(device))
+                streams = streams_of(indexed(self._placement.numbered(device)))
                 self._on[device] = None if streams is None else self._load(streams)
         return bool(self.resident) or all(device.type == "cpu" for device in self.devices)
 
@@ -178,6 +178,18 @@ class Residence:
     def make_room(self) -> None:
         """A device has no memory left: give back what is not used."""
         self._placement.make_room()
+
+    def check_not_capturing(self) -> None:
+        """Reject a call inside a graph capture.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        self._placement.check_not_capturing()
+
+    def end_epoch(self) -> None:
+        """Wait for the last copies of an epoch, to devices that do not hold the columns."""
+        self._placement.end_epoch()
 
     def _load(self, streams: Streams) -> _OnDevice | None:
         hosts = [to_torch(column) if isinstance(column, np.ndarray) else column for column in _columns(self._dataset)]

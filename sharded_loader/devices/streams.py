@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
+from sharded_loader.errors import add_note, notes_of
+
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
 """What torch raises when an accelerator has no memory left; also called torch.OutOfMemoryError, from 2.5 on."""
 
+
+LATE_NOTE = (
+    "noticed while a batch was copied to a device. A device reports errors late, so the cause may be an earlier kernel "
+    "of your program, and not this batch: set CUDA_LAUNCH_BLOCKING=1 and run again to see which call fails"
+)
 
 _GATHERED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
 _GATHERED |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -127,6 +134,47 @@ class Streams:
         free, total = module.mem_get_info(self.device)
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
         return int(free + unused), int(total)
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether an accelerator reports with this error that work failed which it was given at some time before.
+
+    Example:
+        >>> is_late(RuntimeError("CUDA error: device-side assert triggered")), is_late(RuntimeError("no pinned memory"))
+        (True, False)
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, OUT_OF_MEMORY) or "out of memory" in str(error):
+        return False
+    kind = getattr(torch, "AcceleratorError", None)  # torch >= 2.8
+    return (kind is not None and isinstance(error, kind)) or str(error).startswith(("CUDA error", "HIP error"))
+
+
+def note_late(error: BaseException) -> bool:
+    """Say of an error that `is_late` that the batch at hand may not be the cause; whether it is one.
+
+    Example:
+        >>> note_late(ValueError("no tensor"))
+        False
+    """
+    if not is_late(error):
+        return False
+    if LATE_NOTE not in notes_of(error):
+        add_note(error, LATE_NOTE)
+    return True
+
+
+def is_capturing(kind: str) -> bool:
+    """Whether the current stream of an accelerator of this kind is being captured into a graph.
+
+    Example:
+        >>> is_capturing("cpu")
+        False
+    """
+    probe = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
+    try:
+        return probe is not None and bool(probe())
+    except RuntimeError:  # a torch without this accelerator
+        return False
 
 
 def streams_of(device: torch.device) -> Streams | None:

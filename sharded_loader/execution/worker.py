@@ -72,7 +72,7 @@ from sharded_loader.execution.preload import THREADS
 from sharded_loader.execution.reader import Reader
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.imports import call_after_import
-from sharded_loader.memory.codec import Encoded, SlotWriter, decode, encode, encode_packed
+from sharded_loader.memory.codec import END, Encoded, SetApart, SlotWriter, decode, encode, encode_packed, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key
@@ -262,7 +262,7 @@ class _Worker:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
             packed = pack_result(result)
-            encoded = encode(_for_travel(result), slot) if packed is None else encode_packed(packed, slot)
+            encoded = encode(_apart(_for_travel(result)), slot) if packed is None else encode_packed(packed, slot)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -299,6 +299,12 @@ def _for_travel(result: Result) -> Reply:
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
     return Reply(result._replace(error=None, skipped=()), error, skipped)
+
+
+def _apart(reply: Reply) -> Reply | SetApart:
+    """The reply, with what the library does not copy to a device itself set apart."""
+    objects = set_apart(reply.result.batch)
+    return SetApart([*objects, reply.skipped], END, reply) if objects or reply.skipped else reply
 
 
 def main(

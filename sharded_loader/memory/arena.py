@@ -30,6 +30,7 @@ Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fix
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import mmap
 import os
@@ -59,7 +60,10 @@ PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
 
-Register = Callable[[mmap.mmap], Callable[[], None] | None]
+LEFT_ALONE: list[mmap.mmap] = []
+"""Memory that a device may still read when its arena is closed: it stays mapped until the program ends."""
+
+Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -79,7 +83,7 @@ class Arena:
 
     def __init__(self, max_bytes: int | None = None, register: Register | None = None) -> None:
         self.register = register
-        self._registered: list[Callable[[], None]] = []
+        self._registered: list[Callable[[], Any] | None] = []
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
@@ -111,6 +115,7 @@ class Arena:
         """
         self._reclaim()
         self._taken += 1
+        self._register()
         wanted = round_up(max(1, nbytes), ALIGNMENT)
         slot = self._carve(wanted)
         if slot is None and self._forks:
@@ -142,6 +147,10 @@ class Arena:
         self._out[slot] = self._taken
         return whole
 
+    def is_registered(self, slot: Slot) -> bool:
+        """Whether a device reads the slot's memory by itself."""
+        return slot.segment < len(self._registered) and self._registered[slot.segment] is not None
+
     def retire_lent(self, fork: Fork) -> None:
         """The process is being forked by its user: what is lent may be held by the child too, until that ends.
 
@@ -167,14 +176,18 @@ class Arena:
 
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
-        undo, self._registered = self._registered, []
-        for function in undo:
-            function()
-        segments, self.segments, self._free = self.segments, [], []
-        # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
-        self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
-        for segment in segments:
-            segment.close()
+        # Each step is done, whatever another one raises.
+        with contextlib.ExitStack() as steps:
+            registered, segments = self._registered, self.segments
+            for number, segment in enumerate(segments):
+                steps.callback(_give_up, segment, number, registered)
+            try:
+                self._register()
+                registered += [None] * (len(segments) - len(registered))  # one without slots was not registered
+            finally:
+                self._registered, self.segments, self._free = [], [], []
+                # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
+                self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
 
     def _reclaim(self) -> None:
         while self._returned:
@@ -243,9 +256,14 @@ class Arena:
         # In the place of one that an interruption between these two lines has left there.
         self.segments[len(self._free) :] = [segment]
         self._free.append([(0, segment.nbytes)])
-        if self.register is not None and (undo := self.register(segment.mapping)) is not None:
-            self._registered.append(undo)
+        self._register()
         return True
+
+    def _register(self) -> None:
+        """Register the segments that are not noted as registered: an interruption may have come before the note."""
+        while len(self._registered) < len(self._free):
+            mapping = self.segments[len(self._registered)].mapping
+            self._registered.append(None if self.register is None else self.register(mapping))
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
@@ -292,6 +310,24 @@ def _refused(error: OSError, size: int, have: int) -> str:
             f"smaller batches"
         )
     return f"{wanted}: the system refused ({error})"
+
+
+def _give_up(segment: Segment, number: int, registered: list[Callable[[], Any] | None]) -> None:
+    """Close a segment; leave its mapping alone if a device may still read it."""
+    left_alone = True
+    try:
+        if number < len(registered):
+            undo = registered[number]
+            left_alone = undo is not None and undo() is False
+    except Exception:
+        left_alone = False  # the device is broken, and reads nothing any more
+        raise
+    finally:
+        if left_alone:
+            LEFT_ALONE.append(segment.mapping)
+            segment.close_descriptor()
+        else:
+            segment.close()
 
 
 def _return(returned: deque[Slot | Fork], slot: Slot, pid: int) -> None:

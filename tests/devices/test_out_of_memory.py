@@ -8,6 +8,7 @@ import torch
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.devices.placement import PAUSE, Placement
 from sharded_loader.execution.pools.base import Pool
 
 
@@ -23,7 +24,60 @@ def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> 
             machine.finish()
             seen.append(batch.tolist())
         assert seen == [list(range(i, i + 4)) for i in range(0, 64, 4)]
-        assert loader._placement.ahead == 1
+        assert loader._placement.ahead == 0
+
+
+def test_a_device_that_stays_full_is_not_waited_for_at_every_step(machine: Machine, worker_pool: Pool) -> None:
+    machine.blocks = 2
+    data = ArrayDataset(np.arange(4 * 2 * PAUSE))
+    with ShardedDataLoader(data, 4, device=machine.devices[0], pool=worker_pool) as loader:
+        for batch in loader:
+            held = batch  # while the next one is asked for
+            machine.finish()
+        del batch, held
+    # From two ahead to one, to none; and one try later.
+    assert (machine.caches_emptied, machine.faults) == (3, [])
+
+
+def test_tries_that_fail_become_rare(machine: Machine) -> None:
+    machine.blocks = 2
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    tries = []
+    for step in range(20 * PAUSE):
+        placed.finish(placed.begin(np.arange(4), sharded=False))
+        machine.finish()
+        if placed.ahead and step:
+            tries.append(step)
+            placed.make_room()
+    apart = np.diff(tries[2:])
+    assert apart.tolist() == [2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
+
+
+def test_a_device_that_has_room_again_is_sent_batches_ahead_again(machine: Machine, worker_pool: Pool) -> None:
+    machine.blocks = 2
+    data = ArrayDataset(np.arange(4 * 4 * PAUSE))
+    with ShardedDataLoader(data, 4, device=machine.devices[0], pool=worker_pool) as loader:
+        assert loader.device_prefetch == 2
+        for number, batch in enumerate(loader):
+            held = batch
+            machine.finish()
+            if number == 8:
+                assert loader.device_prefetch == 0
+                machine.blocks = None
+        del batch, held
+        assert loader.device_prefetch == 2
+    assert machine.caches_emptied == 2
+
+
+def test_what_the_user_sets_is_tried_at_once(machine: Machine) -> None:
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.make_room()
+    assert placed.ahead == 1
+    placed.ahead = 3
+    assert placed.ahead == 3
+    for _ in range(5):
+        placed.make_room()
+    assert placed.ahead == 0
 
 
 def test_the_error_stands_in_its_batch_s_place_and_says_where(machine: Machine, pool: Pool) -> None:

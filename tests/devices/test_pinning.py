@@ -70,12 +70,13 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
     machine.refuse = code
     pool = ProcessPool(2)
     with (
-        pytest.warns(UserWarning, match=rf"could not be page-locked .*error {code}.*ulimit -l") as caught,
+        pytest.warns(UserWarning, match=rf"could not be page-locked .*error {code}.*ProcessPool") as caught,
         ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool) as loader,
     ):
         for _ in range(3):
             read_all(machine, loader)
     assert len(caught) == 1
+    assert "ulimit" not in str(caught[0].message)  # NVIDIA's driver does not count pinned memory against it
     assert machine.cleared == 1  # else it would come up in the next call of somebody else
     assert machine.faults == []
 

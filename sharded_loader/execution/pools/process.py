@@ -36,6 +36,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from sharded_loader.data.errors import Empty
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
@@ -77,7 +79,7 @@ from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.limits import processes_here
-from sharded_loader.memory.segments import choose_backend
+from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.memory.sizes import RecentSizes
 from sharded_loader.sampling.base import check_int
 
@@ -130,7 +132,7 @@ class ProcessPool(Pool):
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
         self._watch = Watch(check_timeout(timeout))
-        choose_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
+        chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
         if max_bytes is None:
             processes_here()
         else:
@@ -366,8 +368,8 @@ class ProcessPool(Pool):
         if slot is not None:
             # Also if nothing lies in it: then it comes back at once. And noted last: as long as it is not lent, an
             # interruption leaves it with its worker (`Crew.free_slots`).
-            whole = self._crew.arena.lend(slot)
-            buffers = [whole[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
+            whole, pinned = self._crew.arena.lend(slot), self._crew.arena.is_registered(slot)
+            buffers = [_part(whole, place, pinned) if isinstance(place, tuple) else place for place in buffers]
         handle.slots.pop((run, seq), None)
         result = decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
         self._grouping.note(result.seconds)
@@ -457,3 +459,14 @@ class ProcessPool(Pool):
                 handle.dump_stacks()
                 handle.kill()
             self._ended.add(handle.sentinel)
+
+
+def _part(whole: np.ndarray[Any, Any], place: tuple[int, int], pinned: bool) -> np.ndarray[Any, Any]:
+    """A buffer in a slot. One that is set apart is copied out of pinned memory.
+
+    A device reads pinned memory late. PyTorch does not know this memory, so it would not keep the slot for a copy that
+    the user has begun.
+    """
+    offset, nbytes = place
+    part = whole[offset : offset + abs(nbytes)]
+    return part.copy() if pinned and nbytes < 0 else part

@@ -17,7 +17,7 @@ import numpy as np
 
 from sharded_loader.errors import Place
 from sharded_loader.execution.messages import Result, Task, unpack_result
-from sharded_loader.memory.codec import decode, is_findable
+from sharded_loader.memory.codec import SetApart, decode, is_findable
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 
@@ -66,6 +66,8 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
         if task is not None:
             Place(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
+    if type(reply) is SetApart:
+        reply = reply.reply
     if type(reply) is tuple:
         return unpack_result(run, seq, reply)
     if reply.error is None and not reply.skipped:

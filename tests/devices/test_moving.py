@@ -1,0 +1,311 @@
+"""Objects with a ``to`` of their own move themselves when their batch is handed out, on the stream of that moment."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine, SimulatedStreams
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.devices import placement
+from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.placement import Placement
+from sharded_loader.execution.pools.base import Pool
+
+WIDTH = 4096
+"""Numbers per sample: a batch of four is larger than what goes through the pipe."""
+
+STREAMS: dict[str, SimulatedStreams] = {}
+"""The device's, for the objects below, which travel between processes and cannot hold them."""
+
+
+def sent(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the device, by the current stream, as ``tensor.to(device, non_blocking=True)`` makes it."""
+    streams = STREAMS["device"]
+    moved = streams.empty_like(tensor)
+    STREAMS["log"].append(("to", streams.caller_stream().name))  # type: ignore[attr-defined]
+    streams.copy(moved, tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride()))
+    return moved
+
+
+class _Ragged(NamedTuple):
+    values: Any
+    sizes: Any
+
+
+class Ragged(_Ragged):
+    """Like a `PackedSequence`: the sizes belong on the host."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Ragged:
+        return Ragged(sent(self.values), self.sizes)
+
+
+@dataclass
+class Record:
+    values: Any
+    sizes: Any
+
+    def to(self, device: Any, non_blocking: bool = False) -> Record:
+        return Record(sent(self.values), self.sizes)
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """Like a tokenizer's: it changes itself."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Encoding:
+        self.data["values"] = sent(self.data["values"])
+        return self
+
+    @property
+    def values(self) -> Any:  # type: ignore[override]
+        return self.data["values"]
+
+    @property
+    def sizes(self) -> Any:
+        return self.data["sizes"]
+
+
+class Fields(list):  # type: ignore[type-arg]
+    def to(self, device: Any, non_blocking: bool = False) -> Fields:
+        return Fields([sent(self[0]), self[1]])
+
+    values = property(lambda self: self[0])
+    sizes = property(lambda self: self[1])
+
+
+class Graph:
+    """Like a batch of PyG: an object that pins and moves itself, and leaves something on the host."""
+
+    def __init__(self, values: Any, sizes: Any) -> None:
+        self.values = values
+        self.sizes = sizes
+
+    def pin_memory(self) -> Graph:
+        streams = STREAMS["device"]
+        return Graph(streams.pin(self.values, self.values.stride()), self.sizes)
+
+    def to(self, device: Any, *args: Any, non_blocking: bool = False) -> Graph:
+        return Graph(sent(self.values), self.sizes)
+
+
+class Bare:
+    """An object that only moves, and knows of nothing else."""
+
+    def __init__(self, values: Any, sizes: Any) -> None:
+        self.values = values
+        self.sizes = sizes
+
+    def to(self, device: Any) -> Bare:
+        return Bare(sent(self.values), self.sizes)
+
+
+KINDS: dict[str, Callable[[Any, Any], Any]] = {
+    "a namedtuple": Ragged,
+    "a dataclass": Record,
+    "a mapping": lambda values, sizes: Encoding(values=values, sizes=sizes),
+    "a list": lambda values, sizes: Fields([values, sizes]),
+    "a graph": Graph,
+    "an object": Bare,
+}
+
+
+@pytest.fixture
+def device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setitem(STREAMS, "device", SimulatedStreams(machine, machine.devices[0]))
+    monkeypatch.setitem(STREAMS, "log", machine.log)  # type: ignore[arg-type]
+    return machine.devices[0]
+
+
+def batchify(samples: list[Any]) -> Any:
+    made = {}
+    for kind, make in KINDS.items():
+        values = torch.from_numpy(np.stack(samples))
+        made[kind] = make(values, values.clone())
+    return [{"x": torch.from_numpy(np.stack(samples)), "own": made}]
+
+
+def test_they_move_as_they_know_how_from_memory_that_is_no_pinned_slot(
+    machine: Machine, device: torch.device, pool: Pool
+) -> None:
+    data = [np.full(WIDTH, i, np.float32) for i in range(96)]
+    wrong: list[Any] = []
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=device, pool=pool) as loader:
+        for number, (batch,) in enumerate(loader):
+            expected = [4.0 * number + i for i in range(4)]
+            for kind, moved in batch["own"].items():
+                assert type(moved).__name__ == type(KINDS[kind](0, 0)).__name__
+                # What stays on the host may be copied by the user at any time.
+                if machine.holds(moved.sizes.data_ptr(), 1) or moved.sizes[:, 0].tolist() != expected:
+                    wrong.append((number, kind))
+                machine.kernel(device, moved.values, _compare(expected, wrong, (number, kind)))
+            machine.kernel(device, batch["x"], _compare(expected, wrong, (number, "x")))
+            del batch, moved
+            machine.run(number % 5)
+        machine.finish()
+    assert (wrong, machine.faults) == ([], [])
+
+
+def _compare(expected: list[float], wrong: list[Any], label: Any) -> Callable[[np.ndarray], None]:
+    return lambda found: None if found[:, -1].tolist() == expected else wrong.append(label)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a tensor"])
+def test_they_move_on_the_stream_that_they_are_handed_out_on(
+    machine: Machine, device: torch.device, kind: str, beside: bool
+) -> None:
+    lane, other, found = Lane(STREAMS["device"]), machine.new_stream(device), []
+    own = KINDS[kind](torch.arange(1000), torch.zeros(1))
+    transit = lane.begin([own, torch.arange(7)] if beside else own)
+    assert not any(what == "to" for what, _ in machine.log)
+    with machine.on(device, other):
+        batch = lane.finish(transit)
+        machine.kernel(device, (batch[0] if beside else batch).values, lambda values: found.append(int(values.sum())))
+        del batch, transit, own
+    machine.finish()
+    assert ("to", other.name) in machine.log
+    assert (found, machine.faults) == ([499500], [])
+    lane.drain()
+
+
+def test_a_batch_that_is_never_handed_out_moves_nothing(machine: Machine, device: torch.device) -> None:
+    lane = Lane(STREAMS["device"])
+    lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
+    assert not any(what == "to" for what, _ in machine.log)
+
+
+def test_a_batch_that_is_handed_out_again_after_an_interruption_has_moved_once(
+    machine: Machine, device: torch.device
+) -> None:
+    lane, other = Lane(STREAMS["device"]), machine.new_stream(device)
+    transit = lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
+    (first,) = lane.finish(transit)
+    with machine.on(device, other):
+        (again,) = lane.finish(transit)
+        found: list[int] = []
+        machine.kernel(device, again.values, lambda values: found.append(int(values.sum())))
+    machine.finish()
+    assert (again is first, found) == (True, [499500])
+    assert sum(what == "to" for what, _ in machine.log) == 1
+
+
+def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, device: torch.device) -> None:
+    """As torch guards only copies from where a buffer begins."""
+    lane = Lane(STREAMS["device"])
+    (moved,) = lane.finish(lane.begin([Ragged(torch.arange(1000), torch.zeros(1))]))
+    assert len(lane._moved) == 1
+    lane.drain()
+    assert (len(lane._moved), int(moved.values.sum())) == (0, 499500)
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
+    """On the meta device, which goes the way of all devices without streams."""
+    packed = pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]), enforce_sorted=False)
+    placed = Placement([torch.device("meta")], pin_memory=False)
+    for tree, find in (
+        (packed, lambda batch: batch),
+        ([{"a": (packed, torch.ones(2))}], lambda batch: batch[0]["a"][0]),
+    ):
+        moved = find(placed.finish(placed.begin(tree, sharded=False)))
+        assert type(moved) is PackedSequence
+        assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+        assert moved.sorted_indices is not None and moved.sorted_indices.device.type == "meta"
+
+
+class Edge(NamedTuple):
+    start: Any
+    to: Any
+
+
+@dataclass
+class Letter:
+    to: Any
+    text: Any
+
+
+@pytest.mark.parametrize(
+    "batch", [Edge(np.arange(3), np.arange(4)), {"start": np.arange(3), "to": np.arange(4)}, Letter(np.arange(4), "hi")]
+)
+def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, batch: Any) -> None:
+    placed = Placement([device], pin_memory=False)
+    moved = placed.finish(placed.begin(batch, sharded=False))
+    machine.finish()
+    assert type(moved) is type(batch)
+    assert (moved["to"] if isinstance(moved, dict) else moved.to).tolist() == [0, 1, 2, 3]
+    assert not any(what == "to" for what, _ in machine.log)
+
+
+def test_without_memory_for_what_moves_itself_there_is_made_room(
+    machine: Machine, device: torch.device, worker_pool: Pool
+) -> None:
+    machine.blocks = 2  # one in the consumer's hands, and one more
+    data = [np.full(WIDTH, i, np.float32) for i in range(48)]
+
+    def batchify(samples: list[Any]) -> Any:
+        return Bare(torch.from_numpy(np.stack(samples)), torch.zeros(1))
+
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=device, pool=worker_pool) as loader:
+        for number, batch in enumerate(loader):
+            machine.finish()
+            assert batch.values[:, 0].tolist() == [4.0 * number + i for i in range(4)]
+
+
+def test_what_they_raise_is_their_batchs_error_and_says_where(
+    machine: Machine, device: torch.device, pool: Pool
+) -> None:
+    data = [np.full(WIDTH, i, np.float32) for i in range(12)]
+    with ShardedDataLoader(data, 4, batchify_fn=_refuses_the_second, device=device, pool=pool) as loader:
+        batches = iter(loader)
+        assert next(batches).sizes.item() == 0
+        with pytest.raises(ValueError, match="I stay here") as caught:
+            next(batches)
+        notes = "\n".join(getattr(caught.value, "__notes__", []))
+        assert "raised while the batch was copied to privateuseone:0" in notes
+        assert "epoch 0, batch 1" in notes
+        assert next(batches).sizes.item() == 8
+
+
+class Stubborn(Bare):
+    def to(self, device: Any) -> Bare:
+        raise ValueError("I stay here")
+
+
+def _refuses_the_second(samples: list[Any]) -> Any:
+    first = torch.tensor(samples[0][0])
+    return (Stubborn if first == 4 else Bare)(torch.from_numpy(np.stack(samples)), first)
+
+
+def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    placed, log = Placement(None, pin_memory=True), []
+
+    class Pinning(_Ragged):
+        def pin_memory(self) -> Pinning:
+            log.append("asked")
+            return Pinning(self.values.pin_memory(), self.sizes)
+
+    sizes = torch.ones(2)
+    batch = placed.finish(placed.begin([Pinning(torch.ones(3), sizes), torch.Tensor], sharded=False))
+    assert (log, type(batch[0]), batch[1]) == (["asked"], Pinning, torch.Tensor)
+    assert batch[0].sizes is sizes
+
+
+def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError("only dense CPU tensors can be pinned")
+        return tensor.clone()
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    placed, sparse = Placement(None, pin_memory=True), torch.eye(3).to_sparse()
+    batch = placed.finish(placed.begin([sparse, torch.ones(3)], sharded=False))
+    assert batch[0] is sparse

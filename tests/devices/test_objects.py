@@ -1,0 +1,189 @@
+"""What the library does not copy itself never lies in pinned memory, so the user may copy from it at any time."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine, SimulatedStreams
+
+from sharded_loader import ProcessPool, ShardedDataLoader, empty
+from sharded_loader.execution.pools.base import Pool
+
+WIDTH = 4096
+"""Numbers per sample: a batch of four is larger than what goes through the pipe."""
+
+
+class Sample:
+    """An object without ``to``."""
+
+    def __init__(self, image: Any) -> None:
+        self.image = image
+
+
+class Slotted:
+    """The same without a dictionary."""
+
+    __slots__ = ("image",)
+
+    def __init__(self, image: Any) -> None:
+        self.image = image
+
+
+class Numbers(torch.Tensor):
+    """A tensor of the user's own class, which stays where it is."""
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        return self
+
+
+@dataclass
+class Record:
+    meta: Any
+
+
+class Named(collections.UserDict):  # type: ignore[type-arg]
+    pass
+
+
+def stacked(samples: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(samples))
+
+
+def in_slot(samples: list[Any]) -> torch.Tensor:
+    """The batch where the library would have put it."""
+    array = empty((len(samples), WIDTH), np.float32)
+    np.stack(samples, out=array)
+    return torch.from_numpy(array)
+
+
+def shared(samples: list[Any]) -> Any:
+    tensor = stacked(samples)
+    return {"x": tensor, "meta": Sample(tensor)}
+
+
+def viewed(samples: list[Any]) -> Any:
+    tensor = in_slot(samples)
+    return {"x": tensor, "meta": Sample(tensor[:, : WIDTH // 2])}
+
+
+Build = Callable[[list[Any]], Any]
+Find = Callable[[Any], Any]
+
+BATCHES: dict[str, tuple[Build, Find]] = {
+    "an object": (lambda samples: Sample(stacked(samples)), lambda batch: batch.image),
+    "with slots": (lambda samples: Slotted(stacked(samples)), lambda batch: batch.image),
+    "of the slot": (lambda samples: Sample(in_slot(samples)), lambda batch: batch.image),
+    "of arrays": (lambda samples: Sample(np.stack(samples)), lambda batch: torch.from_numpy(batch.image)),
+    "nested": (lambda samples: [{"a": (Sample(stacked(samples)),)}], lambda batch: batch[0]["a"][0].image),
+    "of objects": (lambda samples: Sample([Sample(stacked(samples))]), lambda batch: batch.image[0].image),
+    "in a dataclass": (lambda samples: Record(Sample(stacked(samples))), lambda batch: batch.meta.image),
+    "in a mapping": (lambda samples: Named(a=Sample(stacked(samples))), lambda batch: batch["a"].image),
+    "in a deque": (lambda samples: collections.deque([stacked(samples)]), lambda batch: batch[0]),
+    "in an object array": (lambda samples: np.array([Sample(stacked(samples))], object), lambda batch: batch[0].image),
+    "beside the same tensor": (shared, lambda batch: batch["meta"].image),
+    "beside a view": (viewed, lambda batch: batch["meta"].image),
+    "a tensor subclass": (lambda samples: stacked(samples).as_subclass(Numbers), lambda batch: batch),
+    "a sparse tensor": (lambda samples: Sample(stacked(samples).to_sparse()), lambda batch: batch.image._values()),
+    "dates": (
+        lambda samples: np.stack(samples).astype("i8").view("M8[s]"),
+        lambda batch: torch.from_numpy(batch.view("i8")),
+    ),
+    "long doubles": (
+        lambda samples: np.stack(samples).astype(np.longdouble),
+        lambda batch: torch.from_numpy(batch.view("f8")),
+    ),
+}
+
+
+def test_what_the_user_copies_does_not_lie_in_pinned_slots(machine: Machine, process_pool: ProcessPool) -> None:
+    def batchify(samples: list[Any]) -> Any:
+        return {kind: build(samples) for kind, (build, _) in BATCHES.items()}
+
+    data, pinned = [np.full(WIDTH, 1 + i, np.float32) for i in range(48)], set()
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=machine.devices[0], pool=process_pool) as loader:
+        for batch in loader:
+            pinned |= {kind for kind, (_, find) in BATCHES.items() if machine.holds(find(batch[kind]).data_ptr(), 1)}
+            del batch
+        assert machine.registered
+    assert (pinned, machine.faults) == (set(), [])
+
+
+def test_its_neighbours_are_still_copied_straight_from_the_slots(
+    machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[Any] = []
+    pin = SimulatedStreams.pin
+
+    def watched(self: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        pinned.append(host.shape)
+        return pin(self, host, stride)
+
+    monkeypatch.setattr(SimulatedStreams, "pin", watched)
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"x": stacked(samples), "meta": [Sample(stacked(samples)), "text", 3, None]}
+
+    data = [np.full(WIDTH, 1 + i, np.float32) for i in range(48)]
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=machine.devices[0], pool=process_pool) as loader:
+        list(loader)  # from here on the pool knows how large a batch is
+        pinned.clear()
+        for number, batch in enumerate(loader):
+            machine.finish()
+            for found in (batch["x"], batch["meta"][0].image):
+                assert found[:, -1].tolist() == [4.0 * number + i for i in range(1, 5)]
+            assert batch["meta"][1:] == ["text", 3, None]
+    assert (pinned, machine.faults) == ([], [])
+
+
+def test_the_users_own_copies_from_objects_are_intact(machine: Machine, pool: Pool) -> None:
+    device, found = machine.devices[0], []
+    streams = SimulatedStreams(machine, device)
+    data = [np.full(WIDTH, i, np.float32) for i in range(200)]
+
+    def batchify(samples: list[Any]) -> Any:
+        return Sample(stacked(samples))
+
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=device, pool=pool) as loader:
+        for batch in loader:
+            moved = streams.empty_like(batch.image)
+            start, nbytes, to = batch.image.data_ptr(), batch.image.nbytes, moved.data_ptr()
+            if machine.holds(start, nbytes):  # then the device reads it late; pageable memory the host reads at once
+                streams.copy(moved, batch.image)
+            else:
+                copied = batch.image.clone()
+                machine.stream(device).give(lambda to=to, copied=copied: _write(to, copied))
+            machine.kernel(device, moved, lambda values: found.append(values[:, 0].tolist()))
+            del batch
+        machine.finish()
+    assert found == [[4.0 * step + i for i in range(4)] for step in range(50)]
+
+
+def _write(to: int, source: torch.Tensor) -> None:
+    import ctypes
+
+    ctypes.memmove(to, source.data_ptr(), source.nbytes)
+
+
+def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) -> None:
+    """Nothing is pinned there, so nothing has to be copied out."""
+
+    def batchify(samples: list[Any]) -> Any:
+        return {"x": stacked(samples), "meta": Sample(stacked(samples))}
+
+    data = [np.full(WIDTH, i, np.float32) for i in range(48)]
+    with ShardedDataLoader(data, 4, batchify_fn=batchify, pool=process_pool) as loader:
+        list(loader)
+        for batch in loader:
+            spans = []
+            for segment in process_pool._crew.arena.segments:
+                whole = np.frombuffer(segment.mapping, np.uint8)
+                spans.append((whole.ctypes.data, whole.nbytes))
+                del whole
+            address = batch["meta"].image.data_ptr()
+            assert any(start <= address < start + nbytes for start, nbytes in spans)
