@@ -12,7 +12,7 @@ cannot be unpickled is one batch's error.
     CANCEL  run                             do not begin the tasks of this run
     BOARD            offset, size, name     where the worker notes what it is at (`execution.board`); likewise
     DEATH            a descriptor follows: the worker dies when its other end is closed
-    STACKS           write all Python stacks to stderr
+    STACKS           write all Python stacks to stderr, and end
     SEGMENT          number, size, name     shared memory; without a name a descriptor follows
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
