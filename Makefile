@@ -1,15 +1,18 @@
 # One command each on a machine with only Python >= 3.10:
-#   make demo      train the demo network
-#   make test      the tests but the slow ones
-#   make test-all  all tests
-#   make test-gpu  the tests that need a GPU, on a machine that has one
-#   make lint      ruff and mypy
-#   make docs      the documentation, as a site in site/ (begin at site/index.html)
-#   make clean     remove everything that the others made
+#   make demo          train the demo network
+#   make test          the tests but the slow ones
+#   make test-all      all tests
+#   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
+#   make test-gpu      the tests that need a GPU, on a machine that has one
+#   make lint          ruff and mypy
+#   make docs          the documentation, as a site in site/ (begin at site/index.html)
+#   make clean         remove everything that the others made
+# For one other Python: make test PYTHON=python3.13 VENV=.venv-python3.13
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
 # setup.cfg or constraints.txt change.
 
 PYTHON ?= python3
+PYTHONS = python3.10 python3.11 python3.12 python3.13
 VENV = .venv
 BIN = $(VENV)/bin
 INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
@@ -18,7 +21,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-gpu lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu lint docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -31,6 +34,10 @@ test: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# An environment for each, .venv-python3.10 and so on: from PyPI each brings a torch with CUDA, of 5 GB.
+test-pythons:
+	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$$python || exit; done
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480
@@ -46,7 +53,7 @@ docs: $(VENV)/docs.stamp
 	@echo "The documentation: open site/index.html (its search needs a server: python3 -m http.server -d site)"
 
 clean:
-	rm -rf $(VENV) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.

@@ -81,8 +81,8 @@ GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Makes a worker write its stacks to stderr, also while it holds the GIL: a signal that nobody else uses. Where there
-is none, the receiver thread does it when told to."""
+"""Makes a worker write its stacks to stderr and end, also while it holds the GIL: a signal that nobody else uses. Where
+there is none, the receiver thread does it when told to."""
 
 
 class _Worker:
@@ -119,6 +119,7 @@ class _Worker:
                     self._take_death_pipe(bytes(content).decode() or None)
                 elif kind == STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
+                    os._exit(1)
                 elif kind == SEGMENT:
                     self._attach(run, seq, bytes(content).decode() or None)
                 else:  # the user's objects are unpickled by the main thread
@@ -336,7 +337,10 @@ def main(
             limit_threads()
         if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
-                faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+                # Chained to the default action, the end of the process: it tells the trainer that the stacks are written.
+                faulthandler.unregister(STACKS_SIGNAL)
+                signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+                faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
         this = _Worker(conn, number, num_workers)
         this.start()
     except BaseException as error:  # no thread can be started, say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -102,13 +103,14 @@ def test_completion_offers_every_public_name_once() -> None:
 
 
 def test_every_attribute_of_a_loader_is_in_the_reference() -> None:
-    shown = find("sharded_loader.ShardedDataLoader").__doc__ or ""
+    # Without its indentation, which Python 3.13 takes away and others keep.
+    shown = inspect.getdoc(find("sharded_loader.ShardedDataLoader")) or ""
     assert "inherited_members: true" in PAGES["reference/loader.md"]
     # What the constructor sets hides the property below it from the reference.
     source = (ROOT / "sharded_loader" / "loader.py").read_text(encoding="utf-8")
     hidden = [name for name in vars(LoaderAttributes) if re.search(rf"^ +self\.{name} = ", source, re.MULTILINE)]
     assert hidden
-    assert [name for name in hidden if f"\n        {name}: " not in shown.partition("Attributes:")[2]] == []
+    assert [name for name in hidden if f"\n    {name}: " not in shown.partition("Attributes:")[2]] == []
 
 
 def test_every_public_name_has_an_example() -> None:

@@ -63,6 +63,11 @@ def hangs() -> None:
     time.sleep(1000)
 
 
+def stops_itself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
 def hangs_with_the_gil() -> None:
     while True:  # a signal, such as the one that asks for stacks, ends one sleep
         ctypes.PyDLL(None).sleep(30)

@@ -128,8 +128,7 @@ def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
             else:
                 seen.append([part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist())
         skipped = sorted(index for index, _ in loader.skipped)
-    # Python 3.12 and later warn of every fork beside threads.
-    return seen, skipped, [str(one.message) for one in warned if one.category is not DeprecationWarning]
+    return seen, skipped, [str(one.message) for one in warned]
 
 
 @covering(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -95,6 +96,33 @@ def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixtur
         while template_pid(pool) == first:  # until the kernel has got round to the worker
             list(loader)
     assert "sharded_loader: the template process" in capsys.readouterr().err
+
+
+def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> None:
+    # As in every program with torch: Python 3.12 and later warn of a fork beside threads.
+    ended = threading.Event()
+    beside = threading.Thread(target=ended.wait)
+    beside.start()
+    try:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            ShardedDataLoader(range(40), 4, pool=process_pool) as loader,
+        ):
+            warnings.simplefilter("always")
+            filters = list(warnings.filters)
+            list(loader)
+            os.kill(process_pool.pids[0], signal.SIGKILL)  # replaced: another fork
+            list(loader)
+            assert [str(warning.message) for warning in caught] == []
+            assert warnings.filters == filters  # they belong to all threads
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert ["fork" in str(warning.message) for warning in caught] == [True] * (sys.version_info >= (3, 12))
+    finally:
+        ended.set()
+        beside.join()
 
 
 def test_close_does_not_wait_for_a_template_that_hangs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -27,12 +28,14 @@ from recovery_samples import (
     hangs_with_the_gil,
     loader_arguments,
     nothing,
+    stops_itself,
     until_the_end,
     values_of,
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerDiedError, global_generators, sample_seed
 from sharded_loader.errors import WorkerTimeoutError
+from sharded_loader.execution import worker
 from sharded_loader.execution.board import IDLE, SAMPLE
 from sharded_loader.execution.messages import Job, Task
 from sharded_loader.execution.pools import crew, supervision, template
@@ -94,6 +97,44 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     if method != "forkserver":  # whose output is elsewhere
         stacks = capfd.readouterr().err
         assert f"in {how.__name__}" in stacks and "recovery_samples.py" in stacks
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(crew, "STACKS_GRACE", 60.0)
+    fail = Fails(stops_itself, tmp_path / "count")
+    pool = make_pool(method, 1, timeout=TIMEOUT, restarts=1)
+
+    done = threading.Event()
+
+    def continue_late() -> None:
+        while not done.wait(0.01):
+            if pool.pids and is_pending(pool.pids[0], worker.STACKS_SIGNAL):
+                time.sleep(0.3)  # as on a machine that has other things to do
+                os.kill(pool.pids[0], signal.SIGCONT)
+                return
+
+    with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+        late = threading.Thread(target=continue_late)
+        late.start()
+        _, errors = until_the_end(iter(loader))
+        done.set()
+        late.join()
+    assert [(error.batch, error.index) for error in errors] == [(BAD, 17)]
+    assert "in stops_itself" in capfd.readouterr().err
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a signal has been sent to a process that has not taken it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
 
 
 @FORK_FIRST
@@ -275,6 +316,7 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
 ) -> None:
     """As one inside the kernel, with a network file system that does not answer."""
     monkeypatch.setattr(template.ForkedWorker, "kill", lambda worker: None)
+    monkeypatch.setattr(crew.WorkerHandle, "dump_stacks", lambda handle: None)  # it takes no signal at all
     monkeypatch.setattr(crew, "KILLED_GRACE", 0.1)
     fail = Fails(hangs_with_the_gil, tmp_path / "count")
     pool = make_pool("fork", timeout=0.2 if ending == "a timeout" else None, restarts=1)

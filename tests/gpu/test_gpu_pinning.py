@@ -149,5 +149,4 @@ def test_unlocking_what_is_not_locked_harms_nobody(cuda: torch.device) -> None:
 def test_no_warning_where_nothing_is_refused(cuda: torch.device) -> None:
     with warnings.catch_warnings(), ShardedDataLoader(dataset(), 32, device=cuda, pool=ProcessPool(2)) as loader:
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*fork.*")
         read_all(loader)

@@ -47,6 +47,9 @@ takes apart its copy of the trainer's page tables (4 ms for 150 MB), and then th
 BUSY_GRACE = 0.005
 """The same for those that are in a batch. They would not notice before its end."""
 
+STACKS_GRACE = 1.0
+"""Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
+
 KILLED_GRACE = 3.0
 """Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
 that does not answer: nothing ends it before that does, so it is left behind."""
@@ -255,13 +258,13 @@ class WorkerHandle:
         return self.sentinel in noted and self.has_ended()
 
     def dump_stacks(self) -> None:
-        """Have the worker write its stacks to stderr, and give it a moment for that."""
+        """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
         if worker.STACKS_SIGNAL is None:
             self.link.send(pack_head(STACKS))
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, worker.STACKS_SIGNAL)
-        self.wait(0.1)
+        self.wait(STACKS_GRACE)
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of the process."""

@@ -31,12 +31,12 @@ import traceback
 import weakref
 from typing import Any
 
-import multiprocess
 from multiprocess import connection
 
 from sharded_loader.execution import worker
 from sharded_loader.execution.inheritance import ignore_signals
 from sharded_loader.execution.messages import NewJob
+from sharded_loader.execution.pools.forking import ForkedProcess
 from sharded_loader.execution.pools.link import NO_SIGNAL, send_descriptors
 from sharded_loader.execution.pools.starting import forget_process, starting_worker
 
@@ -78,7 +78,7 @@ class Template:
         self._control, theirs = socket.socketpair()
         try:
             # Not daemonic: those may have no children. It is forgotten at once, so nobody joins it.
-            process = multiprocess.get_context("fork").Process(
+            process = ForkedProcess(
                 target=_serve,
                 args=(theirs, self._control, new_job, num_workers),
                 name="sharded_loader-template",
@@ -297,7 +297,7 @@ def _fork(
             os.close(descriptor)
         return -errno.EMFILE
     conn = connection.Connection(descriptors[0])
-    process = multiprocess.get_context("fork").Process(
+    process = ForkedProcess(
         target=_work,
         args=(control, conn, descriptors[1], number, num_workers, handlers, new_job),
         name=f"sharded_loader-worker-{number}",
