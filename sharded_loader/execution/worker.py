@@ -337,7 +337,7 @@ def main(
             limit_threads()
         if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
-                # Chained to the default action, the end of the process: it tells the trainer that the stacks are written.
+                # Chained to the default action, the end of the process: so the trainer knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
