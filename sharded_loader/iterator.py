@@ -117,7 +117,7 @@ class EpochIterator(Iterator[Any]):
         """
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
-        run = self._begun()
+        run = self.run or self._begun()
         while True:
             try:
                 entry = self.pipeline.next(run)
@@ -153,9 +153,8 @@ class EpochIterator(Iterator[Any]):
             return batch, result.error
 
     def _begun(self) -> Run:
-        """The run, which begins now if this is the first batch."""
-        if self.run is None:
-            self._owner._begin(self)
+        """The run that begins now, with the first batch."""
+        self._owner._begin(self)
         assert self.run is not None
         return self.run
 

@@ -35,7 +35,7 @@ class EpochRequest(NamedTuple):
     """One call of ``set_epoch``.
 
     Attributes:
-        number: greater than those of all calls before.
+        number: greater than those of all calls before in this process.
         epoch: the argument.
     """
 
@@ -76,25 +76,29 @@ class EpochRequests:
     """
 
     def __init__(self, samplers: Iterable[Any]) -> None:
-        self._seen = 0
+        self._holders: list[Any] = []
+        self._seen: dict[int, EpochRequest | None] = {}
         self.listen(samplers)
 
     def listen(self, samplers: Iterable[Any]) -> None:
         """Listen to these samplers from now on; calls on the others do not count any more."""
-        self._holders = [holder for one in samplers if (holder := _holder(one)) is not None]
+        found = [holder for one in samplers if (holder := _holder(one)) is not None]
+        self._seen = {id(holder): self._seen.get(id(holder)) for holder in found}
+        self._holders = found
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""
-        requests: list[EpochRequest | None] = [holder.epoch_request for holder in self._holders]
-        latest = max((one for one in requests if one is not None), default=None)
-        if latest is None or latest.number <= self._seen:
+        # By identity: a sampler that was pickled brings a number that another process gave.
+        new = [holder.epoch_request for holder in self._holders if holder.epoch_request is not self._seen[id(holder)]]
+        if not new:
             return None
-        self._seen = latest.number
+        self.drop()
+        latest: EpochRequest = max(one for one in new if one is not None)
         return latest.epoch
 
     def drop(self) -> None:
         """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = next(_numbers)
+        self._seen = {id(holder): holder.epoch_request for holder in self._holders}
 
 
 def _holder(sampler: Any) -> Any:

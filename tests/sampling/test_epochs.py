@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -313,6 +315,19 @@ def test_a_sampler_that_nobody_can_listen_to_is_read_all_the_same() -> None:
     loader = ShardedDataLoader(range(40), 4, sampler=Slots())
     loader.set_epoch(2)
     assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
+
+
+def test_a_sampler_from_another_process_is_heard_as_well() -> None:
+    """Its calls were counted there."""
+    code = (
+        "import pickle, sys; from sharded_loader import RandomSampler; s = RandomSampler(12, seed=1);"
+        "[s.set_epoch(3) for _ in range(50000)]; sys.stdout.buffer.write(pickle.dumps(s))"
+    )
+    sampler = pickle.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    loader = ShardedDataLoader(range(LENGTH), 3, sampler=sampler)
+    assert loader.epoch == 3
+    sampler.set_epoch(1)
+    assert loader.epoch == 1
 
 
 def test_requests_are_taken_once_and_may_be_dropped() -> None:
