@@ -8,7 +8,8 @@
 
 A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a
 finished batch, ``__getitems__(indices)`` a list of samples; a wrapper has these methods exactly where what it
-wraps has them. ``_gather(indices, empty)`` is ``get_batch`` into memory from ``empty(shape, dtype)``.
+wraps has them. A subclass that overrides ``__getitem__`` alone is read sample by sample (see overrides).
+``_gather(indices, empty)`` is ``get_batch`` into memory from ``empty(shape, dtype)``.
 
 What can go wrong: an index out of range (IndexError with the length), columns of different lengths
 (ValueError at construction), samples whose structure differs in one batch (ValueError that names the field).
