@@ -15,6 +15,7 @@ import torch
 from sharded_loader import ConcatDataset, ShardedDataLoader, SimpleDataset, ThreadPool
 from sharded_loader.data import seeding
 from sharded_loader.data.seeding import owners
+from sharded_loader.errors import notes_of
 from sharded_loader.rng import SampleScope, reading
 
 
@@ -265,15 +266,14 @@ def test_an_object_that_cannot_be_seeded_is_named() -> None:
     loader = ShardedDataLoader(SimpleDataset(range(4)).transform(Holder(a=[Broken()]), seeded=True), 2)
     with pytest.raises(RuntimeError, match="no seed") as caught:
         next(iter(loader))
-    notes = "\n".join(getattr(caught.value, "__notes__", None) or map(str, caught.value.args))
-    assert "while transform(seeded=True) seeded fn.a[0]" in notes
+    assert "raised while transform(fn, seeded=True) seeded fn.a[0]" in notes_of(caught.value)
 
 
 def test_threads_use_a_shared_object_one_at_a_time() -> None:
     class Overlapping(Owns):
         inside = 0
         most = 0
-        # The first one waits until another thread has tried to come in, or half a second.
+        # A thread that is let in while another is inside says so. None is, so each waits in vain for a moment.
         second = threading.Event()
 
         def set_random_seed(self, seed: int) -> None:
