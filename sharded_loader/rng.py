@@ -255,6 +255,8 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """Like `sample_rng`, as a fresh CPU `torch.Generator` for functions that take ``generator=``.
 
+    A sample whose index comes several times in an epoch gets a generator with the same numbers each time.
+
     Args:
         index: as in `sample_rng`.
 

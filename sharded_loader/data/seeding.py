@@ -88,9 +88,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
             try:
                 owner.seed(key)
             except Exception as error:
-                add_note(
-                    error, f"sharded_loader: while transform(seeded=True) seeded {owner.path}, fn is the transform"
-                )
+                add_note(error, f"raised while transform(fn, seeded=True) seeded {owner.path}")
                 raise
         yield
 

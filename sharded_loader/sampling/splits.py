@@ -25,7 +25,8 @@ class SplitSampler(IndexSampler):
         part_index: which of them, from 0.
         even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
             are short, random samples of other parts are added.
-        repeat: how many times the part comes in one epoch, shuffled anew each time.
+        repeat: how many times the part comes in one epoch, in another order each time. A sample that comes again in
+            the epoch has the same `sample_rng`, so it is augmented in the same way.
         shuffle: whether to shuffle.
         seed: with the epoch it decides the order and the added samples. None draws one from torch's default
             generator (only if something is random).

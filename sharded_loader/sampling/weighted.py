@@ -25,7 +25,8 @@ class WeightedRandomSampler(IndexSampler):
     Args:
         weights: 1-D, one non-negative number per sample; they need not sum to one.
         num_samples: how many to draw per epoch.
-        replacement: whether an index may be drawn more than once in an epoch.
+        replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
+            epoch has the same `sample_rng`, so it is augmented in the same way.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
 
     Raises:

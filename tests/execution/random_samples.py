@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sharded_loader import sample_rng
+from sharded_loader import sample_generator, sample_rng, sample_seed
 
 
 class Numbers:
@@ -46,3 +48,134 @@ def jitter(index: int) -> Any:
 def draw_for_the_batch(samples: list[int]) -> Any:
     """A batchify function that draws."""
     return np.array([*samples, sample_rng().integers(1 << 30)])
+
+
+class DrawingByIndex(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return np.array([index, sample_rng(index).integers(1 << 30)])
+
+
+class DrawingInItems(DrawingByIndex):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class DrawingInBatchesButOne(DrawingInBatches):
+    """Index 3 cannot be read in bulk, nor alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise ValueError("bad sample")
+        return DrawingByIndex.__getitem__(self, index)  # type: ignore[arg-type]
+
+    def get_batch(self, indices: Any) -> Any:
+        if 3 in indices:
+            raise ValueError("bad batch")
+        return super().get_batch(indices)
+
+
+class DrawingEverywhere(Numbers):
+    """All that one sample can draw from."""
+
+    def __init__(self, unseeded: bool) -> None:
+        self.unseeded = unseeded
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        def globally() -> list[float]:
+            return [random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
+
+        drawn = globally() if self.unseeded else []
+        with sample_seed():
+            drawn += globally()
+        own = torch.rand((), dtype=torch.float64, generator=sample_generator()).item()
+        return np.array([*drawn, sample_rng().random(), own])
+
+
+class OwnsGenerator:
+    """As a transform of albumentations."""
+
+    def __init__(self) -> None:
+        self.set_random_seed(None)
+
+    def set_random_seed(self, seed: int | None) -> None:
+        self.generator, self.python = np.random.default_rng(seed), random.Random(seed)
+
+    def set_random_state(self, random_generator: Any, py_random: Any) -> None:
+        raise AssertionError("set_random_seed is there")
+
+    def __call__(self, *, image: Any) -> Any:
+        return np.append(image, [self.generator.random(), self.python.random()])
+
+
+class Pipeline(OwnsGenerator):
+    """As a pipeline of albumentations, which gives one seed to all its members."""
+
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+        super().__init__()
+
+    def set_random_seed(self, seed: int | None) -> None:
+        super().set_random_seed(seed)
+        for transform in self.transforms:
+            transform.set_random_seed(seed)
+
+    def __call__(self, *, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image=image)
+        return super().__call__(image=image)
+
+
+class OwnsState:
+    """As a transform of MONAI."""
+
+    def __init__(self) -> None:
+        self.R = np.random.RandomState()
+
+    def set_random_state(self, seed: int | None = None, state: Any = None) -> OwnsState:
+        if state is not None and not isinstance(state, np.random.RandomState):
+            raise TypeError("state must be a RandomState")
+        self.R = np.random.RandomState(seed) if state is None else state
+        return self
+
+    def __call__(self, image: Any) -> Any:
+        return np.append(image, self.R.uniform())
+
+
+class Several:
+    """As a pipeline of torchvision, which knows nothing of generators."""
+
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+PIPELINE = Pipeline([OwnsGenerator(), Pipeline([OwnsGenerator()])])
+
+
+def augment(image: Any) -> Any:
+    """As a function that calls a global pipeline with its keywords."""
+    return PIPELINE(image=image)
+
+
+def all_kinds() -> Several:
+    own = OwnsGenerator()
+    return Several([Several([OwnsState(), augment]), lambda image: own(image=image), OwnsState()])
+
+
+def killing(marker: Path, transform: Any, index: int) -> Any:
+    """The transform; over one sample the worker dies, once."""
+
+    def killing_once(image: Any) -> Any:
+        transformed = transform(image)
+        if image == index and not marker.exists():
+            marker.touch()
+            os._exit(1)
+        return transformed
+
+    return killing_once

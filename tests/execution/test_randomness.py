@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from random_samples import (
     Drawing,
+    DrawingByIndex,
+    DrawingEverywhere,
     DrawingGlobally,
     DrawingInBatches,
+    DrawingInBatchesButOne,
+    DrawingInItems,
     DrawingWithoutIndex,
     Numbers,
+    all_kinds,
+    augment,
     draw_for_the_batch,
     jitter,
+    killing,
 )
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, rng, sample_rng
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, rng, sample_rng
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.rng import SampleScope
 
@@ -61,6 +70,76 @@ def test_an_index_that_comes_twice_draws_the_same_twice_and_another_in_the_next_
     (batch,), (later,) = first, second
     assert batch[0] == batch[2] != later[0] == later[2]
     assert batch[0][0] == later[0][0] == 5
+
+
+@pytest.mark.parametrize("dataset", [DrawingByIndex(), DrawingInItems(), DrawingInBatches()])
+def test_what_an_index_draws_does_not_depend_on_its_batch(pool: Pool, dataset: Any) -> None:
+    sampler = [7, 7, 3, 7, 5]
+    (batches,) = epochs(dataset, pool, 1, batch_size=3, sampler=sampler)
+    alone = ShardedDataLoader(Drawing(), 1, seed=3)
+    assert [sample for batch in batches for sample in batch] == [alone.read(i, epoch=0).tolist() for i in sampler]
+
+
+def test_a_bulk_read_that_fails_changes_nothing_that_the_other_samples_draw(pool: Pool) -> None:
+    sampler = [7, 7, 3, 7, 5, 8]
+    (batches,) = epochs(DrawingInBatchesButOne(), pool, 1, batch_size=6, sampler=sampler, on_error="skip")
+    alone = ShardedDataLoader(Drawing(), 1, seed=3)
+    assert batches == [[alone.read(index, epoch=0).tolist() for index in sampler if index != 3]]
+
+
+def test_samples_repeated_to_fill_a_rank_draw_the_same_again(pool: Pool) -> None:
+    # Rank 1 has sample 1, and sample 1 again to be as long as rank 0.
+    options: dict[str, Any] = {"sampler": [1, 1, 0, 2, 5], "num_replicas": 2, "rank": 1, "batch_size": 3}
+    (batches,) = epochs(DrawingInBatches(), pool, 1, **options)
+    alone = ShardedDataLoader(Drawing(), 1, seed=3)
+    assert batches == [[alone.read(index, epoch=0).tolist() for index in (1, 2, 1)]]
+
+
+def test_no_two_generators_of_a_sample_draw_the_same(pool: Pool) -> None:
+    # While one thread has seeded the global generators, another that has not draws from those seeds.
+    unseeded = not isinstance(pool, ThreadPool)
+    dataset = SimpleDataset(DrawingEverywhere(unseeded)).transform(more_jitter, seeded=True)
+    dataset = SimpleDataset(dataset).transform(more_jitter, seeded=True)
+    (found,) = epochs(dataset, pool, 1, batchify_fn=drawing_too)
+    drawn = [number for batch in found for sample in batch for number in sample]
+    assert len(drawn) == 12 * (3 * unseeded + 5 + 3 + 3 + 1)
+    assert len(set(drawn)) == len(drawn) - 12 + 3  # the last one is of the batch
+
+
+def more_jitter(sample: Any) -> Any:
+    import random
+
+    import torch
+
+    return np.append(sample, [random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()])
+
+
+def drawing_too(samples: list[Any]) -> Any:
+    number = sample_rng().random()
+    return np.stack([np.append(sample, number) for sample in samples])
+
+
+def test_objects_with_generators_give_the_same_in_every_pool_if_seeded(new_pool: Callable[..., Pool]) -> None:
+    dataset = SimpleDataset(Numbers()).transform(all_kinds(), seeded=True).transform(augment, seeded=True)
+    expected = epochs(dataset, InlinePool())
+    assert epochs(dataset, new_pool(1)) == epochs(dataset, new_pool(3), prefetch=1, batch_size=4) == expected
+    drawn = [number for epoch in expected for batch in epoch for sample in batch for number in sample[1:]]
+    # No sample has the numbers of another, no object those of another, and no transform those of another.
+    assert len(set(drawn)) == len(drawn) == 2 * 12 * (1 + 8 + 2 + 1 + 8)
+
+
+def test_a_batch_that_is_built_again_has_the_same_augmentations(process_pool: ProcessPool, tmp_path: Path) -> None:
+    marker = tmp_path / "died"
+    dataset = SimpleDataset(Numbers()).transform(killing(marker, all_kinds(), 6), seeded=True)
+    found = epochs(dataset, process_pool, 1)
+    assert marker.exists()
+    assert found == epochs(dataset, InlinePool(), 1)
+
+
+def test_in_bulk_and_one_by_one_objects_draw_the_same(pool: Pool) -> None:
+    one_by_one = SimpleDataset(DrawingByIndex()).transform(all_kinds(), seeded=True)
+    in_bulk = SimpleDataset(DrawingInItems()).transform(all_kinds(), seeded=True)
+    assert epochs(in_bulk, pool) == epochs(one_by_one, InlinePool())
 
 
 def test_the_order_of_samples_and_their_batches_do_not_matter_to_what_they_draw(pool: Pool) -> None:

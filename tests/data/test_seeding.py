@@ -1,0 +1,300 @@
+"""A seeded transform seeds every object that it refers to, each with a key of its own."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import ConcatDataset, ShardedDataLoader, SimpleDataset, ThreadPool
+from sharded_loader.data import seeding
+from sharded_loader.data.seeding import owners
+from sharded_loader.errors import notes_of
+from sharded_loader.rng import SampleScope, reading
+
+
+class Owns:
+    """As a transform of albumentations."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def set_random_seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def __call__(self, image: Any = 0) -> Any:
+        return image
+
+
+class OwnsState:
+    """As a transform of MONAI."""
+
+    states: ClassVar[list[Any]] = []
+
+    def set_random_state(self, seed: int | None = None, state: Any = None) -> OwnsState:
+        self.states.append((seed, state))
+        return self
+
+    def __call__(self, image: Any) -> Any:
+        return image
+
+
+GLOBAL = Owns()
+
+
+class Only32Bits(Owns):
+    def set_random_seed(self, seed: int) -> None:
+        np.random.RandomState(seed)
+        super().set_random_seed(seed)
+
+
+class SeedOnly(Owns):
+    set_random_seed: Any = None
+
+    def set_random_state(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+
+class Slotted:
+    __slots__ = ("__hidden", "empty", "inner")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, image: Any) -> Any:
+        return self.inner(image)
+
+
+class Holder:
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def __call__(self, image: Any) -> Any:
+        return image
+
+    def method(self, image: Any) -> Any:
+        return image
+
+
+class OfClass:
+    shared = Owns()
+
+    def __call__(self, image: Any) -> Any:
+        return self.shared(image)
+
+
+class Calls:
+    def __call__(self, image: Any) -> Any:
+        return self.step(image)
+
+    def step(self, image: Any) -> Any:
+        return next(GLOBAL(one) for one in [image])
+
+
+class InModule(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aug = GLOBAL
+
+
+class Delegates:
+    """Asks its inner object for whatever it has not itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def decorated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(function)
+    def wrapper(image: Any) -> Any:
+        return function(image)
+
+    return wrapper
+
+
+def by_global(image: Any) -> Any:
+    return GLOBAL(image)
+
+
+def by_function(image: Any) -> Any:
+    return (lambda one: by_global(one))(image)
+
+
+def by_default(image: Any, *, aug: Any = GLOBAL) -> Any:
+    return aug(image)
+
+
+def of_closure(aug: Any) -> Callable[[Any], Any]:
+    return lambda image: aug(image)
+
+
+@pytest.mark.parametrize(
+    ("fn", "paths"),
+    [
+        (GLOBAL, ["fn"]),
+        (by_global, ["fn.globals['GLOBAL']"]),
+        (by_function, ["fn.globals['by_global'].globals['GLOBAL']"]),
+        (by_default, ["fn.defaults['aug']"]),
+        (decorated(by_global), ["fn.closure['function'].globals['GLOBAL']"]),
+        (of_closure(GLOBAL), ["fn.closure['aug']"]),
+        (functools.partial(by_default, aug=GLOBAL), ["fn.keywords['aug']"]),
+        (functools.partial(GLOBAL), ["fn.func"]),
+        (Holder(a=GLOBAL).method, ["fn.self.a"]),
+        (GLOBAL.__call__, ["fn.self"]),
+        (Holder(transforms=[Holder(transforms=(GLOBAL,))]), ["fn.transforms[0].transforms[0]"]),
+        (Holder(by={"image": GLOBAL, 2: Owns()}), ["fn.by['image']", "fn.by[2]"]),
+        (Slotted(GLOBAL), ["fn.inner"]),
+        (OfClass(), ["fn.class.shared"]),
+        (Calls(), ["fn.class.step.globals['GLOBAL']"]),
+        (Delegates(GLOBAL), ["fn.inner"]),
+        (torch.nn.Sequential(torch.nn.Identity(), InModule()), ["fn._modules['1'].aug"]),
+        (Holder(model=torch.nn.Linear(2, 2), kind=Owns, module=random, texts=["a"] * 10), []),
+        (lambda image: image.GLOBAL, []),
+        (np.flip, []),
+        (str, []),
+    ],
+)
+def test_objects_are_found_wherever_a_transform_refers_to_them(fn: Any, paths: list[str]) -> None:
+    assert [owner.path for owner in owners(fn)] == paths
+
+
+def test_circles_and_long_data_end() -> None:
+    circle = Holder(data=[[] for _ in range(10_000)], more=list(range(10**6)), z=GLOBAL)
+    circle.self = circle
+    assert [owner.path for owner in owners(circle)] == ["fn.z"]
+    wide = Holder(**{f"a{number}": Holder(b=Holder()) for number in range(5000)}, aa=GLOBAL)
+    assert len(owners(wide)) <= 1
+
+
+@pytest.fixture
+def scope(monkeypatch: pytest.MonkeyPatch) -> SampleScope:
+    made = SampleScope(5, 2)
+    monkeypatch.setattr(reading, "scope", made, raising=False)
+    return made
+
+
+def test_each_object_gets_seeds_of_its_own_that_depend_on_the_sample_alone(scope: SampleScope) -> None:
+    members = [Owns(), Owns()]
+    dataset = SimpleDataset(range(4)).transform(Holder(members=members), seeded=True)
+    for index in (0, 1, 0, 3):
+        scope.at(index)
+        dataset[index]
+    assert members[0].seeds[0] == members[0].seeds[2]
+    assert len({*members[0].seeds, *members[1].seeds}) == 6
+    assert all(0 <= seed < 2**63 for seed in members[0].seeds) and max(members[0].seeds) > 2**32
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: one,
+        lambda one: one.take(3).cache(),
+        lambda one: ConcatDataset([SimpleDataset([1]), one]),
+        lambda one: SimpleDataset(Within(one)),
+    ],
+)
+def test_no_two_transforms_seed_an_object_with_the_same(scope: SampleScope, wrap: Callable[[Any], Any]) -> None:
+    own = Owns()
+    dataset = wrap(wrap(SimpleDataset(range(4)).transform(own, seeded=True)).transform(own, seeded=True))
+    dataset = dataset.transform(own, seeded=True)
+    scope.at(0)
+    dataset[len(dataset) - 1]
+    assert len(set(own.seeds)) == len(own.seeds) == 3
+
+
+class Within:
+    """A dataset of the user's around another."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+def test_a_state_is_given_where_the_method_takes_one(scope: SampleScope) -> None:
+    OwnsState.states.clear()
+    scope.at(0)
+    SimpleDataset(range(4)).transform(OwnsState(), seeded=True)[0]
+    ((seed, state),) = OwnsState.states
+    assert seed is None and isinstance(state, np.random.RandomState)
+
+
+@pytest.mark.parametrize("kind", [Only32Bits, SeedOnly])
+def test_a_method_that_takes_only_small_seeds_gets_one(scope: SampleScope, kind: type[Owns]) -> None:
+    own = kind()
+    dataset = SimpleDataset(range(4)).transform(own, seeded=True)
+    for index in range(4):
+        scope.at(index)
+        dataset[index]
+    assert len(set(own.seeds)) == 4
+
+
+def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope: SampleScope, monkeypatch: Any) -> None:
+    own = Owns()
+    scope.at(0)
+    SimpleDataset(range(4)).transform(own)[0]
+    monkeypatch.setattr(reading, "scope", None)
+    SimpleDataset(range(4)).transform(own, seeded=True)[0]
+    assert not own.seeds
+
+
+def test_the_first_field_s_transform_is_seeded_too(scope: SampleScope) -> None:
+    own = Owns()
+    scope.at(1)
+    SimpleDataset([(1, 2), (3, 4)]).transform_first(own, seeded=True)[1]
+    assert len(own.seeds) == 1
+
+
+def test_an_object_that_cannot_be_seeded_is_named() -> None:
+    class Broken(Owns):
+        def set_random_seed(self, seed: int) -> None:
+            raise RuntimeError("no seed")
+
+    loader = ShardedDataLoader(SimpleDataset(range(4)).transform(Holder(a=[Broken()]), seeded=True), 2)
+    with pytest.raises(RuntimeError, match="no seed") as caught:
+        next(iter(loader))
+    assert "raised while transform(fn, seeded=True) seeded fn.a[0]" in notes_of(caught.value)
+
+
+def test_threads_use_a_shared_object_one_at_a_time() -> None:
+    class Overlapping(Owns):
+        inside = 0
+        most = 0
+        # A thread that is let in while another is inside says so. None is, so each waits in vain for a moment.
+        second = threading.Event()
+
+        def set_random_seed(self, seed: int) -> None:
+            Overlapping.inside += 1
+            Overlapping.most = max(Overlapping.most, Overlapping.inside)
+            if Overlapping.inside > 1:
+                self.second.set()
+
+        def __call__(self, image: Any = 0) -> Any:
+            self.second.wait(0.02)
+            Overlapping.inside -= 1
+            return image
+
+    dataset = SimpleDataset(range(12)).transform(Overlapping(), seeded=True)
+    with ShardedDataLoader(dataset, 2, pool=ThreadPool(3)) as loader:
+        assert sorted(value for batch in loader for value in batch.tolist()) == list(range(12))
+    assert Overlapping.most == 1
+
+
+def test_the_search_is_done_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    monkeypatch.setattr(seeding, "owners", lambda fn: searched.append(fn) or owners(fn))
+    list(ShardedDataLoader(SimpleDataset(range(12)).transform(Owns(), seeded=True), 4))
+    assert len(searched) == 3
