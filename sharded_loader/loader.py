@@ -76,7 +76,8 @@ class ShardedDataLoader(LoaderAttributes):
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
-        device: plain batches on this device.
+        device: plain batches on this device. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
+            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
         num_shards: split batches into that many shards, in host memory.
         shard_weights: shares of the shards, e.g. ``[2, 1]``. A positive weight gets at least one sample, while there

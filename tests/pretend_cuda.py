@@ -71,6 +71,7 @@ class Event:
         self.at = max(time.monotonic(), stream.busy_until)
 
     def query(self) -> bool:
+        assert not state.capturing, "an event is asked for while a graph is captured"
         return time.monotonic() >= self.at
 
     def synchronize(self) -> None:
@@ -137,6 +138,7 @@ class State:
         self.pinned: dict[int, int] = {}
         self.pending = 0
         self.mode = "default"
+        self.capturing = False
 
 
 state = State()
@@ -208,6 +210,23 @@ def waits() -> None:
     if state.mode == "error":
         raise RuntimeError("called a synchronizing CUDA operation")
     current_stream().synchronize()
+
+
+class CUDAGraph:
+    """Replays nothing: what was done while it was captured was done at once."""
+
+    def replay(self) -> None:
+        assert not state.capturing
+
+
+@contextlib.contextmanager
+def capture(graph: CUDAGraph) -> Iterator[None]:
+    state.capturing = True
+    try:
+        with use_stream(new_stream()):
+            yield
+    finally:
+        state.capturing = False
 
 
 def launch() -> None:
@@ -464,6 +483,9 @@ def install(gpus: int = 1) -> None:
         "get_device_properties": lambda device=None: types.SimpleNamespace(name="pretended", total_memory=TOTAL),
         "set_per_process_memory_fraction": lambda part, device=None: setattr(gpu(device), "limit", int(part * TOTAL)),
         "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: state.capturing,
+        "CUDAGraph": CUDAGraph,
+        "graph": capture,
     }
     for name, replacement in cuda.items():
         assert hasattr(torch.cuda, name), name
@@ -484,7 +506,7 @@ def install(gpus: int = 1) -> None:
 
 def pytest_configure(config: Any) -> None:
     os.environ.setdefault("GPU_TESTS_PART", "50")
-    install()
+    install(int(os.environ.get("PRETENDED_GPUS", "1")))
 
 
 if __name__ == "__main__":  # python pretend_cuda.py MODULE ARGUMENTS: a program, as `python -m` runs it

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_cuda import Cudart, needs_cuda
+from on_cuda import SECONDS, Cudart, needs_cuda, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices import pinning
+from sharded_loader.devices import lane, pinning, placement
 from sharded_loader.devices.pinning import PORTABLE, PinnedMemory, Registrar, address_of, clear_error
 from sharded_loader.devices.streams import Streams
+from sharded_loader.memory import arena
 from sharded_loader.memory.segments import Segment, create
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -130,8 +131,9 @@ def test_the_error_of_a_refused_segment_does_not_come_up_elsewhere(cuda: torch.d
     registrar = Registrar(Streams(cuda), lambda: None)
     undo = registrar.register(segment.mapping)
     assert undo is not None
+    assert registrar.register(segment.mapping) is undo  # who asks again, after an interruption, gets it again
     with pytest.warns(UserWarning, match="could not be page-locked"):
-        assert registrar.register(segment.mapping) is None
+        assert Registrar(Streams(cuda), lambda: None).register(segment.mapping) is None
     assert (torch.arange(1000, device=cuda) * 2).sum().item() == 999_000
     undo()
 
@@ -150,3 +152,55 @@ def test_no_warning_where_nothing_is_refused(cuda: torch.device) -> None:
     with warnings.catch_warnings(), ShardedDataLoader(dataset(), 32, device=cuda, pool=ProcessPool(2)) as loader:
         warnings.simplefilter("error")
         read_all(loader)
+
+
+def test_a_device_that_is_busy_for_long_is_not_waited_for_without_end(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays as it is: registered, and mapped."""
+    runtime = Cudart(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(placement, "CLOSING_SECONDS", 0.2)
+    loader = ShardedDataLoader(dataset(), 32, device=cuda, pool=ProcessPool(2))
+    batches = iter(loader)
+    held = [next(batches) for _ in range(4)]
+    torch.cuda.synchronize(cuda)
+    sleep(3 * SECONDS)
+    busy = torch.cuda.Event()
+    busy.record()
+    held.append(next(batches))  # the copies of those behind it wait for the device
+    with pytest.warns(UserWarning, match="has not done its copies within"):
+        loader.close()
+    assert not busy.query()
+    assert runtime.registered
+    torch.cuda.synchronize(cuda)
+    for number, batch in enumerate(held):
+        assert batch[:, 0].tolist() == [float(WIDTH) * (32 * number + i) for i in range(32)]
+    for address in list(runtime.registered):
+        assert int(runtime.cudaHostUnregister(address)) == 0
+    del batch, held, batches
+    for left in (arena.LEFT_ALONE, lane.LEFT_ALONE):
+        left.clear()
+
+
+def test_an_interruption_after_the_registration_leaves_nothing_registered(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Cudart(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    register = Registrar(Streams(cuda), lambda: None).register
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(mapping: mmap.mmap) -> Any:
+        undo = register(mapping)
+        if interrupts:
+            raise interrupts.pop()
+        return undo
+
+    made = arena.Arena(None, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.take(1 << 20)
+    slot = made.take(1 << 20)
+    assert slot is not None and made.is_registered(slot)
+    made.close()
+    assert (runtime.registered, runtime.calls) == ({}, 1)

@@ -109,6 +109,15 @@ def test_no_context_appears_on_a_device_that_nobody_named() -> None:
     subprocess.run([sys.executable, "-c", NO_OTHER_CONTEXT], check=True, timeout=100)
 
 
+@needs_two
+def test_the_gpu_of_another_rank_is_warned_of_once(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.warns(UserWarning, match=r"several processes would share cuda:0.*set_device\(1\)") as caught:
+        with ShardedDataLoader(dataset(), 8, device="cuda", num_workers=2) as loader:
+            list(loader)
+    assert sum("would share" in str(warning.message) for warning in caught) == 1
+
+
 # -- replicas -------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from on_cuda import PART, OnCuda, host_values, lanes_of, needs_cuda, sleep
 from stress import order_of, rows, stress
+from torch.nn.utils.rnn import pack_sequence
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.data.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
 from sharded_loader.devices.streams import Streams
 from sharded_loader.execution.pools.base import Pool
@@ -83,6 +85,85 @@ def test_the_users_own_copies_of_pinned_batches_are_intact(cuda: torch.device, p
                 done += 1
     assert done >= STEPS
     assert target.wrong() == (done, 0)
+
+
+class Sample:
+    """An object that does not move itself."""
+
+    def __init__(self, values: torch.Tensor, labels: torch.Tensor) -> None:
+        self.values = values
+        self.labels = labels
+
+
+class Moving(Sample):
+    """One that does, and leaves something on the host."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Moving:
+        return Moving(self.values.to(device, non_blocking=non_blocking), self.labels)
+
+
+def test_the_users_own_copies_from_objects_are_intact(cuda: torch.device, process_pool: ProcessPool) -> None:
+    """The object is dropped as soon as its copy has been asked for; the copy comes late."""
+    target = OnCuda(cuda, COUNT, WIDTH)
+    with ShardedDataLoader(
+        rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, device=cuda, pool=process_pool, batchify_fn=_as_sample
+    ) as loader:
+        for epoch in range(EPOCHS):
+            loader.set_epoch(epoch)
+            target.begin_epoch(order_of(loader, epoch))
+            for number, batch in enumerate(loader):
+                sleep(800_000)
+                moved = [batch.values.to(cuda, non_blocking=True), batch.labels.to(cuda, non_blocking=True)]
+                del batch
+                target.compare(moved, number * BATCH)
+    assert target.wrong() == (EPOCHS * COUNT // BATCH, 0)
+
+
+def _as_sample(samples: list[Any]) -> Sample:
+    values, labels = default_batchify_fn(samples)
+    return Sample(values, labels)
+
+
+def _as_moving(samples: list[Any]) -> list[Moving]:
+    values, labels = default_batchify_fn(samples)
+    return [Moving(values, labels)]
+
+
+def test_objects_that_move_themselves_are_intact_on_changing_streams(cuda: torch.device, worker_pool: Pool) -> None:
+    target, rng = OnCuda(cuda, COUNT, WIDTH), random.Random(9)
+    streams = [torch.cuda.current_stream(cuda), torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
+    with ShardedDataLoader(
+        rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, device=cuda, pool=worker_pool, batchify_fn=_as_moving
+    ) as loader:
+        for epoch in range(EPOCHS):
+            loader.set_epoch(epoch)
+            target.begin_epoch(order_of(loader, epoch))
+            batches = iter(loader)
+            for number in range(len(loader)):
+                with torch.cuda.stream(rng.choice(streams)):
+                    (batch,) = next(batches)
+                    assert (batch.values.device, batch.labels.device.type) == (cuda, "cpu")
+                    target.compare([batch.values, batch.labels.to(cuda)], number * BATCH)
+                    shapes = [(batch.values.shape, batch.values.dtype)]
+                    del batch
+                    target.delay(rng, loader)
+                    target.poison(shapes)
+    assert target.wrong() == (EPOCHS * COUNT // BATCH, 0)
+
+
+def _packed(samples: list[Any]) -> Any:
+    return {"packed": pack_sequence([torch.as_tensor(sample) for sample in samples], enforce_sorted=False)}
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host(cuda: torch.device, process_pool: ProcessPool) -> None:
+    data = [torch.full((1 + i % 5, 64), float(i)) for i in range(64)]
+    with ShardedDataLoader(data, 8, device=cuda, pool=process_pool, batchify_fn=_packed) as loader:
+        for number, batch in enumerate(loader):
+            packed = batch["packed"]
+            assert (packed.data.device, packed.batch_sizes.device.type) == (cuda, "cpu")
+            assert not packed.batch_sizes.is_pinned() or packed.batch_sizes.numel() == 0
+            expected = [float(i) for i in range(8 * number, 8 * number + 8) for _ in range(1 + i % 5)]
+            assert sorted(packed.data[:, 0].tolist()) == expected
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharded_loader import parallel
 from sharded_loader.parallel import Replicas
@@ -204,3 +205,96 @@ def test_a_size_for_every_shard_of_the_last_run():
     replicas.run(lambda m, x: m(x).mean().backward(), [torch.ones(3, 1), torch.ones(3, 1)])
     with pytest.raises(ValueError, match="the last run had 2 shards"):
         replicas.reduce_grads([3])
+
+
+class Transfers(TorchDispatchMode):
+    """Counts what is done, by name and by the device of the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = [x for x in args if isinstance(x, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and inputs and any(x.device != out.device for x in inputs):
+            self.done.append(("moved", str(func)))
+        elif str(func) == "aten.clone.default":
+            self.done.append(("cloned", out.device.type))
+        return out
+
+
+def mixed_net():
+    layers = [torch.nn.Linear(3, 3) for _ in range(10)]
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2).bfloat16())
+
+
+def test_copies_are_made_on_their_own_devices():
+    model = mixed_net()
+    with Transfers() as transfers:
+        replicas = Replicas(model, ["cpu", torch.device("meta"), torch.device("meta")])
+    assert ("cloned", "cpu") not in transfers.done
+    for replica in replicas.models[1:]:
+        assert {tensor.device.type for tensor in replica.state_dict().values()} == {"meta"}
+        assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_a_broadcast_is_one_copy_per_dtype_and_replica():
+    replicas = Replicas(mixed_net(), ["cpu", torch.device("meta"), torch.device("meta")])
+    with Transfers() as transfers:
+        replicas.broadcast()
+    # float32, bfloat16, and the int64 of the batch norm's counter.
+    assert [what for what, _ in transfers.done].count("moved") == 2 * 3
+
+
+def test_what_is_copied_in_one_go_is_bounded(monkeypatch):
+    monkeypatch.setattr(parallel, "BUCKET_BYTES", 100)
+    tensors = [torch.zeros(10), torch.zeros(10), torch.zeros(10), torch.zeros(100), torch.zeros(5), torch.zeros(0)]
+    assert parallel._buckets(tensors) == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_tensors_that_are_sent_together_arrive_as_they_were():
+    tensors = [
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).T,
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.randn(5).expand(2, 5),
+    ]
+    for sent, tensor in zip(parallel._sent(tensors, torch.device("cpu")), tensors, strict=True):
+        assert torch.equal(sent, tensor)
+        assert sent.data_ptr() != tensor.data_ptr() or not tensor.numel()
+
+
+def test_gradients_of_another_device_are_one_copy_per_dtype(monkeypatch):
+    """Every gradient counts as one of another device here, and is copied."""
+    model = mixed_net()
+    replicas = Replicas(model, ["cpu", "cpu"])
+    sent = []
+
+    def send(tensors, device):
+        sent.append([tensor.shape for tensor in tensors])
+        return [tensor.clone() for tensor in tensors]
+
+    real = parallel._moved
+    monkeypatch.setattr(parallel, "_sent", send)
+    monkeypatch.setattr(parallel, "_moved", lambda tensors, device: real(tensors, torch.device("meta")))
+    for replica in replicas.models:
+        for parameter in replica.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    replicas.reduce_grads([1, 3])
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert len(sent) == 2 * 2  # float32 and bfloat16, of both replicas
+
+
+def test_parameters_of_a_class_of_their_own_are_copied_as_they_know_how():
+    class Own(torch.nn.Parameter):
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    model.weight = Own(model.weight.detach())
+    model.register_buffer("marked", torch.ones(1))
+    model.marked.note = "kept"
+    copied = Replicas(model, ["cpu", "cpu"]).models[1]
+    assert type(copied.weight) is Own and copied.weight is not model.weight
+    assert copied.marked.note == "kept" and copied.marked is not model.marked

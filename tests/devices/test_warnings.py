@@ -1,0 +1,205 @@
+"""What a user of devices is told: whose error it was, whose GPU it is, what cannot be done."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated import Machine, SimulatedStreams
+
+from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader.devices import names, placement
+from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.streams import is_late
+from sharded_loader.execution.pools.base import Pool
+
+
+def dataset() -> ArrayDataset:
+    return ArrayDataset(np.arange(64))
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+# -- errors of earlier work -----------------------------------------------------------------------------------
+
+LATE = [RuntimeError("CUDA error: device-side assert triggered"), RuntimeError("HIP error: invalid device function")]
+if hasattr(torch, "AcceleratorError"):
+    LATE.append(torch.AcceleratorError("an illegal memory access was encountered"))
+
+
+@pytest.mark.parametrize("error", LATE, ids=repr)
+@pytest.mark.parametrize("where", ["copy", "wait"])
+def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, error: RuntimeError, where: str
+) -> None:
+    def fail(self: SimulatedStreams, *arguments: Any) -> None:
+        raise error
+
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        machine.finish()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedStreams, where, fail)
+            # What was begun before is handed out still.
+            with pytest.raises(type(error)) as caught:
+                for _ in range(4):
+                    next(batches)
+    notes = notes_of(caught.value)
+    assert "the cause may be an earlier kernel" in notes
+    assert notes.count("CUDA_LAUNCH_BLOCKING=1") == 1
+    assert "raised while the batch was copied" not in notes
+    assert "loader.read(" not in notes  # no sample is the cause
+    assert "epoch 0, batch" in notes  # when it was noticed
+
+
+def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(self: Lane, host: Any) -> Any:
+        raise RuntimeError("cannot pin")
+
+    monkeypatch.setattr(Lane, "begin", begin)
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0]) as loader, pytest.raises(RuntimeError) as caught:
+        next(iter(loader))
+    assert "raised while the batch was copied to privateuseone:0" in notes_of(caught.value)
+    assert "loader.read(" in notes_of(caught.value)
+
+
+def test_no_memory_is_not_an_error_of_earlier_work() -> None:
+    assert not is_late(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert not is_late(RuntimeError("CUDA error: out of memory"))
+    assert not is_late(ValueError("CUDA error"))
+
+
+# -- graph captures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
+) -> None:
+    monkeypatch.setattr(placement, "is_capturing", lambda kind: kind == "privateuseone" and capturing)
+    with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool, resident=resident) as loader:
+        capturing, batches = False, iter(loader)
+        seen = [next(batches)]
+        capturing, before = True, list(machine.log)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"graph is being captured.*static\.copy_\(next\(batches\)\)"):
+                next(batches)
+        with pytest.raises(RuntimeError, match="graph is being captured"):
+            loader.peek()
+        assert machine.log == before  # nothing has been done that could break the capture
+        capturing = False
+        seen += batches
+        machine.finish()
+    assert [batch.tolist() for batch in seen] == [list(range(i, i + 4)) for i in range(0, 64, 4)]
+
+
+def test_pinning_inside_a_capture_is_rejected_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(placement, "is_capturing", lambda kind: kind == "cuda")
+    batches = iter(ShardedDataLoader(dataset(), 4, pin_memory=True))
+    with pytest.raises(RuntimeError, match="graph is being captured"):
+        next(batches)
+
+
+def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "is_capturing", lambda kind: True)
+    assert next(iter(ShardedDataLoader(dataset(), 4))).tolist() == [0, 1, 2, 3]
+
+
+# -- one process per GPU --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    found = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(names, "accelerators", lambda: found)
+    for variable in names._LOCAL_RANKS:
+        monkeypatch.delenv(variable, raising=False)
+    return found
+
+
+CUDA, FIRST, SECOND = torch.device("cuda"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("variable", names._LOCAL_RANKS)
+def test_the_gpu_of_another_rank_is_warned_of(
+    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.warns(UserWarning, match=rf"means cuda:0.*{variable} is 1.*torch\.cuda\.set_device\(1\)"):
+        names.warn_of_rank(CUDA, FIRST)
+
+
+def test_a_process_group_tells_the_rank_too(two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    with pytest.warns(UserWarning, match=r"rank 5 of the process group.*cuda:1"):
+        names.warn_of_rank(CUDA, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "rank", "count"),
+    [
+        pytest.param(CUDA, FIRST, "0", 2, id="the first process"),
+        pytest.param(CUDA, FIRST, None, 2, id="no ranks"),
+        pytest.param(CUDA, FIRST, "x", 2, id="no number"),
+        pytest.param(CUDA, SECOND, "1", 2, id="set_device was called"),
+        pytest.param(FIRST, FIRST, "1", 2, id="on purpose"),
+        pytest.param(CUDA, FIRST, "1", 1, id="each process sees its own GPU"),
+        pytest.param(torch.device("cpu"), torch.device("cpu"), "1", 2, id="no GPU"),
+    ],
+)
+def test_whoever_has_its_own_gpu_is_not_warned(
+    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: Any, found: Any, rank: Any, count: int
+) -> None:
+    del two_gpus[count:]
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names.warn_of_rank(name, found)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device, first = torch.device("privateuseone"), machine.devices[0]
+    monkeypatch.setattr(placement, "indexed", lambda device: first)
+    with (
+        pytest.warns(UserWarning, match="several processes would share privateuseone:0") as caught,
+        ShardedDataLoader(dataset(), 4, device=device, pool=pool, resident=resident) as loader,
+    ):
+        for _ in range(2):
+            list(loader)
+    assert len(caught) == 1
+
+
+# -- a Mac ----------------------------------------------------------------------------------------------------
+
+
+def test_pin_memory_on_a_mac_is_one_warning_and_has_no_effect(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mps has no pinned memory")
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with (
+        pytest.warns(UserWarning, match="pin_memory=True has no effect.*mps") as caught,
+        ShardedDataLoader(dataset(), 4, pin_memory=True, pool=pool) as loader,
+    ):
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert len(caught) == 1
+
+
+def test_pin_memory_beside_a_device_warns_of_no_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Placement([torch.device("cpu")], pin_memory=True)
