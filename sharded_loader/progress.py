@@ -129,7 +129,8 @@ class Progress:
             ValueError: the dataset has changed its length since a place in it was loaded.
         """
         place = self._place()
-        if place is not None and self._length != self._order.dataset_length:
+        moved = place is not None and (place != Place(place.epoch) or self._order.rolls_over)
+        if place is not None and moved and self._length != self._order.dataset_length:
             raise ValueError(
                 f"the loaded state is a place in a dataset of {self._length} samples, and loader.refresh() found "
                 f"{self._order.dataset_length}: drop the place with set_epoch({place.epoch + 1}), and begin any epoch"
@@ -212,7 +213,7 @@ class Progress:
         self._order.set_epoch(place.epoch)
         self._shown = None
         self._restarts = False
-        self._pending = None if place == Place(place.epoch) and not self._order.rolls_over else place
+        self._pending = place
         self._length = saved.dataset_length
         return changed
 

@@ -76,11 +76,11 @@ class Tally:
 
 @dataclass
 class Reading:
-    """An iterator that is alive, and how far it is."""
+    """An iterator that is alive, and how far it is. Before its first batch it is in no epoch."""
 
     iterator: Any
-    epoch: int
-    expected: list[Any]
+    epoch: int | None = None
+    expected: list[Any] = field(default_factory=list)
     at: int = 0
     ended: bool = False
 
@@ -116,6 +116,7 @@ class Round:
 
     def run(self) -> None:
         faults = [self.kill, self.kill_template, self.resume, self.leave, self.refresh, self.another, self.stop_beside]
+        faults += [self.look, self.look]
         try:
             for _ in range(self.rng.choice([5, 20, 60])):
                 self.tally.step()
@@ -140,17 +141,18 @@ class Round:
                 self.check_held()
 
     def begin(self) -> None:
-        expected = self.reference.epoch(self.next_epoch, self.version)
+        """An iterator. Its epoch begins with its first batch."""
+        self.check_place()
+        self.readings.append(Reading(iter(self.loader)))
+
+    def check_place(self) -> None:
         place = self.loader.epoch, self.loader.position
         # Batches of which no sample is good are counted, but not delivered.
         if place[0] != self.place()[0] or (place != self.place() and self.recipe.on_error == "raise"):
             self.differ(f"at {place} instead of {self.place()}")
-        self.last = Reading(iter(self.loader), self.next_epoch, expected, self.pending)
-        self.pending = 0
-        self.readings.append(self.last)
-        self.next_epoch += 1
 
     def take(self, reading: Reading) -> None:
+        self.check_place()
         batches: list[Any] = []
         while True:
             try:
@@ -162,6 +164,10 @@ class Round:
                 if not self.closing:
                     raise
                 return self.resume()
+        if reading.epoch is None:
+            reading.epoch, reading.at = self.next_epoch, self.pending
+            reading.expected = self.reference.epoch(self.next_epoch, self.version)
+            self.next_epoch, self.pending = self.next_epoch + 1, 0
         self.last = reading
         expected = reading.expected[reading.at] if reading.at < len(reading.expected) else None
         self.tally.batches += 1
@@ -192,6 +198,8 @@ class Round:
     def drop(self, reading: Reading) -> None:
         self.readings.remove(reading)
         reading.iterator = None
+        if self.recipe.bad:
+            gc.collect()  # an error that was raised in this thread knows the frames that held the iterator
 
     def check_held(self) -> None:
         batch, as_it_was = self.held.popleft()
@@ -271,15 +279,70 @@ class Round:
         self.make_loader()
         self.loader.load_state_dict(json.loads(json.dumps(state)))
         self.tally.faults["resumed elsewhere"] += 1
+        # After the last batch it is the next epoch, unless there is another one, of which no sample is good.
+        over = at and at == len(self.reference.epoch(epoch, self.version))
+        if over and (self.recipe.on_error == "raise" or self.loader.epoch == epoch + 1):
+            epoch, at = epoch + 1, 0
         self.last, self.next_epoch, self.pending = None, epoch, at
         self.begin()
 
     def place(self) -> tuple[int, int]:
         """Epoch and batch where the loader must say that it is."""
         last = self.last
-        if last is not None and not last.ended and (last.epoch + 1 == self.next_epoch or last in self.readings):
+        if (
+            last is not None
+            and last.epoch is not None
+            and not last.ended
+            and (last.epoch + 1 == self.next_epoch or last in self.readings)
+        ):
             return last.epoch, last.at
         return self.next_epoch, self.pending
+
+    def look(self) -> None:
+        """Look at the loader and its samplers, begin iterators and drop them: the loader stays where it is."""
+        if self.closing:
+            return
+        loader = self.loader
+        looks: dict[str, Callable[[], Any]] = {
+            "repr": lambda: repr([loader, loader.sampler, loader.batch_sampler]),
+            "len": lambda: [len(loader), len(loader.batch_sampler), len(iter(loader))],
+            "iterator dropped unread": lambda: iter(loader),
+            "sampler iterated": lambda: list(loader.sampler or ()),
+            "batch_sampler iterated": lambda: list(loader.batch_sampler),
+            "batch_sampler begun": lambda: next(iter(loader.batch_sampler), None),
+            "peek": self.peek,
+            "another loader over the sampler": self.read_beside,
+        }
+        name = self.rng.choice(list(looks))
+        before = loader.state_dict(), loader.epoch, loader.position, len(loader)
+        looks[name]()
+        after = loader.state_dict(), loader.epoch, loader.position, len(loader)
+        if after != before:
+            self.differ(f"looked at: {name}: {before} before, {after} after")
+        self.tally.faults[f"looked at: {name}"] += 1
+
+    def peek(self) -> None:
+        try:
+            got = outcome(self.loader.peek() for _ in [None])
+        except IndexError:
+            got = None
+        expected = [*self.reference.epoch(self.next_epoch, self.version), None][self.pending]
+        if got != expected:
+            self.differ(f"peek at epoch {self.next_epoch}: {got!r:.400}\n    expected: {expected!r:.400}")
+
+    def read_beside(self) -> None:
+        """Another loader reads the same sampler, from its own first epoch on."""
+        with self.recipe.loader(
+            self.dataset, sampler=self.loader.sampler, batch_sampler=self.loader.batch_sampler
+        ) as one:
+            epoch = self.rng.choice([None, 0, self.next_epoch])
+            if epoch is not None:
+                one.set_epoch(epoch)
+            expected = self.reference.epoch(epoch or 0, self.version)
+            iterator = iter(one)
+            for batch in expected[: self.rng.choice([1, 3, 1000])]:
+                if (got := outcome(iterator)) != batch:
+                    self.differ(f"beside, epoch {one.epoch}: {got!r:.400}\n    expected: {batch!r:.400}")
 
     def stop_beside(self) -> None:
         """``close()`` from another thread, in the middle of an epoch; then resumed elsewhere."""

@@ -125,7 +125,10 @@ class Recipe:
     def dataset(self) -> Any:
         return self.kind(self.length, self.bad)
 
-    def loader(self, dataset: Any, **reading: Any) -> ShardedDataLoader:
+    def loader(
+        self, dataset: Any, *, sampler: Any = None, batch_sampler: Any = None, **reading: Any
+    ) -> ShardedDataLoader:
+        """A loader; with the samplers of another one, over those."""
         order: dict[str, Any] = {"batch_size": self.batch_size, "last_batch": self.last_batch}
         lengths = [3 + index % 5 * 40 for index in range(self.length)]
         if self.order == "shuffled":
@@ -140,6 +143,10 @@ class Recipe:
             order = {"batch_sampler": FixedBucketSampler(lengths, self.batch_size, num_buckets=3, shuffle=True)}
         elif self.order == "sorted buckets":
             order = {"batch_sampler": SortedBucketSampler(lengths, self.batch_size, shuffle=True)}
+        if "batch_sampler" in order and batch_sampler is not None:
+            order["batch_sampler"] = batch_sampler
+        elif sampler is not None:
+            order |= {"sampler": sampler, "shuffle": False}
         if self.kind is Ragged:
             order["batchify_fn"] = batchify.Pad(pad_val=-1)
         return ShardedDataLoader(

@@ -277,7 +277,8 @@ class Reader:
             for shard in shards:
                 before, bad = bad, bad + sum(sample is _BAD for sample in shard)
                 if bad - before == len(shard):
-                    error = skipped[bad - 1][1]
+                    # It is raised, not skipped. `loader.skipped` would keep its frames, and with them the iterator.
+                    _, error = skipped.pop(bad - 1)
                     set_notes(error, [_KEPT, *notes_of(error)])
                     raise error
         read_at = [list(_as_list(indices)) for indices in task.shards]

@@ -72,8 +72,9 @@ class Source:
     arrays: bool = False
 
     @property
-    def drops_last(self) -> bool:
-        return self.batch_size is not None and self.batches.last_batch == "discard"
+    def cuts(self) -> bool:
+        """Whether the last items of an epoch may belong to no batch of it."""
+        return any(getattr(one, "last_batch", "keep") != "keep" for one in nested(self.batches))
 
     @property
     def rollover(self) -> bool:
@@ -170,7 +171,7 @@ class EpochReading:
         mark, source = self._place.mark, self._source
         if mark is not None and mark.finished and not source.rollover:
             return True
-        if mark is not None and not source.rollover and not source.drops_last:
+        if mark is not None and not source.cuts:
             return False  # a sampler of another library may yield more than its length says
         try:
             return self._course.length() == 0

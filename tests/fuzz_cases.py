@@ -1,0 +1,520 @@
+"""What the fuzz test draws: datasets and orders of every kind.
+
+KINDS[name](length, bad) -> Kind        a dataset, what its samples are made into, where a batch shows its indices
+draw_order(rng, kind)    -> Order       samplers or batch samplers, ours and others', and what they must yield
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data as torch_data
+
+from sharded_loader import (
+    ArrayDataset,
+    BatchSampler,
+    BoundedBudgetSampler,
+    FilterSampler,
+    FixedBucketSampler,
+    IntervalSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    ShardedBatchSampler,
+    SimpleDataset,
+    SortedBucketSampler,
+    SortedSampler,
+    SplitSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    batchify,
+    sample_generator,
+    sample_rng,
+)
+from tests.naive import collate, shares
+
+# -- datasets --------------------------------------------------------------------------------------------------------
+
+
+class BadSample(ValueError):
+    """Cannot be made from its text alone."""
+
+    def __init__(self, index: int, what: str) -> None:
+        super().__init__(index, what)
+        self.index = index
+
+
+class Plain:
+    """Samples are (index, drawn number); those in ``bad`` raise."""
+
+    def __init__(self, length: int, bad: frozenset[int] = frozenset()) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def numbers(self, index: int, rng: np.random.Generator) -> Any:
+        if index in self.bad:
+            raise BadSample(index, "is bad")
+        return np.array([index, rng.integers(1 << 30)])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.numbers(index, sample_rng())
+
+
+class Dicts(Plain):
+    def __getitem__(self, index: int) -> Any:
+        torchs = torch.randint(1 << 30, (2, 2), generator=sample_generator())
+        return {
+            "numbers": super().__getitem__(index),
+            "inner": {"name": f"sample {index}", "third": index / 3},
+            5: torchs,
+        }
+
+
+class Ragged(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return np.resize(super().__getitem__(index), 2 + index % 5)
+
+
+class Batches(Plain):
+    """Read in bulk: whole batches. Uses up the list that it is given."""
+
+    def get_batch(self, indices: Any) -> Any:
+        rows = [self.numbers(index, sample_rng(index)) for index in map(int, indices)]
+        if isinstance(indices, list):
+            indices.clear()
+        return torch.from_numpy(np.stack(rows))
+
+
+class Items(Plain):
+    """Read in bulk: lists of samples."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.numbers(index, sample_rng(index)) for index in indices]
+
+
+class Told(Plain):
+    """Wants to know the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), self.epoch
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Item:
+    name: str
+    value: Any = field(default=None)
+
+
+def drawn(number: int) -> Any:
+    return np.float32([number, sample_rng().random()])
+
+
+def drawn_both(number: int, other: int) -> Any:
+    return drawn(number), other
+
+
+def drawn_from_globals(number: int) -> Any:
+    return [number, random.random(), float(np.random.random()), torch.rand(()).item()]
+
+
+def as_point(number: int) -> Any:
+    return Point(number, [number, number + 1])
+
+
+def as_item(number: int) -> Any:
+    return Item(f"{number}", np.uint8([number % 256] * 3))
+
+
+def is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def doubled(samples: list[Any]) -> Any:
+    """A batchify function of the user's own."""
+    return {"twice": torch.stack([torch.as_tensor(sample) * 2 for sample in samples]), "count": len(samples)}
+
+
+def with_draw(samples: list[Any]) -> Any:
+    """Draws a number of the batch's own."""
+    return {
+        "batch": torch.stack([torch.as_tensor(sample) for sample in samples]),
+        "drawn": int(sample_rng().integers(1 << 40)),
+    }
+
+
+def padded(samples: list[Any]) -> Any:
+    """What `batchify.Pad` promises to make of 1-D samples."""
+    longest = max(map(len, samples))
+    return torch.tensor([[*sample.tolist(), *[-1] * (longest - len(sample))] for sample in samples])
+
+
+@dataclass
+class Kind:
+    """A dataset, and how its batches are read.
+
+    Attributes:
+        name: of the kind.
+        make: the dataset, a new one each time.
+        keys: the indices that it takes; None: 0 to its length.
+        bad: whether samples of it raise.
+        batchify: the loader's ``batchify_fn``, and what the naive loader calls in its place.
+        where: a batch, or shard of one -> the indices of its samples.
+        told: it has ``set_epoch``.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    keys: list[Any] | None = None
+    bad: frozenset[int] = frozenset()
+    batchify: tuple[Any, Callable[[list[Any]], Any]] = (None, collate)
+    where: Callable[[Any], list[int]] = lambda batch: batch[:, 0].tolist()
+    told: bool = False
+
+
+def _columns(n: int) -> Any:
+    return ArrayDataset(np.arange(n * 3, dtype=np.float32).reshape(n, 3), [i * 5 for i in range(n)])
+
+
+def _named(n: int) -> Any:
+    return ArrayDataset(image=np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2), label=np.arange(n))
+
+
+def _tensors(n: int) -> Any:
+    return torch_data.TensorDataset(torch.arange(n * 2.0).reshape(n, 2), torch.arange(n))
+
+
+WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
+    "list of ints": lambda n: [i * 7 - 3 for i in range(n)],
+    "list of tuples": lambda n: [(i / 3, f"name {i}") for i in range(n)],
+    "list of lists": lambda n: [[i, i + 1] for i in range(n)],
+    "range": range,
+    "array": lambda n: np.arange(n * 3, dtype=np.float32).reshape(n, 3),
+    "tensor": lambda n: torch.arange(n * 2).reshape(n, 2),
+    "columns": _columns,
+    "named columns": _named,
+    "TensorDataset": _tensors,
+    "Subset": lambda n: torch_data.Subset(_tensors(n + 5), list(range(n))[::-1]),
+    "Subset of what draws": lambda n: torch_data.Subset(Plain(n + 5), [i + 3 for i in range(n)]),
+    "ConcatDataset": lambda n: torch_data.ConcatDataset([_tensors(n // 3), _tensors(n - n // 3)]),
+    "sum": lambda n: SimpleDataset(list(range(n // 2))) + SimpleDataset([i * 2 for i in range(n - n // 2)]),
+    "transform": lambda n: SimpleDataset(list(range(n))).transform(drawn),
+    "seeded transform": lambda n: SimpleDataset(list(range(n))).transform(drawn_from_globals, seeded=True),
+    "transform_first": lambda n: SimpleDataset([(i, i + 1) for i in range(n)]).transform_first(drawn),
+    "transform of columns": lambda n: ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
+    "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
+    "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
+    "cached": lambda n: SimpleDataset(list(range(n))).transform(as_point).cache(),
+    "named tuples": lambda n: SimpleDataset(list(range(n))).transform(as_point),
+    "dataclasses": lambda n: SimpleDataset(list(range(n))).transform(as_item),
+}
+
+
+def draw_kind(rng: random.Random, length: int) -> Kind:
+    bad = frozenset(i for i in range(length) if rng.random() < rng.choice([0.03, 0.1, 0.5]))
+    if rng.random() < 0.4:
+        bad = frozenset()
+    if rng.random() < 0.5:
+        name = rng.choice(list(WITHOUT_ERRORS))
+        return Kind(name, lambda: WITHOUT_ERRORS[name](length))
+    if rng.random() < 0.1:
+        keys = [f"key {i}" for i in range(length)]
+        return Kind("mapping", lambda: {key: len(key) + at for at, key in enumerate(keys)}, keys)
+    kinds: list[Kind] = [
+        Kind("plain", lambda: Plain(length, bad), bad=bad),
+        Kind("dicts", lambda: Dicts(length, bad), bad=bad, where=lambda batch: batch["numbers"][:, 0].tolist()),
+        Kind("ragged", lambda: Ragged(length, bad), bad=bad, batchify=(batchify.Pad(pad_val=-1), padded)),
+        Kind("batches", lambda: Batches(length, bad), bad=bad),
+        Kind("items", lambda: Items(length, bad), bad=bad),
+        Kind("told", lambda: Told(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist(), told=True),
+        Kind(
+            "own batchify_fn",
+            lambda: Plain(length, bad),
+            bad=bad,
+            batchify=(doubled, doubled),
+            where=lambda batch: (batch["twice"][:, 0] // 2).tolist(),
+        ),
+        Kind("drawing batchify_fn", lambda: Plain(length), batchify=(with_draw, doubled)),
+    ]
+    return rng.choice(kinds)
+
+
+# -- orders ----------------------------------------------------------------------------------------------------------
+
+
+class ByEpoch:
+    """Another library's sampler: a shuffle by the epoch that it was told. Neither shows its epoch nor has a length."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items, self._epoch = items, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def of(self, epoch: int) -> list[Any]:
+        return random.Random(epoch).sample(list(self.items), len(self.items))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.of(self._epoch))
+
+
+class Showing(ByEpoch):
+    """Shows its epoch, and has a length."""
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class WithState(Showing):
+    """Its iterators know where they are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _WithState(self.of(self._epoch))
+
+
+class _WithState:
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.at = items, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class FromGlobals:
+    """Draws its order from the global generators."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(random.sample(list(self.items), len(self.items)))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class GluonStyle(Sampler[Any]):
+    """A subclass that overrides ``__iter__`` and ``__len__`` alone."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items[::-1])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+Of = Callable[[Any, int, int], list[Any]]
+"""(sampler, epoch, the loader's seed) -> what it must yield. The sampler is one that no loader has seen."""
+
+
+def of_own(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    return list(sampler.iter_epoch(epoch))
+
+
+def of_foreign(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    """Started by seed and epoch: as our `BatchSampler` starts it."""
+    return [item for part in BatchSampler(sampler, 1, seed=seed).iter_epoch(epoch) for item in part]
+
+
+def of_told(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    return sampler.of(epoch)  # type: ignore[no-any-return]
+
+
+def of_list(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    return list(sampler)
+
+
+@dataclass
+class Order:
+    """What comes in which order.
+
+    Attributes:
+        name: of the sampler.
+        make: a new sampler; None: the loader makes it, and ``shuffle`` says which.
+        of: what it must yield.
+        batches: it is a batch sampler.
+        shuffle: as the loader's.
+        sized: it has a length.
+        distributed: it deals out to ranks by itself.
+    """
+
+    name: str
+    make: Callable[[], Any] | None = None
+    of: Of = of_own
+    batches: bool = False
+    shuffle: bool = False
+    sized: bool = True
+    distributed: bool = False
+
+
+def draw_order(rng: random.Random, kind: Kind, length: int) -> Order:
+    """Any order of a dataset of that many samples."""
+    if kind.keys is not None:
+        keys = rng.sample(kind.keys, length)
+        if rng.random() < 0.3:
+            return Order("a list of batches of keys", lambda: _cut(keys, 3), of_list, batches=True)
+        return Order("a list of keys", lambda: list(keys), of_list)
+    if rng.random() < 0.35:
+        shuffle = rng.random() < 0.6
+        return Order("shuffle" if shuffle else "in order", shuffle=shuffle)
+    return _draw_batches(rng, length) if rng.random() < 0.35 else _draw_items(rng, length)
+
+
+def _cut(items: Sequence[Any], size: int) -> list[list[Any]]:
+    return [list(items[at : at + size]) for at in range(0, len(items), size)]
+
+
+def _draw_items(rng: random.Random, n: int) -> Order:
+    seed: Any = rng.choice([None, rng.randrange(1 << 40)])
+    some = [rng.randrange(n) for _ in range(rng.randrange(n + 3))] if n else []
+    weights = [rng.choice([0.0, 1.0, 2.5]) for _ in range(n)]
+    parts = min(rng.choice([1, 2, 3]), max(n, 1))
+    negative = [index - n * (rng.random() < 0.3) for index in some]
+    orders = [
+        Order("SequentialSampler", lambda: SequentialSampler(n)),
+        Order("RandomSampler", lambda: RandomSampler(n, seed=seed)),
+        Order("SubsetRandomSampler", lambda: SubsetRandomSampler(some, seed=seed)),
+        Order("SortedSampler", lambda: SortedSampler([i * 7 % 11 for i in range(n)])),
+        Order("FilterSampler", lambda: FilterSampler(is_even, range(n))),
+        Order("SplitSampler", lambda: SplitSampler(n, parts, parts - 1, repeat=2, seed=seed)),
+        Order("a list", lambda: list(negative), of_list),
+        Order("an array", lambda: np.array(some, np.int64), of_list),
+        Order("Showing", lambda: Showing(some), of_told),
+        Order("WithState", lambda: WithState(some), of_told),
+        Order("ByEpoch", lambda: ByEpoch(some), of_told, sized=False),
+        Order("FromGlobals", lambda: FromGlobals(some), of_foreign),
+        Order("GluonStyle", lambda: GluonStyle(some), lambda sampler, epoch, seed: sampler.items[::-1]),
+    ]
+    if n:
+        numbers = range(n)
+        generator = rng.randrange(1 << 30)
+        orders += [
+            Order("IntervalSampler", lambda: IntervalSampler(n, min(3, n))),
+            Order("torch.RandomSampler", lambda: torch_data.RandomSampler(numbers), of_foreign),
+            Order(
+                "torch.RandomSampler with a generator",
+                lambda: torch_data.RandomSampler(numbers, generator=torch.Generator().manual_seed(generator)),
+                of_foreign,
+            ),
+            Order(
+                "torch.RandomSampler with replacement",
+                lambda: torch_data.RandomSampler(numbers, replacement=True, num_samples=n + 5),
+                of_foreign,
+            ),
+            Order("torch.SequentialSampler", lambda: torch_data.SequentialSampler(numbers), of_foreign),
+            Order("torch.SubsetRandomSampler", lambda: torch_data.SubsetRandomSampler(some), of_foreign),
+            Order(
+                "torch.DistributedSampler",
+                lambda: torch_data.DistributedSampler(numbers, num_replicas=2, rank=1, seed=3),
+                of_foreign,
+                distributed=True,
+            ),
+        ]
+    if any(weights):
+        positive = sum(weight > 0 for weight in weights)
+        orders += [
+            Order("WeightedRandomSampler", lambda: WeightedRandomSampler(weights, n + 3, seed=seed)),
+            Order(
+                "WeightedRandomSampler without replacement",
+                lambda: WeightedRandomSampler(weights, positive, replacement=False, seed=seed),
+            ),
+            Order("torch.WeightedRandomSampler", lambda: torch_data.WeightedRandomSampler(weights, n), of_foreign),
+        ]
+    return rng.choice(orders)
+
+
+def _draw_batches(rng: random.Random, n: int) -> Order:
+    seed: Any = rng.choice([None, rng.randrange(1 << 40)])
+    size, shards = rng.choice([1, 2, 3, 5, 8]), rng.choice([1, 2, 3])
+    last = rng.choice(["keep", "discard", "rollover"])
+    lengths = [1 + i * 7 % 11 for i in range(n)]
+    weights = rng.choice([None, [1, 2, 9][:shards]])
+    flat = _cut(rng.sample(range(n), n), size)
+    # Some are no batches: empty, with an index out of range, with an empty shard.
+    odd = [rng.choice([[], [n + 5], batch, batch, batch, batch]) for batch in flat]
+    sharded = [_cut(batch, -(-len(batch) // shards)) for batch in flat]
+    odd_shards = [rng.choice([[batch[0], []], [[n + 5]], batch, batch, batch]) for batch in sharded]
+
+    def plain() -> Any:
+        return BatchSampler(RandomSampler(n, seed=seed), size, last)
+
+    def split(sampler: Any, epoch: int, seed: int) -> list[Any]:
+        batches = sampler.batch_sampler.iter_epoch(epoch)
+        return [_cut_by(batch, shares(len(batch), shards, weights)) for batch in batches]
+
+    orders = [
+        Order("BatchSampler", plain),
+        Order("ShardedBatchSampler", lambda: ShardedBatchSampler(plain(), shards, weights), split),
+        Order("ShardedBatchSampler by cost", lambda: ShardedBatchSampler(plain(), shards, costs=lengths or None)),
+        Order("a list of batches", lambda: [list(batch) for batch in odd], of_list),
+        Order("a list of arrays", lambda: [np.array(batch) for batch in flat], of_list),
+        Order("a list of tuples of shards", lambda: [tuple(map(tuple, batch)) for batch in odd_shards], of_list),
+        Order("Showing of batches", lambda: Showing(copy.deepcopy(flat)), of_told),
+        Order("Showing of shards", lambda: Showing(copy.deepcopy(sharded)), of_told),
+        Order("ByEpoch of batches", lambda: ByEpoch(copy.deepcopy(odd)), of_told, sized=False),
+    ]
+    if n:
+        orders += [
+            Order(
+                "FixedBucketSampler",
+                lambda: FixedBucketSampler(lengths, size, num_buckets=3, shuffle=seed is not None, seed=seed),
+            ),
+            Order("SortedBucketSampler", lambda: SortedBucketSampler(lengths, size, mult=2, shuffle=True, seed=seed)),
+            Order("BoundedBudgetSampler", lambda: BoundedBudgetSampler(lengths, 20, seed=seed)),
+            Order(
+                "torch.BatchSampler",
+                lambda: torch_data.BatchSampler(torch_data.RandomSampler(range(n)), size, last == "discard"),
+                lambda sampler, epoch, seed: [
+                    batch
+                    for batch in _cut(of_foreign(sampler.sampler, epoch, seed), size)
+                    if len(batch) == size or last != "discard"
+                ],
+            ),
+            Order(
+                "BatchSampler of torch.RandomSampler",
+                lambda: BatchSampler(torch_data.RandomSampler(range(n)), size, last, seed=seed),
+            ),
+        ]
+    order = rng.choice(orders)
+    order.batches = True
+    return order
+
+
+def _cut_by(batch: list[Any], sizes: list[int]) -> list[list[Any]]:
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    return [batch[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
