@@ -198,11 +198,12 @@ class DefaultBatchify(Batchify):
         except BatchifyError as error:
             raise error.within(label)  # noqa: B904 - the same exception, which now knows more
 
-    def __reduce__(self) -> str:
-        return "default_batchify_fn"  # one object per process: identity survives pickling
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # One object per process: identity survives pickling. A subclass's objects are others.
+        return "default_batchify_fn" if type(self) is DefaultBatchify else super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        return "default_batchify_fn"
+        return "default_batchify_fn" if type(self) is DefaultBatchify else super().__repr__()
 
 
 default_batchify_fn = DefaultBatchify()
