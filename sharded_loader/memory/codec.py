@@ -277,6 +277,8 @@ class ReplyPickler(pickle.Pickler):
         if type(obj) in (SetApart, _End):
             self.apart = type(obj) is SetApart
             return NotImplemented
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            return class_reference(obj)  # a notebook's cell that is run again gives its name to another class
         if isinstance(obj, type):
             return NotImplemented if is_findable(obj) else class_reference(obj)
         if isinstance(obj, types.FunctionType):
@@ -404,6 +406,10 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     tracked = getattr(sys.modules.get("cloudpickle.cloudpickle"), "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(tracker)
     if tracked is not None:
         return tracked  # type: ignore[no-any-return]
+    older = _of_main.get(address)
+    # Not an error's: the loop is to catch it by the name that it has now.
+    if older is not None and older.__qualname__ == qualname and not issubclass(older, BaseException):
+        return older
     found = _getattr_path(sys.modules.get(module), qualname)
     if not isinstance(found, type):
         found = _nameless.get((module, qualname, address))
@@ -422,6 +428,26 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
 
 _nameless: weakref.WeakValueDictionary[tuple[str, str, int], type] = weakref.WeakValueDictionary()
 """Classes that `resolve_class` had to look for: a batch of such a class took 15 ms, and takes 0.15."""
+
+
+_of_main: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+"""Classes of ``__main__`` by address, as they were when a pool was started."""
+
+
+def classes_of_main() -> list[type]:
+    """The classes that ``__main__`` defines now; as long as they are kept, `resolve_class` finds them.
+
+    Workers go on with these, whatever the user defines under their names afterwards.
+    """
+    todo: list[Any] = [sys.modules.get("__main__")]
+    classes: dict[int, type] = {}
+    while todo:
+        for value in list(getattr(todo.pop(), "__dict__", {}).values()):
+            if isinstance(value, type) and value.__module__ == "__main__" and id(value) not in classes:
+                classes[id(value)] = value
+                todo.append(value)
+    _of_main.update(classes)
+    return list(classes.values())
 
 
 def _all_classes() -> Iterator[type]:

@@ -94,6 +94,70 @@ def test_a_script_needs_no_guard_and_its_classes_and_lambdas_work(tmp_path: Path
     assert done.stdout == "script runs\n[[0, 2, 4, 6]]\n"
 
 
+@pytest.mark.parametrize("forgotten", [(), ("forgotten",)], ids=["held", "forgotten"])
+@METHODS
+def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers_make(
+    tmp_path: Path, method: str, forgotten: tuple[str, ...]
+) -> None:
+    """As in a notebook: the workers go on with the classes that the dataset was made with."""
+    done = run_script(
+        tmp_path / "script.py",
+        """
+        import dataclasses, gc, sys
+        from sharded_loader import ProcessPool, ShardedDataLoader
+
+        @dataclasses.dataclass
+        class Pair:
+            x: object
+            y: object
+
+            @dataclasses.dataclass
+            class Inner:
+                z: object
+
+        class Late(ValueError): pass
+
+        class Data:
+            def __len__(self): return 10
+            def __getitem__(self, i):
+                if i == 9: raise Late(i)
+                return Pair(i, Pair.Inner(-i))
+
+        loader = ShardedDataLoader(Data(), 2, pool=ProcessPool(1, start_method=sys.argv[1]), prefetch=1)
+        iterator = iter(loader)
+        old = type(next(iterator)), Pair.Inner
+        assert old[0] is Pair
+
+        @dataclasses.dataclass
+        class Pair:
+            x: object
+            y: object
+            more: object
+            def __setstate__(self, state): raise RuntimeError("the new class was given an old state")
+
+        class Late(ValueError): pass
+
+        if len(sys.argv) > 2:
+            old = None
+            gc.collect()
+        for _ in range(3):
+            batch = next(iterator)
+            assert type(batch) is not Pair and type(batch).__name__ == "Pair" and type(batch.y).__name__ == "Inner"
+            assert old is None or (type(batch) is old[0] and type(batch.y) is old[1])
+        try:
+            next(iterator)
+        except ValueError as error:
+            # Under fork an error has the name that it has now. A spawned worker's classes came with the dataset.
+            assert sys.argv[1] != "fork" or isinstance(error, Late)
+            print(error.args)
+        loader.close()
+        """,
+        method,
+        *forgotten,
+    )
+    assert done.stdout == "(9,)\n"
+
+
 def test_a_script_from_standard_input_works_too() -> None:
     script = (
         "from sharded_loader import *\n"

@@ -76,7 +76,7 @@ from sharded_loader.execution.pools.translation import decode_result, own_pickle
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import decode
+from sharded_loader.memory.codec import classes_of_main, decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.limits import processes_here
 from sharded_loader.memory.segments import chosen_backend
@@ -149,6 +149,7 @@ class ProcessPool(Pool):
         self._deaths = Deaths(restarts)
         self._requeued: deque[Task] = deque()
         self._ended: set[int] = set()
+        self._classes: list[type] = []
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
@@ -186,6 +187,7 @@ class ProcessPool(Pool):
 
     def start(self, job: Job) -> None:
         self._new_job = NewJob(job, self.worker_init_fn)
+        self._classes = classes_of_main()
         self._deaths.new_job()
         if self._workers and self.start_method != "fork":
             self._publish(self._new_job)
@@ -309,6 +311,7 @@ class ProcessPool(Pool):
         self._ended.clear()
         self._deaths = Deaths(self.restarts)
         self._new_job = None
+        self._classes = []
 
     def closer(self) -> Callable[[], None]:
         return self._crew.close
