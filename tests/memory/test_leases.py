@@ -340,7 +340,9 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_batch_that_a_forked_child_holds_is_not_overwritten() -> None:
+@pytest.mark.parametrize("daemon", [False, True, "grandchild"])
+def test_a_batch_that_a_forked_child_holds_is_not_overwritten(daemon: Any) -> None:
+    """A daemon closes every descriptor that it has inherited, and its parent ends."""
     with loader_over(make_pool("fork"), 400) as loader:
         iterator = iter(loader)
         for _ in range(20):
@@ -349,14 +351,21 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten() -> None:
         ready, go = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            ok = False
             try:
+                if daemon == "grandchild" and os.fork():
+                    os._exit(0)
+                if daemon:
+                    for descriptor in set(range(3, 256)) - {ready[1], go[0]}:
+                        with contextlib.suppress(OSError):
+                            os.close(descriptor)
                 os.write(ready[1], b"x")
                 os.read(go[0], 1)
-                ok = is_batch(batch, 76)
+                os.write(ready[1], b"+" if is_batch(batch, 76) else b"-")
             finally:
-                os._exit(not ok)
+                os._exit(0)
         os.read(ready[0], 1)
+        if daemon == "grandchild":
+            os.waitpid(pid, 0)
         del batch
         rest = []
         for number, later in enumerate(iterator, 20):
@@ -365,10 +374,12 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten() -> None:
             rest.append(later.data_ptr())
             del later
         os.write(go[1], b"x")
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        answer = os.read(ready[0], 1)
+        if daemon != "grandchild":
+            os.waitpid(pid, 0)
         for end in (*ready, *go):
             os.close(end)
-        assert code == 0
+        assert answer == b"+"
         assert len(set(rest)) < 20  # slots were reused, but not that one
 
 
