@@ -70,6 +70,7 @@ class Placement:
             self._pin = False
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
+        self._kinds = kinds if self._pin else {one.type for one in self.asynchronous}
         self.ahead = AHEAD if self.asynchronous else 0
         self._numbers: dict[torch.device, torch.device] = {}
         self._lanes: dict[torch.device, Lane] = {}
@@ -99,14 +100,12 @@ class Placement:
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        if self.asynchronous or self._pin:
-            kinds = {one.type for one in self.asynchronous or accelerators()}
-            if any(map(is_capturing, kinds)):
-                raise RuntimeError(
-                    "next() was called on a loader while a graph is being captured, and the loader's copies cannot be "
-                    "part of a graph. Call next() before the capture. For each replay copy the batch into the tensor "
-                    "that was captured: static.copy_(next(batches)); graph.replay()"
-                )
+        if any(map(is_capturing, self._kinds)):
+            raise RuntimeError(
+                "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
+                "of a graph. Call next() before the capture. For each replay copy the batch into the tensor that was "
+                "captured: static.copy_(next(batches)); graph.replay()"
+            )
 
     # -- memory that batches come from ----------------------------------------------------------------------
 

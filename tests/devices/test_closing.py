@@ -254,7 +254,7 @@ def test_at_the_programs_end_the_device_is_neither_waited_for_nor_asked() -> Non
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(here)!r})\n{AT_EXIT}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     first, last = done.stdout.splitlines()
     registered = int(first.split()[1])
