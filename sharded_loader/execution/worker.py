@@ -184,6 +184,10 @@ class _Worker:
         threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
 
     def run(self, inherited: NewJob | None) -> None:
+        try:
+            self.start()
+        except BaseException as error:  # this process may have no more threads
+            _crash(self._conn, error)
         taken = True
         while taken and (message := self._inbox.get()) is not None:
             if isinstance(message, BaseException):
@@ -341,11 +345,9 @@ def main(
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-        this = _Worker(conn, number, num_workers)
-        this.start()
-    except BaseException as error:  # no thread can be started, say
+    except BaseException as error:
         _crash(conn, error)
-    this.run(inherited)
+    _Worker(conn, number, num_workers).run(inherited)
     _leave(0)
 
 

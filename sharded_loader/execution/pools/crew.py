@@ -282,6 +282,7 @@ class WorkerHandle:
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
                 if self.is_alive():
                     self._leave_behind()
+                    self.process.close()  # what it can be waited for with
                     return
             self.process.join()
             self.exitcode = self.process.exitcode
