@@ -396,7 +396,7 @@ def show(tally: Tally, left: dict[str, Any]) -> None:
         *((f"{kind} left at the end", len(left.get(kind, ()))) for kind in LEFT),
     ]
     for name, count in rows:
-        print(f"{name:32}{count:>10,}")
+        print(f"{name:44}{count:>10,}")
 
 
 def everything_left(tally: Tally, before: Any) -> dict[str, Any]:

@@ -338,10 +338,15 @@ def states_of(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_state_of_every_loader_is_taken(kind: str) -> None:
-    for state in states_of(kind):
+    states = states_of(kind)
+    epochs = [None, *(state["epoch"] for state in states), None]
+    for number, state in enumerate(states):
         loader = ALL_KINDS[kind]()
         loader.load_state_dict(copy.deepcopy(state))
-        assert json.loads(json.dumps(loader.state_dict())) == state
+        told = json.loads(json.dumps(loader.state_dict()))
+        # The state after the last batch of an epoch is taken as the beginning of the next epoch.
+        before, epoch, after = epochs[number : number + 3]
+        assert told == (states[number + 1] if before == epoch != after and after is not None else state)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -378,7 +383,7 @@ def test_a_spoilt_state_is_refused_by_name_or_read_but_never_half_taken(kind: st
 
 
 @pytest.mark.parametrize("kind", ["rollover", "ranks", "foreign rollover", "rollover, a batch of several epochs"])
-@pytest.mark.parametrize("done", [-1000, 1000, -(2**200), 2**200, -(2**62), 2**62])
+@pytest.mark.parametrize("done", [-4000, 1000, -(2**200), 2**200, -(2**62), 2**62])
 @pytest.mark.parametrize("epoch", [0, 1, 150])
 def test_a_place_outside_of_its_epoch_is_refused_with_rollover_too(kind: str, done: int, epoch: int) -> None:
     loader = ALL_KINDS[kind]()

@@ -77,8 +77,8 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
 def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:
     """Why a place lies outside of its epoch, in words; None if it does not.
 
-    With rollover an epoch may begin with samples of those before. They are fewer than a batch for each rank, and the
-    ranks are at most as many as the samples count: not more than ``batch_size - 1`` whole epochs, nor than there were.
+    With rollover an epoch may begin with samples of the epochs before it. How many they are depends on the batch sizes
+    and ranks of those epochs, which the state does not tell: at most all samples of them.
 
     Args:
         saved: of the state.
@@ -88,17 +88,16 @@ def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) ->
     Example:
         >>> saved = Signature(7, 10, "SequentialSampler", 10, (), 3, "rollover")
         >>> out_of_epoch(saved, 10, 5, -2), out_of_epoch(saved, 10, 0, -2)
-        (None, 'samples -2, but epoch 0 begins at 0 at the earliest (sampler_length 10, batch_size 3)')
+        (None, 'samples -2, but epoch 0 begins at 0 at the earliest (sampler_length 10)')
     """
     if length is None:
         return None
     if done > length:
         return f"{saved.unit} {done}, but the epoch has only {length} (sampler_length)"
-    first = -length * min(epoch, (saved.batch_size or 1) - 1) if saved.last_batch == "rollover" else 0
+    first = -length * epoch if saved.last_batch == "rollover" else 0
     if done >= first:
         return None
-    lengths = f"sampler_length {length}, batch_size {saved.batch_size}"
-    return f"{saved.unit} {done}, but epoch {epoch} begins at {first} at the earliest ({lengths})"
+    return f"{saved.unit} {done}, but epoch {epoch} begins at {first} at the earliest (sampler_length {length})"
 
 
 def other_arguments(saved: Signature, own: Signature) -> list[str]:

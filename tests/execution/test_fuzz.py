@@ -109,3 +109,19 @@ def test_a_loaded_beginning_of_an_epoch_fits_a_dataset_that_has_grown() -> None:
     data.append(8)
     loader.refresh()
     assert (loader.epoch, len(list(loader))) == (1, 5)
+
+
+def test_with_rollover_a_state_fits_after_the_batch_size_has_changed(pool: Pool) -> None:
+    def make(batch_size: int, **reading: Any) -> ShardedDataLoader:
+        return ShardedDataLoader(range(10), batch_size, last_batch="rollover", **reading)
+
+    first, second = make(100), make(4)
+    for _ in range(3):
+        assert list(first) == []  # an epoch has fewer samples than a batch: they are due in the next one
+    second.load_state_dict(first.state_dict(), strict=False)
+    batches = iter(second)
+    done = [next(batches).tolist() for _ in range(2)]
+    with make(4, pool=pool) as third:
+        third.load_state_dict(second.state_dict())
+        rest = [batch.tolist() for batch in third]
+    assert sum(done + rest, []) == [*range(10)] * 4
