@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     import torch
 
 LABELS = {
-    "order": "the permutation of an epoch: RandomSampler, SubsetRandomSampler, SplitSampler",
-    "extra": "the samples that fill the last part: SplitSampler",
+    "order": "the permutation of an epoch: RandomSampler",
+    "subset": "SubsetRandomSampler",
+    "split sampler": "SplitSampler",
     "weighted": "WeightedRandomSampler",
     "sorted bucket": "SortedBucketSampler",
     "fixed bucket": "FixedBucketSampler",
@@ -222,7 +223,9 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
     the generator is fresh and unpredictable.
 
     Args:
-        index: only in ``get_batch(indices)``, which reads several samples at once: the index in question.
+        index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
+            wrapper that numbers samples anew (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own index,
+            so the numbers are others than those of a sample that is read alone.
 
     Returns:
         A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.

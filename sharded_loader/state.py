@@ -139,9 +139,10 @@ def parse(state: Any) -> tuple[Place, Signature]:
     return Place(epoch, done, mark), signature
 
 
-def _entry(state: Mapping[str, Any], name: str) -> Any:
+def _entry(state: Mapping[str, Any], name: str, inside: str = "") -> Any:
     if name not in state:
-        raise ValueError(f"the state has no {name!r}: {_ADVICE}")
+        where = f"the state's {inside}" if inside else "the state"
+        raise ValueError(f"{where} has no {name!r}: {_ADVICE}")
     return state[name]
 
 
@@ -163,10 +164,10 @@ def _integer(
         least, most: the smallest and the largest number allowed. Without ``least`` the caller checks that.
         inside: what the message calls the dict that the entry is in, if that is not the state.
     """
-    value = _entry(state, name)
+    value = _entry(state, name, inside)
     if optional and value is None:
         return None
-    what = f"the state's {inside}{name!r} is {_show(value)}"
+    what = f"the state's {inside and inside + ' is wrong: its '}{name!r} is {_show(value)}"
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -213,14 +214,14 @@ def _mark(passed: Any) -> Mark | None:
         return None
     if not isinstance(passed, Mapping):
         raise ValueError(f"the state's 'passed' is {_show(passed)}; it must be a dict: {_ADVICE}")
-    inside = "'passed' is wrong: its "
+    inside = "'passed'"
     mark = Mark(
         epoch=_integer(passed, "epoch", most=LARGEST, inside=inside),
         items=_integer(passed, "items", most=LARGEST, inside=inside),
         checksum=_integer(passed, "checksum", least=0, most=0xFFFFFFFF, inside=inside),
         rank=_integer(passed, "rank", optional=True, least=0, inside=inside),
-        finished=_entry(passed, "finished"),
-        state=_entry(passed, "state"),
+        finished=_entry(passed, "finished", inside),
+        state=_entry(passed, "state", inside),
     )
     if mark.epoch < 0 or mark.items < 0 or not isinstance(mark.finished, bool):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import mmap
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from sharded_loader import InlinePool, ProcessPool, ThreadPool
+from sharded_loader.errors import LoaderClosedError
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.starting import start_forkserver
 
@@ -105,6 +107,18 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     if name == "thread":
         return ThreadPool(num_workers, **options)
     return ProcessPool(num_workers, start_method=name, **options)
+
+
+def begin(batches: Iterable[Any]) -> threading.Thread:
+    """Ask for the first batch in a thread of its own, and do not wait for it. The loader may be closed meanwhile."""
+
+    def ask() -> None:
+        with contextlib.suppress(LoaderClosedError):
+            next(iter(batches))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
 
 
 @pytest.fixture(params=_quick_first(POOLS))

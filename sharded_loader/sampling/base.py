@@ -129,7 +129,7 @@ class Sampler(Described, Generic[Item_co]):
             5
         """
         self.epoch = epoch
-        self.epoch_request = note(self.epoch_request, self.epoch)
+        self.epoch_request = note(self.epoch)
 
     def __iter__(self) -> Iterator[Item_co]:
         # Not a generator function: seed and epoch are read now, not when the first item is asked for.

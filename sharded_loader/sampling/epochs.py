@@ -11,9 +11,10 @@ it. A sampler knows no loader, so any number of loaders share one.
 Samplers of this library keep the request themselves (`sharded_loader.sampling.base.Sampler.set_epoch`). On a sampler of
 another library ``set_epoch`` is replaced, on that object alone, by a function that notes the call and passes it on.
 
-Before a loader reads a sampler of another library, it tells the sampler its epoch, by `tell`: those calls are not
-noted. Calls that such a sampler makes itself while a loader reads it are not noted either (accelerate's
-``SeedableRandomSampler`` ends its epoch with ``set_epoch(epoch + 1)``).
+While a loader reads a sampler of another library, it tells the sampler its epoch, and the sampler may call its own
+``set_epoch`` (accelerate's ``SeedableRandomSampler`` ends its epoch so). The user has not made those calls: what was
+noted before is put back after each batch. This is not done by a flag that says "reading now": a Ctrl-C could leave such
+a flag set, and every later call of the user's would be ignored.
 
 What can go wrong: a sampler of another library with ``__slots__`` cannot be listened to: call ``loader.set_epoch``.
 """
@@ -21,14 +22,10 @@ What can go wrong: a sampler of another library with ``__slots__`` cannot be lis
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from sharded_loader.sampling.tracing import current_trace
-
 _numbers = itertools.count(1)
-_thread = threading.local()
 
 
 class EpochRequest(NamedTuple):
@@ -43,21 +40,21 @@ class EpochRequest(NamedTuple):
     epoch: int
 
 
-def note(before: EpochRequest | None, epoch: int) -> EpochRequest | None:
-    """What a sampler keeps after ``set_epoch(epoch)``; ``before``, if it is a loader that tells it the epoch."""
-    if getattr(_thread, "telling", False) or current_trace() is not None:
-        return before
+def note(epoch: int) -> EpochRequest:
+    """What a sampler keeps after ``set_epoch(epoch)``."""
     return EpochRequest(next(_numbers), epoch)
 
 
-def tell(call: Callable[..., Any], *arguments: Any) -> None:
-    """Make a call that tells samplers their epoch for a loader: no `set_epoch` inside it moves a loader."""
-    before = getattr(_thread, "telling", False)
-    try:
-        _thread.telling = True
-        call(*arguments)
-    finally:
-        _thread.telling = before  # a plain assignment: a Ctrl-C cannot come before it
+def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
+    """The calls of ``set_epoch`` that are noted of some samplers, for `put_back`."""
+    holders = [_known_holder(one) for one in samplers]
+    return [(holder, holder.epoch_request) for holder in holders if holder is not None]
+
+
+def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
+    """Forget the calls of ``set_epoch`` that came since `noted`: a loader has made them."""
+    for holder, request in before:
+        holder.epoch_request = request
 
 
 class EpochRequests:
@@ -102,14 +99,10 @@ class EpochRequests:
 
 
 def _holder(sampler: Any) -> Any:
-    """Where the calls of ``set_epoch`` on a sampler are noted; None if they cannot be noted."""
-    method = getattr(sampler, "set_epoch", None)
-    if not callable(method):
-        return None
-    if isinstance(method, _Listener):
-        return method
-    if getattr(getattr(type(sampler), "set_epoch", None), "keeps_request", False):
-        return sampler
+    """Where the calls of ``set_epoch`` on a sampler are noted from now on; None if they cannot be noted."""
+    known, method = _known_holder(sampler), getattr(sampler, "set_epoch", None)
+    if known is not None or not callable(method):
+        return known
     listener = _Listener(method, getattr(sampler, "epoch", None))
     try:
         sampler.set_epoch = listener
@@ -118,14 +111,22 @@ def _holder(sampler: Any) -> Any:
     return listener
 
 
+def _known_holder(sampler: Any) -> Any:
+    """Where the calls of ``set_epoch`` on a sampler are noted; None if nobody has asked for it yet."""
+    method = getattr(sampler, "set_epoch", None)
+    if isinstance(method, _Listener):
+        return method
+    return sampler if getattr(getattr(type(sampler), "set_epoch", None), "keeps_request", False) else None
+
+
 class _Listener:
     """Stands in for the ``set_epoch`` of a sampler of another library, which may have been called before."""
 
     def __init__(self, set_epoch: Callable[[int], Any], epoch: Any) -> None:
         self._set_epoch = set_epoch
-        self.epoch_request = EpochRequest(next(_numbers), epoch) if isinstance(epoch, int) and epoch > 0 else None
+        self.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
 
     def __call__(self, epoch: int) -> Any:
         answer = self._set_epoch(epoch)
-        self.epoch_request = note(self.epoch_request, epoch)
+        self.epoch_request = note(epoch)
         return answer

@@ -34,7 +34,7 @@ import numpy as np
 from sharded_loader.global_generators import seed_torch, seeded_globals
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, keeps_request, resolve_seed
-from sharded_loader.sampling.epochs import tell
+from sharded_loader.sampling.epochs import noted, put_back
 from sharded_loader.sampling.tracing import current_trace
 
 _ONE_SHOT = (
@@ -132,7 +132,11 @@ def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iter
     """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
-        tell(tell_epoch, sampler, epoch)
+        before = noted(nested(sampler))
+        try:
+            tell_epoch(sampler, epoch)
+        finally:
+            put_back(before)
         if state is not None and _is_stateful(sampler):
             sampler.load_state_dict(state)
         try:

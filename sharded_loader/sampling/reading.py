@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sharded_loader.sampling.epochs import noted, put_back
 from sharded_loader.sampling.foreign import find_foreign, iter_epoch, len_epoch, nested
 from sharded_loader.sampling.signature import Signature
 from sharded_loader.sampling.tracing import Mark, Trace
@@ -147,11 +148,17 @@ class EpochReading:
         trace = Trace(self._foreign, _rank_of(self._foreign), self._marks[-1][1])
         batches: Iterator[Any] | None = None
         while True:
-            with trace:
-                if batches is None:
-                    batches = start()
-                items = next(batches, _END)
-                mark = trace.mark()
+            before = noted(nested(self._foreign))
+            try:
+                with trace:
+                    if batches is None:
+                        batches = start()
+                    items = next(batches, _END)
+                    mark = trace.mark()
+                put_back(before)
+            except BaseException:  # also a Ctrl-C that comes while they are put back
+                put_back(before)
+                raise
             if items is _END:
                 self._at_end = mark
                 return

@@ -84,7 +84,7 @@ class SplitSampler(IndexSampler):
 
     def chunks(self, epoch: int, start: int = 0) -> Iterator[Indices]:
         # The part belongs to the key: parts of one size would otherwise be shuffled alike.
-        return self._repeated((self.seed, "split", self._part, epoch), start)
+        return self._repeated((self.seed, "split sampler", self._part, epoch), start)
 
     def _repeated(self, key: tuple[int | str | None, ...], start: int) -> Iterator[Indices]:
         if not self._size:

@@ -253,8 +253,8 @@ def test_a_look_at_a_state_from_an_epochs_end_changes_nothing(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork" if sys.platform != "win32" else "spawn"])
-def test_threads_may_each_have_their_own_loops_over_one_loader(kind: str) -> None:
-    """Every epoch is begun by one thread, and is whole. Others look at the loader meanwhile."""
+def test_a_thread_may_look_at_a_loader_while_others_begin_epochs(kind: str) -> None:
+    """Every epoch is begun by one thread, and is whole."""
     interval = sys.getswitchinterval()
     epochs = 24
     expected = sorted(map(repr, stream(make(), epochs)))

@@ -86,6 +86,8 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(pool: str, ki
             rest = batches(one if got or iterator == "the same" else loader)
             assert [batch.tolist() for batch in got] + rest == expected[1], line
             assert batches(loader) == expected[2]
+            loader.batch_sampler.set_epoch(1)
+            assert loader.epoch == 1, line  # the call is heard
         assert not loader._pipeline._runs, line
         if not fired:
             break

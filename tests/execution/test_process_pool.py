@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, fork_first
+from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin, fork_first
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -533,13 +533,14 @@ def test_close_is_quick_whatever_the_workers_do(process_pool: ProcessPool, tmp_p
 
     marker = tmp_path / "begun"
     loader = ShardedDataLoader(Stuck(), 1, pool=process_pool)
-    iterator = iter(loader)
+    waits = begin(loader)
     while not marker.exists():
         time.sleep(0.01)  # a spawned worker needs a while to begin
     pids = process_pool.pids
     loader.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    del iterator
+    waits.join(10)
+    assert not waits.is_alive()
 
 
 def test_a_forked_child_of_the_user_cannot_use_the_loader_and_harms_nothing(worker_pool: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data as torch_data
 from random_samples import (
     Drawing,
     DrawingByIndex,
@@ -190,3 +191,12 @@ def test_a_generator_costs_microseconds_and_is_made_only_where_it_is_used(monkey
     assert not made
     epochs(Drawing(), InlinePool(), 1)
     assert len(made) == 12
+
+
+@pytest.mark.parametrize("wrap", [torch_data.Subset, lambda one, _: torch_data.StackDataset(one)])
+def test_a_sample_that_torch_reads_one_by_one_knows_its_index(wrap: Callable[..., Any]) -> None:
+    """Where nothing inside is faster, the ``__getitems__`` of torch's Subset and StackDataset reads one by one."""
+    dataset = SimpleDataset(wrap(Drawing(), list(range(len(Drawing())))))
+    loader = ShardedDataLoader(dataset, 4, seed=3, batchify_fn=list)
+    for number, sample in enumerate(sample for batch in loader for sample in batch):
+        assert np.array_equal(sample, loader.read(number, epoch=0)), number

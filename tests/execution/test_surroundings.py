@@ -272,12 +272,14 @@ def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -
             def __len__(self): return 2
             def __getitem__(self, i):
                 with sample_seed(): return random.random()
-        threads = iter(ShardedDataLoader(Holds(), 1, pool=ThreadPool(1)))
+        threads = ShardedDataLoader(Holds(), 1, pool=ThreadPool(1))
+        reads = threading.Thread(target=list, args=(threads,))
+        reads.start()
         inside.wait()
         with ShardedDataLoader(Draws(), 2, pool=ProcessPool(1, start_method="fork")) as loader:
             next(iter(loader))
         leave.set()
-        next(threads)
+        reads.join()
         """,
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import FORK_FIRST, PROCESS_POOLS, make_pool
+from conftest import FORK_FIRST, PROCESS_POOLS, begin, make_pool
 from recovery_samples import (
     BadStart,
     Fails,
@@ -529,10 +529,11 @@ def test_a_closed_loader_gives_back_the_generators_that_a_thread_hangs_with() ->
     random.seed(5)
     states = random.getstate()
     with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2)) as loader:
-        iterator = iter(loader)
+        waits = begin(loader)
         while not data.begun:
             time.sleep(0.001)
-    del iterator
+    waits.join(10)
+    assert not waits.is_alive()
     assert random.getstate() == states
     sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
     with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
