@@ -70,7 +70,11 @@ def places(kind: str) -> list[Any]:
 
 @covering(1, pool=["inline", "thread"], kind=KINDS)
 @pytest.mark.parametrize("iterator", ["the same", "another"])
-def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(pool: str, kind: str, iterator: str) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
+    pool: str, kind: str, iterator: str, step: int
+) -> None:
+    """The slow cases interrupt at every line."""
     expected = places(kind)
     line = 1
     while True:
@@ -91,7 +95,7 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(pool: str, ki
         assert not loader._pipeline._runs, line
         if not fired:
             break
-        line += 13 if pool == "thread" else 1
+        line += 13 if pool == "thread" else step
     assert line > 100
 
 

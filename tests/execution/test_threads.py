@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import POOLS, fork_first
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools import crew
@@ -51,6 +52,7 @@ def loops_of(pool: Pool) -> int:
     return 400 if isinstance(pool, InlinePool) else 40
 
 
+@fork_first("pool", POOLS)
 def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
@@ -63,6 +65,7 @@ def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
         assert in_threads(work) == [count] * THREADS
 
 
+@fork_first("pool", POOLS)
 def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     count = loops_of(pool) // 4
     data = ArrayDataset(np.arange(12))
@@ -74,6 +77,7 @@ def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     assert sorted(epoch for loops in found for epoch in loops) == sorted(epochs)
 
 
+@fork_first("pool", POOLS)
 def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(12), 2, pool=pool, prefetch=3) as loader:
@@ -91,6 +95,7 @@ def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other
         assert in_threads(work) == [count] * THREADS
 
 
+@fork_first("pool", POOLS)
 def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Pool) -> None:
     with ShardedDataLoader(range(120), 2, pool=pool) as loader:
         iterator = iter(loader)
