@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 
 import sharded_loader
 from sharded_loader import ShardedDataLoader, global_generators, sample_generator, sample_rng, sample_seed
@@ -216,7 +215,6 @@ def by_seed() -> float:
 @pytest.mark.parametrize(
     "draw_one", [lambda: sample_rng().random(), lambda: sample_generator().initial_seed(), by_seed]
 )
-@fork_first("pool", POOLS)
 def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) -> None:
     with ShardedDataLoader(Keyed(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
         iterator = iter(loader)
