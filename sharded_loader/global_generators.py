@@ -11,8 +11,9 @@ give back: what the generators are put back to is kept here, and whoever gives u
 ``timeout``, `close`) ends its turn for it. What that thread does later in its block disturbs nobody's seeds but those
 of the turn it happens to fall in.
 
-Every generator is seeded with all 128 bits of the key. All of them are Mersenne Twisters, and ``random`` and NumPy
-would draw the same numbers from the same words. So the generators get different words made of the key.
+Every generator is seeded with all 128 bits of the key (torch's, for the batches of a process worker, with 32). All of
+them are Mersenne Twisters, and ``random`` and NumPy would draw the same numbers from the same words. So the generators
+get different words made of the key.
 
 What can go wrong: a thread that hangs in its turn and that nobody gives up. Who waits for it says so on stderr after
 `PATIENCE` seconds. Nothing here imports torch: where it is not loaded there is nothing of torch's to seed.
@@ -77,13 +78,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_afresh)
 
 
-def seed_globals(key: int) -> None:
+def seed_globals(key: int, *, whole: bool = True) -> None:
     """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator.
 
     ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
 
     Args:
         key: an integer of up to 128 bits; see `sharded_loader.rng.derive_key`.
+        whole: whether torch's generator is seeded with all bits, which takes 27 us. Otherwise ``manual_seed`` takes 2,
+            and uses 32 bits. A process worker does this for every batch.
 
     Example:
         >>> seed_globals(7)
@@ -100,7 +103,10 @@ def seed_globals(key: int) -> None:
     torch_module = sys.modules.get("torch")
     generator = getattr(torch_module, "default_generator", None)
     if generator is not None:
-        seed_torch(generator, key)
+        if whole:
+            seed_torch(generator, key)
+        else:
+            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
 def _numpy_words(key: int) -> npt.NDArray[np.uint32]:

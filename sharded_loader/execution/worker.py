@@ -257,7 +257,7 @@ class _Worker:
         if task.careful:
             self._reader.probe(task, board)
         # The same for a batch that is made again, by whichever worker.
-        seed_globals(derive_key(self._job.seed, "batch globals", task.epoch, task.position))
+        seed_globals(derive_key(self._job.seed, "batch globals", task.epoch, task.position), whole=False)
         slot = SlotWriter(memory)
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
         board[SAMPLE] = SENDING
