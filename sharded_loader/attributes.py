@@ -103,7 +103,7 @@ class LoaderAttributes:
 
     @property
     def epoch(self) -> int:
-        """The epoch in progress, or the one that the next ``iter`` begins."""
+        """The epoch in progress, or the one that begins next."""
         return self._progress.at()[0]
 
     @property

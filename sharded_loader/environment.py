@@ -2,7 +2,7 @@
 
     integer("LOCAL_WORLD_SIZE", 1, least=1, advice="...") -> int
 
-What can go wrong: a value that is no such number. The error names the variable, so that nobody has to search for it.
+What can go wrong: a value that is not an integer, or too small. The error names the variable.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Run
@@ -41,12 +41,6 @@ class KeptRun:
     run: Run
     mark: Mark
     pipeline: Pipeline
-
-
-class HasRun(Protocol):
-    """An iterator; without a run as long as it has begun no epoch."""
-
-    run: Run | None
 
 
 class Progress:

@@ -224,8 +224,8 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 
     Args:
         index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
-            wrapper that numbers samples anew (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own index,
-            so the numbers are others than those of a sample that is read alone.
+            wrapper that gives samples other indices (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own
+            index, so its numbers differ from those of a sample that is read alone.
 
     Returns:
         A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.

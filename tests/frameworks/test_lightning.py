@@ -75,7 +75,9 @@ def plain_loop(steps: int = STEPS, **options: Any) -> list[tuple[int, int, list[
     return seen
 
 
-def fit(model: Recorder, loader: Any, root: Path, *, resume: Any = None, **options: Any) -> None:
+def fit(
+    model: Recorder, loader: Any, root: Path, *, validation: Any = None, resume: Any = None, **options: Any
+) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
@@ -88,7 +90,7 @@ def fit(model: Recorder, loader: Any, root: Path, *, resume: Any = None, **optio
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, loader, ckpt_path=resume)
+        trainer.fit(model, loader, validation, ckpt_path=resume)
 
 
 @covering(1, pool=["inline", "thread", *PROCESS_POOLS[:1]], sampler=["shuffle", "given"])
@@ -112,20 +114,14 @@ def test_validation_in_between_changes_nothing(sanity: int, tmp_path: Path) -> N
 
     model = Validated()
     model.validated = []
-    loaders = make_loader(), make_loader(shuffle=False)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+    fit(
+        model,
+        make_loader(),
+        tmp_path,
+        validation=make_loader(shuffle=False),
         num_sanity_val_steps=sanity,
         val_check_interval=2,
-        default_root_dir=tmp_path,
     )
-    trainer.fit(model, *loaders)
     assert model.seen == plain_loop()
     in_order = [list(range(begin, begin + BATCH)) for begin in range(0, LENGTH, BATCH)]
     assert model.validated == in_order[:sanity] + in_order * (EPOCHS * STEPS // 2)
