@@ -38,41 +38,38 @@ PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else 
 POOLS = ("inline", "thread", *PROCESS_POOLS)
 
 
-def _quick_first(names: Iterable[str]) -> list[Any]:
-    """Parameters of a fixture: the forkserver, which shares most of its code with spawn, is left to the slow tests."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name == "forkserver" else name for name in names]
+METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
+"""Every start method, by name."""
 
-
-METHODS = pytest.mark.parametrize("method", _quick_first(PROCESS_POOLS))
-"""Every start method, by name. A program of its own takes two seconds: the forkserver's are left to `make test-all`."""
-
-SPAWNED = pytest.mark.parametrize("method", _quick_first(name for name in PROCESS_POOLS if name != "fork"))
+SPAWNED = pytest.mark.parametrize("method", [name for name in PROCESS_POOLS[::-1] if name != "fork"])
 """The start methods to which the program's memory has to be sent."""
 
+SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
+"""For what is harder under spawn."""
 
-def fork_first(name: str = "method", values: Iterable[str] = PROCESS_POOLS) -> pytest.MarkDecorator:
-    """Every start method, but the quick tests use only those that copy the program: for what does not depend on it.
 
-    Args:
-        name: of the parameter, or of one of the fixtures below.
-        values: what the fixture takes.
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
+
+    A test that is marked `also_spawned` is quick under spawn too.
     """
-    quick = [value for value in values if value in ("inline", "thread", "fork")] or ["spawn"]
-    marked = [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
-    return pytest.mark.parametrize(name, marked, indirect=name != "method")
-
-
-FORK_FIRST = fork_first()
-SPAWN_FIRST = pytest.mark.parametrize(
-    "method", ["spawn", *(pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_POOLS if name != "spawn")]
-)
-"""The other way round: for what is the harder under spawn."""
+    first: dict[tuple[str, str], str] = {}
+    for item in items:
+        test, _, names = item.nodeid.partition("[")
+        methods = [name for name in re.split(r"[-\]]", names) if name in PROCESS_POOLS]
+        if not methods or item.get_closest_marker("slow"):
+            continue
+        others = re.sub(rf"\b({'|'.join(PROCESS_POOLS)})\b", "any", names)
+        chosen = first.setdefault((test, others), methods[0])
+        if methods[0] != chosen and not (methods[0] == "spawn" and item.get_closest_marker("also_spawned")):
+            item.add_marker(pytest.mark.slow)
 
 
 def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrise a test with all combinations. Those that bring no new pair of values together are slow.
 
-    So are those of the forkserver, as everywhere.
+    Those of the forkserver are slow too.
 
     Args:
         strength: 1: no new value, 3: no new three.
@@ -121,25 +118,25 @@ def begin(batches: Iterable[Any]) -> threading.Thread:
     return thread
 
 
-@pytest.fixture(params=_quick_first(POOLS))
+@pytest.fixture(params=POOLS)
 def pool(request: pytest.FixtureRequest) -> Pool:
     """Every pool and start method, one after the other, with two workers."""
     return make_pool(request.param)
 
 
-@pytest.fixture(params=_quick_first(name for name in POOLS if name != "inline"))
+@pytest.fixture(params=POOLS[1:])
 def worker_pool(request: pytest.FixtureRequest) -> Pool:
     """Every pool that has workers."""
     return make_pool(request.param)
 
 
-@pytest.fixture(params=_quick_first(PROCESS_POOLS))
+@pytest.fixture(params=PROCESS_POOLS)
 def process_pool(request: pytest.FixtureRequest) -> ProcessPool:
     """Every start method."""
     return ProcessPool(2, start_method=request.param)
 
 
-@pytest.fixture(params=_quick_first(POOLS))
+@pytest.fixture(params=POOLS)
 def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
     """Makes pools of one kind, for tests that need several."""
     return lambda num_workers=2, **options: make_pool(request.param, num_workers, **options)

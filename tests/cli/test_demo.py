@@ -103,6 +103,7 @@ def test_a_resumed_run_that_differs_is_an_exit_code(
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--kill", "--epochs", "3", "--seed", "2"]) == 0
     *_, undisturbed, _, _, disturbed, compared = capsys.readouterr().out.splitlines()
@@ -178,6 +179,7 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     assert lines[-1] == "(0, 0, 0) []"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process group")
 def test_ctrl_c_stops_the_demo_and_its_workers() -> None:
     # stdout to nowhere: a pipe that nobody reads could fill up.

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from torch.utils.data import DataLoader
 
 from sharded_loader import (
@@ -117,7 +116,6 @@ def test_a_column_of_another_library_is_read_by_position(column: Any, reader: st
     assert [int(loader.read(i)) for i in range(4)] == [5, 6, 7, 8]
 
 
-@fork_first("pool", POOLS)
 def test_a_series_beside_an_array_keeps_its_rows(pool: Any) -> None:
     dataset = ArrayDataset(np.arange(4), FakeSeries([0, 10, 20, 30]), FakeSeries(list("abcd")))
     x, y, s = first(dataset, pool=pool, shuffle=True, seed=1)
@@ -393,7 +391,6 @@ def test_what_errors_advise_is_public() -> None:
     assert list(sharded_loader.SubsetDataset("abc", [0, 2])) == ["a", "c"]
 
 
-@fork_first("new_pool", POOLS)
 def test_batches_of_size_0_are_alike_from_every_pool(new_pool: Any) -> None:
     class Empty:
         def __len__(self) -> int:

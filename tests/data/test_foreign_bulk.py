@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
@@ -248,7 +247,6 @@ def test_tensors_may_be_replaced_between_epochs():
 @pytest.mark.parametrize(
     "dataset", [DATASETS["TensorDataset"], Subset(DATASETS["ArrayDataset"], range(3, N)), ARRAYS["rows"]]
 )
-@fork_first("pool", POOLS)
 def test_every_pool_delivers_it(dataset, pool):
     with ShardedDataLoader(dataset, 4, shuffle=True, seed=1, pool=pool) as loader:
         batches = list(loader)

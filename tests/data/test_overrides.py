@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import FORK_FIRST, POOLS, fork_first
+from conftest import METHODS
 from torch.utils.data import ConcatDataset as TorchConcat
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
@@ -176,7 +176,6 @@ def test_torchs_own_loader_reads_the_override_of_our_classes_too(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["ArrayDataset", "SimpleDataset of an ArrayDataset", "a delegating wrapper"])
-@fork_first("pool", POOLS)
 def test_every_pool_reads_the_override(name: str, pool: Any) -> None:
     with ShardedDataLoader(OVERRIDING[name](), N, pool=pool) as loader:
         assert next(iter(loader)).tolist() == list(range(-1, -1 - N, -1))
@@ -313,7 +312,7 @@ class DelegatingBatchify:
         return getattr(self.inner, name)
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize(
     "fn", [DoubledStack(), DoubledDefault(), DelegatingBatchify(Stack())], ids=["Stack", "default", "wrapper"]
 )

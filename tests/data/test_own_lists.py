@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, fork_first
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
@@ -63,7 +62,6 @@ def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, 
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-@fork_first("pool", POOLS)
 def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, pool: Any) -> None:
     with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=pool) as loader:
         assert [batch.tolist() for batch in loader][:2] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
@@ -71,7 +69,6 @@ def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, po
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-@fork_first("pool", POOLS)
 def test_the_error_names_the_sample_although_its_index_is_gone(name: str, pool: Any) -> None:
     with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=pool) as loader:
         with pytest.raises(OSError, match="disk") as caught:
@@ -110,7 +107,6 @@ class OneList(Sampler):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@fork_first("pool", POOLS)
 def test_a_batch_sampler_may_fill_one_list_again_and_again(sharded: bool, pool: Any) -> None:
     with ShardedDataLoader(range(20), batch_sampler=OneList(sharded), pool=pool, prefetch=4) as loader:
         batches = [batch[0] if sharded else batch for batch in loader]

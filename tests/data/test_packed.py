@@ -141,6 +141,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_reading_it_copies_no_page_of_a_forked_worker():
     grown = {}

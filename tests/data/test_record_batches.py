@@ -14,7 +14,7 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
-from conftest import FORK_FIRST
+from conftest import METHODS
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.data import recordbatch, recordfile
@@ -154,6 +154,7 @@ def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None
         assert len(reads) == 3
 
 
+@pytest.mark.slow
 def test_a_scan_reads_blocks_where_records_are_small_and_headers_where_they_are_large(
     tmp_path: Path, reads: list[int]
 ) -> None:
@@ -330,7 +331,7 @@ def read_in_child(dataset: RecordFileDataset, result: Any) -> None:
     result.close()
 
 
-@FORK_FIRST
+@METHODS
 def test_each_process_reads_batches_for_itself(tmp_path: Path, method: str) -> None:
     write(tmp_path / "a.rec", [b"a", b"bb", b"ccc"])
     context = multiprocess.get_context(method)

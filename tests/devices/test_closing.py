@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, PROCESS_POOLS, fork_first
 from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
@@ -148,7 +147,6 @@ def test_every_segment_is_given_up_if_an_undo_raises(machine: Machine) -> None:
     assert (sorted(undone), made.segments) == ([1, 2], [])
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_a_loader_can_be_closed_after_the_context_broke(
     machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +185,6 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     gc.collect()
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_a_device_that_hangs_is_not_waited_for_without_end(
     machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
 ) -> None:
@@ -215,7 +212,6 @@ def test_a_device_that_hangs_is_not_waited_for_without_end(
         assert [first[0, 0].item(), second[0, 0].item()] == [1024.0 * 32 * number, 1024.0 * (32 * number + 16)]
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_a_loader_that_is_forgotten_while_its_device_hangs_is_not_waited_for_either(
     machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
 ) -> None:
@@ -252,6 +248,7 @@ machine.blocked = 0
 """
 
 
+@pytest.mark.slow
 def test_at_the_programs_end_the_device_is_neither_waited_for_nor_asked() -> None:
     here = Path(__file__).resolve().parent.parent
     done = subprocess.run(
@@ -269,7 +266,6 @@ def test_at_the_programs_end_the_device_is_neither_waited_for_nor_asked() -> Non
 # -- what is held ---------------------------------------------------------------------------------------------
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     machine: Machine, process_pool: ProcessPool
 ) -> None:
@@ -282,7 +278,6 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     assert machine.faults == []
 
 
-@fork_first("pool", POOLS)
 def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Pool) -> None:
     with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool) as loader:
         for number, batch in enumerate(loader):

@@ -101,6 +101,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
         del batches
 
 
+@pytest.mark.slow
 def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine) -> None:
     steps, device = 2000, machine.devices[0]
     consumer = Consumer(machine)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from simulated import Machine, SimulatedStreams
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -132,7 +131,6 @@ def batchify(samples: list[Any]) -> Any:
     return [{"x": torch.from_numpy(np.stack(samples)), "own": made}]
 
 
-@fork_first("pool", POOLS)
 def test_they_move_as_they_know_how_from_memory_that_is_no_pinned_slot(
     machine: Machine, device: torch.device, pool: Pool
 ) -> None:
@@ -244,7 +242,6 @@ def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, ba
     assert not any(what == "to" for what, _ in machine.log)
 
 
-@fork_first("worker_pool", POOLS[1:])
 def test_without_memory_for_what_moves_itself_there_is_made_room(
     machine: Machine, device: torch.device, worker_pool: Pool
 ) -> None:
@@ -260,7 +257,6 @@ def test_without_memory_for_what_moves_itself_there_is_made_room(
             assert batch.values[:, 0].tolist() == [4.0 * number + i for i in range(4)]
 
 
-@fork_first("pool", POOLS)
 def test_what_they_raise_is_their_batchs_error_and_says_where(
     machine: Machine, device: torch.device, pool: Pool
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, PROCESS_POOLS, fork_first
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ProcessPool, ShardedDataLoader, empty
@@ -102,7 +101,6 @@ BATCHES: dict[str, tuple[Build, Find]] = {
 }
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_what_the_user_copies_does_not_lie_in_pinned_slots(machine: Machine, process_pool: ProcessPool) -> None:
     def batchify(samples: list[Any]) -> Any:
         return {kind: build(samples) for kind, (build, _) in BATCHES.items()}
@@ -116,7 +114,6 @@ def test_what_the_user_copies_does_not_lie_in_pinned_slots(machine: Machine, pro
     assert (pinned, machine.faults) == (set(), [])
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_its_neighbours_are_still_copied_straight_from_the_slots(
     machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +141,6 @@ def test_its_neighbours_are_still_copied_straight_from_the_slots(
     assert (pinned, machine.faults) == ([], [])
 
 
-@fork_first("pool", POOLS)
 def test_the_users_own_copies_from_objects_are_intact(machine: Machine, pool: Pool) -> None:
     device, found = machine.devices[0], []
     streams = SimulatedStreams(machine, device)
@@ -174,7 +170,6 @@ def _write(to: int, source: torch.Tensor) -> None:
     ctypes.memmove(to, source.data_ptr(), source.nbytes)
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) -> None:
     """Nothing is pinned there, so nothing has to be copied out."""
 

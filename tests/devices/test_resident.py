@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from simulated import Machine
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
@@ -118,7 +117,6 @@ def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists
         assert ("resident on" in repr(loader)) is kept
 
 
-@fork_first("new_pool", POOLS)
 def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
     machine: Machine, new_pool: Callable[..., Pool]
 ) -> None:

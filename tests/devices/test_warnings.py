@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
@@ -36,7 +35,6 @@ if hasattr(torch, "AcceleratorError"):
 
 @pytest.mark.parametrize("error", LATE, ids=repr)
 @pytest.mark.parametrize("where", ["copy", "wait"])
-@fork_first("pool", POOLS)
 def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, error: RuntimeError, where: str
 ) -> None:
@@ -82,7 +80,6 @@ def test_no_memory_is_not_an_error_of_earlier_work() -> None:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@fork_first("pool", POOLS)
 def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
 ) -> None:
@@ -171,7 +168,6 @@ def test_whoever_has_its_own_gpu_is_not_warned(
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@fork_first("pool", POOLS)
 def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     device, first = torch.device("privateuseone"), machine.devices[0]
@@ -188,7 +184,6 @@ def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, 
 # -- a Mac ----------------------------------------------------------------------------------------------------
 
 
-@fork_first("pool", POOLS)
 def test_pin_memory_on_a_mac_is_one_warning_and_has_no_effect(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     def pin(self: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("mps has no pinned memory")

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
 from sharded_loader.batchify import Pad, Stack
@@ -337,7 +336,6 @@ class OnlyOurs(Dataset):
 
 
 @pytest.mark.parametrize("dataset", [Whole(), Torchs()], ids=["named so", "torch's"])
-@fork_first("pool", POOLS)
 def test_a_dataset_with_indices_is_accepted_whatever_its_base_is_called(pool: Pool, dataset: Any) -> None:
     with make(dataset=dataset, pool=pool, shuffle=True, seed=1) as loader:
         assert sorted(index for batch in loader for index in batch.tolist()) == list(range(10))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
-from conftest import POOLS, covering, fork_first, make_pool
+from conftest import covering, make_pool
 from samples import Bad, boom
 from test_resume import SAMPLERS, batches, stream, through_json
 
@@ -27,7 +27,6 @@ def make(pool: Any = None, **options: Any) -> ShardedDataLoader:
 EXPECTED = stream(make(), 4)
 
 
-@fork_first("pool", POOLS)
 def test_to_make_an_iterator_changes_nothing(pool: Pool) -> None:
     with make(pool) as loader:
         state = loader.state_dict()
@@ -41,7 +40,6 @@ def test_to_make_an_iterator_changes_nothing(pool: Pool) -> None:
         assert stream(loader, 2) == EXPECTED[:2]
 
 
-@fork_first("pool", POOLS)
 def test_iterators_begin_epochs_in_the_order_of_their_first_batches(pool: Pool) -> None:
     with make(pool) as loader:
         first, second, third = iter(loader), iter(loader), iter(loader)
@@ -81,7 +79,6 @@ def test_a_state_loaded_between_iter_and_the_first_next_counts() -> None:
     assert batches(iterator) == EXPECTED[0][2:]
 
 
-@fork_first("pool", POOLS)
 def test_an_iterator_that_gave_nothing_does_not_lose_a_loaded_position(pool: Pool) -> None:
     with make(pool) as loader:
         batches(iter(loader), 2)
@@ -115,7 +112,6 @@ def test_a_dataset_that_has_changed_between_iter_and_the_first_next_is_read_as_i
         assert batches(iterator) == [[0, 1], [2, 3], [4, 5]]
 
 
-@fork_first("pool", POOLS)
 def test_a_closed_loader_gives_no_iterator_and_no_first_batch(pool: Pool) -> None:
     loader = make(pool)
     iterator = iter(loader)
@@ -126,7 +122,6 @@ def test_a_closed_loader_gives_no_iterator_and_no_first_batch(pool: Pool) -> Non
         iter(loader)
 
 
-@fork_first("pool", POOLS)
 def test_an_error_in_place_of_the_first_batch_is_a_batch(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 8, pool=pool) as loader:
         iterator = iter(loader)

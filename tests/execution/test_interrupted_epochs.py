@@ -99,6 +99,7 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
     assert line > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "stateful"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_interrupted_anywhere_in_a_sampler_the_stream_goes_on(kind: str, at: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import multiprocess
 import numpy as np
 import pytest
-from conftest import POOLS, fork_first
 from injection import InterruptAt, next_interrupted
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -24,7 +23,6 @@ from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
 
 
-@fork_first("new_pool", POOLS)
 def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool]) -> None:
     loader = ShardedDataLoader(range(10_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
     expected = iter(range(0, 10_000, 3))
@@ -114,6 +112,7 @@ class InterruptAtSlot(InterruptAt):
         return super().__call__(frame, event, arg)
 
 
+@pytest.mark.slow
 def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
     data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
     with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method="fork"), prefetch=4) as loader:

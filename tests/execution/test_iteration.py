@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, PROCESS_POOLS, fork_first
 from samples import Bad, Gate, Told, Uneven, boom
 from torch.utils.data import DistributedSampler
 
@@ -448,7 +447,6 @@ def test_the_attributes_that_other_libraries_read() -> None:
     assert not hasattr(loader, "_iterator")
 
 
-@fork_first("pool", POOLS)
 def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(10), torch.arange(10.0))
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SubsetRandomSampler([1, 3, 5, 7]), 2, False)
@@ -536,7 +534,6 @@ def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> N
             assert next(old).tolist() == [8, 9, 10, 11]
 
 
-@fork_first("process_pool", PROCESS_POOLS)
 def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_pool: Any) -> None:
     class Nested:
         def __len__(self) -> int:

@@ -163,6 +163,7 @@ INDICES = """[
     Patient("a", frozenset("xyz")), Colour.RED, Text("text"), ("a", ("b", 2)), True, range(3)]"""
 
 
+@pytest.mark.slow
 def test_an_index_is_one_key_in_every_process() -> None:
     here = [derive_key(7, "sample", 0, index) for index in eval(INDICES)]
     assert len(set(here)) == len(here)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import POOLS, fork_first, make_pool
+from conftest import METHODS, POOLS, make_pool
 from recovery_samples import Random
 from refusing import in_child
 
@@ -50,7 +50,7 @@ def test_more_open_files_than_select_takes_are_no_problem(name: str) -> None:
     assert with_many_files_open(work) == str([8] * 8)
 
 
-@fork_first()
+@METHODS
 def test_children_of_the_user_are_followed_with_many_files_open(method: str) -> None:
     """A slot that a forked child may still see comes back when that has ended."""
 

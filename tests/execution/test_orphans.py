@@ -87,6 +87,7 @@ def seconds_until_gone(pids: Iterable[int]) -> float:
 
 
 # Programs of their own take seconds each: most are left to `make test-all`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "ending"),
     [
@@ -202,6 +203,7 @@ def test_idle_workers_end_by_themselves(method: str, record_property: Callable[[
     assert seconds < 0.5
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_template_end_with_the_trainer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin, fork_first
+from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools.starting import choose_start_method
@@ -94,6 +94,7 @@ def test_a_script_needs_no_guard_and_its_classes_and_lambdas_work(tmp_path: Path
     assert done.stdout == "script runs\n[[0, 2, 4, 6]]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [(), ("forgotten",)], ids=["held", "forgotten"])
 @METHODS
 def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers_make(
@@ -158,6 +159,7 @@ def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers
     assert done.stdout == "(9,)\n"
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input_works_too() -> None:
     script = (
         "from sharded_loader import *\n"
@@ -182,6 +184,7 @@ def test_the_start_method_that_the_user_set_is_the_default(tmp_path: Path) -> No
     assert choose_start_method("forkserver") == "forkserver"
 
 
+@pytest.mark.slow
 def test_other_users_of_multiprocess_still_get_their_script(tmp_path: Path) -> None:
     run_script(
         tmp_path / "script.py",
@@ -313,7 +316,6 @@ def test_every_structure_and_dtype_comes_back_as_it_was(process_pool: ProcessPoo
     assert [tensor.dtype for tensor in found["dtypes"]] == [getattr(torch, dtype) for dtype in DTYPES]
 
 
-@fork_first("process_pool")
 def test_a_tensor_that_requires_grad_is_a_clear_error(process_pool: ProcessPool) -> None:
     def batchify(indices: list[int]) -> torch.Tensor:
         return torch.ones(3, requires_grad=True)
@@ -386,6 +388,7 @@ def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -
 # -- workers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_imports_torch_only_if_its_dataset_needs_it(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
         "import sys\n"
@@ -457,6 +460,7 @@ def test_what_a_dataset_changes_in_itself_stays_in_its_worker(process_pool: Proc
     assert data.sum() == 0
 
 
+@pytest.mark.slow
 @METHODS
 def test_workers_go_when_the_trainer_is_killed(tmp_path: Path, method: str) -> None:
     script = tmp_path / "script.py"
@@ -485,6 +489,7 @@ def test_workers_go_when_the_trainer_is_killed(tmp_path: Path, method: str) -> N
     assert len(gone) == 2, alive
 
 
+@pytest.mark.slow
 @SPAWN_FIRST
 @pytest.mark.parametrize(
     "ending", ["live", "raise", *(pytest.param(end, marks=pytest.mark.slow) for end in ("exit", "break"))]
@@ -587,6 +592,7 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death(process_pool: Pr
             child.kill()
 
 
+@pytest.mark.slow
 def test_prints_of_workers_arrive(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "script.py",
@@ -625,7 +631,6 @@ def test_a_lambda_of_a_module_works(process_pool: ProcessPool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@fork_first("process_pool")
 def test_tensors_keep_their_memory_format_and_nested_ones_travel(process_pool: ProcessPool) -> None:
     def batchify(indices: list[int]) -> Any:
         images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -638,7 +643,6 @@ def test_tensors_keep_their_memory_format_and_nested_ones_travel(process_pool: P
     assert [len(tensor) for tensor in nested.unbind()] == [2, 3]
 
 
-@fork_first("process_pool")
 def test_worker_seeds_differ_between_workers_and_runs(process_pool: ProcessPool) -> None:
     def seeds(seed: int, workers: int) -> set[int]:
         def init(number: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import POOLS, fork_first
 from samples import (
     Bad,
     Boom,
@@ -44,6 +43,8 @@ from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, Simp
 from sharded_loader.data.errors import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.execution.pools.base import Pool
+
+pytestmark = pytest.mark.also_spawned
 
 
 def flat(batches: Any) -> list[Any]:
@@ -105,7 +106,6 @@ def test_shards_hold_the_same_samples_as_the_whole_batch(new_pool: Callable[...,
     assert len(found[-1]) == 2
 
 
-@fork_first("process_pool")
 def test_global_generators_are_reproducible_in_process_workers(process_pool: ProcessPool) -> None:
     class Global:
         def __len__(self) -> int:
@@ -124,7 +124,6 @@ def test_global_generators_are_reproducible_in_process_workers(process_pool: Pro
     assert len({str(batch) for epoch in first for batch in epoch}) == 12
 
 
-@fork_first("pool", POOLS)
 def test_the_trainers_generators_are_left_alone(pool: Pool) -> None:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     expected = random.random(), np.random.random(), torch.rand(()).item()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import FORK_FIRST, METHODS, PROCESS_POOLS, covering, make_pool
+from conftest import METHODS, PROCESS_POOLS, covering, make_pool
 from recovery_samples import (
     BadStart,
     DiesInSetState,
@@ -64,7 +64,7 @@ def expected(where: str, **options: Any) -> list[Any]:
 # -- a batch that fails every time ----------------------------------------------------------------------------
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("where", PHASES)
 def test_a_batch_that_always_fails_is_one_error_in_its_place(
@@ -98,7 +98,7 @@ def test_a_batch_that_always_fails_is_one_error_in_its_place(
         assert len(until_the_end(iter(loader))[0]) == 7  # another epoch
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("how", HOWS)
 def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], Any], tmp_path: Path) -> None:
     fail = Fails(how, tmp_path / "count")
@@ -216,7 +216,7 @@ def random_stream(pool: Any, num_shards: int | None, seconds: float, length: int
             yield from map(values_of, loader)
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("num_shards", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int | None) -> None:
     length = 60 if method == "spawn" else 200  # workers take longer to start than they are left to live
@@ -289,7 +289,7 @@ def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: 
     assert all(bool((batch == np.array([[2 * i], [2 * i + 1]])).all()) for i, batch in enumerate(held))
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("end", ["torn", "killed", "closed"])
 def test_a_slot_is_free_only_when_its_writer_is_over(method: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[tuple[int, bool]] = []

@@ -444,6 +444,7 @@ def test_every_sampler_resumes_after_every_batch(kind: str) -> None:
 # -- any place, three times over, in batches of any size ----------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_three_resumes_in_a_row_give_the_stream_of_none(data: st.DataObject) -> None:
@@ -893,9 +894,7 @@ UNSEEDED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("seeds", [(None, None), (1, None), (None, 2), (1, 2)])
-@pytest.mark.parametrize("kind", UNSEEDED)
-@pytest.mark.parametrize("pool", ["inline", "process"])
+@covering(seeds=[(None, None), (1, None), (None, 2), (1, 2)], kind=UNSEEDED, pool=["inline", "process"])
 def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: Any, pool: str) -> None:
     def make(seed: int | None, **other: Any) -> ShardedDataLoader:
         return ShardedDataLoader(Noisy(), seed=seed, **UNSEEDED[kind](), **other)

@@ -119,16 +119,10 @@ if __name__ == "__main__":
 """
 
 FORKSERVER = () if sys.platform == "win32" else ("multiprocessing forkserver", "executor forkserver")
-# Each is a chain of programs, of seconds: one of them is quick.
-HOW = [
-    "torch",
-    *(
-        pytest.param(how, marks=pytest.mark.slow)
-        for how in ("alone", "multiprocessing spawn", "multiprocess spawn", "executor spawn", "nested", *FORKSERVER)
-    ),
-]
+HOW = ("torch", "alone", "multiprocessing spawn", "multiprocess spawn", "executor spawn", "nested", *FORKSERVER)
 
 
+@pytest.mark.slow  # each is a chain of programs
 @pytest.mark.parametrize("how", HOW)
 def test_what_the_script_defines_reaches_workers_of_a_spawned_process_and_comes_back(tmp_path: Path, how: str) -> None:
     done = run_script(tmp_path / "script.py", SCRIPT, how)

@@ -53,6 +53,7 @@ def test_modules_that_functions_by_value_use_are_known_too() -> None:
     assert __name__ in publish(user_module).modules
 
 
+@pytest.mark.slow
 @posix
 def test_the_forkserver_has_imported_what_dataset_batchify_and_transform_need(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(DATA)
@@ -80,6 +81,7 @@ def test_the_forkserver_has_imported_what_dataset_batchify_and_transform_need(tm
     assert done.stdout == "script runs\n"
 
 
+@pytest.mark.slow
 @linux
 def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
@@ -117,14 +119,8 @@ def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(t
 
 
 @posix
-@pytest.mark.parametrize(
-    "how",
-    [
-        "raise SystemExit(3)",
-        pytest.param("raise RuntimeError('twice')", marks=pytest.mark.slow),
-        pytest.param("import nothing_of_this_name", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise SystemExit(3)", "raise RuntimeError('twice')", "import nothing_of_this_name"])
 def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_path: Path, how: str) -> None:
     fails_second_time = f"""
         import pathlib
@@ -163,6 +159,7 @@ def test_the_user_s_own_choice_of_preloads_is_respected(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @posix
 def test_all_spawned_workers_start_at_once(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -294,6 +291,7 @@ def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_
     assert not [finder for finder in sys.meta_path if type(finder).__module__ == "sharded_loader.imports"]
 
 
+@pytest.mark.slow
 @linux
 def test_a_spawned_worker_is_the_only_process_that_is_started(tmp_path: Path) -> None:
     run_script(

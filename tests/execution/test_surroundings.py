@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FORK_FIRST, METHODS, make_pool
+from conftest import METHODS, make_pool
 from refusing import in_child
 from samples import Bad, Odd, boom, odd_errors
 
@@ -38,8 +38,9 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @unix
-@FORK_FIRST
+@METHODS
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
     run_script(
         tmp_path,
@@ -56,8 +57,9 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
     )
 
 
+@pytest.mark.slow
 @unix
-@FORK_FIRST
+@METHODS
 def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
     out = run_script(
         tmp_path,
@@ -77,6 +79,7 @@ def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, me
     assert out == "24\n"
 
 
+@pytest.mark.slow
 @unix
 @METHODS
 def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_path: Path, method: str) -> None:
@@ -110,8 +113,9 @@ def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_
     assert out == "2 0\n"
 
 
+@pytest.mark.slow
 @unix
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("reaper", ["ignore", pytest.param("waitpid", marks=pytest.mark.slow)])
 def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
     run_script(
@@ -152,7 +156,7 @@ def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
 
 
 @unix
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize("reaper", ["ignore", "handler", pytest.param("thread", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, reaper: str, when: str) -> None:
@@ -254,6 +258,7 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
     assert in_child(work) == "the trainer's"
 
 
+@pytest.mark.slow
 def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -> None:
     run_script(
         tmp_path,

@@ -24,6 +24,7 @@ def template_pid(pool: ProcessPool) -> int:
     return int(pool._crew.template._process.pid)
 
 
+@pytest.mark.slow
 def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
     pool = ProcessPool(2, start_method="fork", restarts=100)
     with ShardedDataLoader(range(400), 4, pool=pool) as loader:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, fork_first
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools import crew
@@ -52,7 +51,6 @@ def loops_of(pool: Pool) -> int:
     return 400 if isinstance(pool, InlinePool) else 40
 
 
-@fork_first("pool", POOLS)
 def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
@@ -65,7 +63,6 @@ def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
         assert in_threads(work) == [count] * THREADS
 
 
-@fork_first("pool", POOLS)
 def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     count = loops_of(pool) // 4
     data = ArrayDataset(np.arange(12))
@@ -77,7 +74,6 @@ def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
     assert sorted(epoch for loops in found for epoch in loops) == sorted(epochs)
 
 
-@fork_first("pool", POOLS)
 def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(12), 2, pool=pool, prefetch=3) as loader:
@@ -95,7 +91,6 @@ def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other
         assert in_threads(work) == [count] * THREADS
 
 
-@fork_first("pool", POOLS)
 def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Pool) -> None:
     with ShardedDataLoader(range(120), 2, pool=pool) as loader:
         iterator = iter(loader)
@@ -104,6 +99,7 @@ def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Poo
     assert sorted(first for batches in found for first, _ in batches) == list(range(0, 120, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
     """What the library does before a fork is done although the set of pools changes meanwhile."""

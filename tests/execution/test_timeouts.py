@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import FORK_FIRST, PROCESS_POOLS, begin, make_pool
+from conftest import METHODS, PROCESS_POOLS, begin, make_pool
 from recovery_samples import (
     BadStart,
     Fails,
@@ -56,7 +56,7 @@ def expected(where: str) -> list[Any]:
 # -- processes ------------------------------------------------------------------------------------------------
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize(
     ("where", "how", "restarts", "doing", "index"),
     [
@@ -137,7 +137,7 @@ def is_pending(pid: int, number: int) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-@FORK_FIRST
+@METHODS
 @pytest.mark.parametrize(
     ("where", "how"),
     [
@@ -180,7 +180,8 @@ def test_a_worker_that_somebody_has_stopped_is_replaced() -> None:
         assert found == list(range(200))
 
 
-@FORK_FIRST
+@pytest.mark.slow
+@METHODS
 def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) -> None:
     pool = make_pool(method, 1, timeout=TIMEOUT)
     assert isinstance(pool, ProcessPool)
@@ -205,6 +206,7 @@ def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("thread", marks=pytest.mark.slow), "fork"])
 def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> None:
     done = tmp_path / "done"
@@ -284,7 +286,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@FORK_FIRST
+@METHODS
 def test_workers_that_hang_while_they_start_are_one_error(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,6 +354,7 @@ def test_a_fork_without_a_pipe_is_taken_to_live_for_ever(arena: Arena, monkeypat
     assert before not in {take(arena, 1 << 16) for _ in range(200)}
 
 
+@pytest.mark.slow
 @posix
 def test_a_fork_has_ended_when_those_have_who_came_of_it() -> None:
     ready, go = os.pipe(), os.pipe()

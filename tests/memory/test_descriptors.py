@@ -56,6 +56,7 @@ def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch:
         assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
 
 
+@pytest.mark.slow
 @SPAWNED
 def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
     data = ArrayDataset(np.zeros(100_000))

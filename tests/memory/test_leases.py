@@ -383,6 +383,7 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten(daemon: Any) -> No
         assert len(set(rest)) < 20  # slots were reused, but not that one
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_memory_that_children_held_is_used_again_when_they_have_ended() -> None:
     with loader_over(make_pool("fork"), 400) as loader:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from conftest import SPAWNED
 from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -17,7 +18,6 @@ from sharded_loader.memory import mapped as mapped_module
 from sharded_loader.memory.publish import load, publish
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
-SPAWNED = pytest.mark.parametrize("method", ["forkserver", "spawn"] if sys.platform != "win32" else ["spawn"])
 OFFSET = 5000
 """No multiple of the page size."""
 

@@ -170,6 +170,7 @@ def test_refresh_sends_the_new_dataset(method: str) -> None:
             assert all((x == 2).all() for x, _ in loader)
 
 
+@pytest.mark.slow
 @linux
 @SPAWNED
 def test_refreshing_leaves_one_copy(method: str) -> None:
@@ -191,6 +192,7 @@ def _segments(loader: Any) -> int:
     return max(sum("memfd:sharded_loader" in line for line in text.splitlines()) for text in maps)
 
 
+@pytest.mark.slow
 @SPAWNED
 def test_refreshing_twice_while_workers_are_busy(method: str) -> None:
     data = Slow(0)
