@@ -1,0 +1,217 @@
+"""The road of a batch: counted on given events and sources, and once for real."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks import road, sizes, walk
+from benchmarks.walk import Step
+
+ROOT = os.sep.join(["", "here", "p"])
+A, B = (os.sep.join([ROOT, *names]) for names in (["a.py"], ["low", "b.py"]))
+OUTSIDE = os.sep.join(["", "here", "p_tests", "c.py"])
+
+
+# -- walks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_holds_the_calls_inside_the_folder_with_their_depth() -> None:
+    events = [
+        ("return", A, "opened_before", 1),
+        ("call", A, "f", 2),
+        ("call", OUTSIDE, "user", 3),
+        ("call", B, "g", 4),
+        ("return", B, "g", 4),
+        ("return", OUTSIDE, "user", 3),
+        ("call", B, "g", 4),
+        ("return", B, "g", 4),
+        ("return", A, "f", 2),
+        ("call", B, "h", 5),
+    ]
+    steps = walk.walk_of(events, ROOT)
+    assert steps == [
+        Step("a.py", "f", 2, 0),
+        Step("low/b.py", "g", 4, 1),
+        Step("low/b.py", "g", 4, 1),
+        Step("low/b.py", "h", 5, 0),
+    ]
+    assert walk.counts_of(steps) == {"calls": 4, "functions": 3, "files": 2, "changes of file": 1}
+
+
+def test_a_return_to_a_file_is_no_change_but_the_next_call_there_is() -> None:
+    there_and_back = [Step("a", "f", 1, 0), Step("b", "g", 1, 1), Step("a", "h", 9, 1)]
+    assert walk.counts_of(there_and_back[:2])["changes of file"] == 1
+    assert walk.counts_of(there_and_back)["changes of file"] == 2
+    assert walk.counts_of([]) == {"calls": 0, "functions": 0, "files": 0, "changes of file": 0}
+
+
+def test_functions_of_one_name_are_two_and_of_one_function_at_two_depths_one() -> None:
+    steps = [Step("a", "<lambda>", 1, 0), Step("a", "<lambda>", 2, 0), Step("a", "<lambda>", 2, 5)]
+    assert walk.counts_of(steps)["functions"] == 2
+
+
+def test_the_summary_shows_the_most_frequent_of_the_median_walks() -> None:
+    f, g = Step("a", "f", 1, 0), Step("b", "g", 1, 0)
+    summary = walk.summary_of([[f], [f, f], [f, g], [g, f], [f, g], [f, g, f], [f] * 9])
+    assert summary["walk"] == (f, g)
+    assert summary["medians"] == {"calls": 2, "functions": 2, "files": 2, "changes of file": 1}
+    assert summary["mean calls"] == 3
+
+
+def make_module(path: Path, source: str) -> ModuleType:
+    module = ModuleType(path.stem)
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
+
+
+def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_before(tmp_path: Path) -> None:
+    inner = make_module(
+        tmp_path / "p" / "inner.py", "def read(n):\n    return n\nclass Batch:\n    def __del__(self): pass"
+    )
+
+    def user(number: int) -> int:
+        return inner.read(number)
+
+    class Loader:
+        def __iter__(self) -> Iterator[object]:
+            for number in range(4):
+                user(number)
+                yield inner.Batch()
+
+    walks = walk.record_walks(Loader(), str(tmp_path / "p"), epochs=2, pause=0)
+    names = [[step.function.rpartition(".")[2] for step in turn] for turn in walks]
+    assert names == [["read"], *[["read", "__del__"]] * 3] * 2, "the turn that ends an epoch is left out"
+    assert sys.getprofile() is None
+
+
+def test_an_error_of_the_loop_ends_the_recording(tmp_path: Path) -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        walk.record_walks(broken(), str(tmp_path), epochs=1, pause=0)
+    assert sys.getprofile() is None
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("", 0),
+        ("\n# comment\n\n", 0),
+        ('"""Docstring\n\nof three lines."""\nx = 1\n', 1),
+        ('x = 1\n"""About x."""\n', 1),
+        ('def f():\n    """Text."""\n    return """\n\nnot a docstring\n"""\n', 4),
+        ("x = [  # comment\n    1,\n\n    # comment\n    2,\n]\n", 4),
+        ("if x: y = 1; z = 2\n", 1),
+        ("x = 1 + \\\n    2\n", 2),
+        ("x = 1", 1),
+    ],
+)
+def test_code_lines_are_neither_blank_nor_comments_nor_docstrings(source: str, lines: int) -> None:
+    assert sizes.code_lines(source) == lines
+
+
+def test_a_package_is_measured_without_the_programs_that_use_it() -> None:
+    package = {
+        "p": "",
+        "p.rng": "def f():\n    from p.memory.arena import x\n",
+        "p.memory": "",
+        "p.memory.arena": "import p.rng\n",
+        "p.memory.codec": "import p.memory.arena\n" + "#\n" * 350,
+        "p.data": "",
+        "p.data.base": "import p.memory.codec\nimport sys\nsys.modules.get('p.loader')\n",
+        "p.loader": "import p.data.base\n",
+        "p.demo": "import p.loader\n",
+        "p.cli": "import p.demo\n",
+    }
+    numbers, notes = sizes.sizes_of(package)
+    assert numbers == {
+        "modules": 10,
+        "code lines": 10,
+        "modules over 350 lines": 1,
+        "levels of folders": 3,  # loader, data, memory with rng
+        "levels of modules": 4,  # loader, data.base, memory.codec, memory.arena with rng
+        "circles of modules": 2,
+        "circles of folders": 2,
+        "upward imports": 2,
+        "hidden imports": 1,
+    }
+    assert "circle of modules: p.memory.arena, p.rng" in notes
+    assert "circle of folders: p.data, p.loader" in notes
+    assert "upward: p.rng, line 2, imports p.memory.arena" in notes
+    assert "hidden: p.data.base, line 3, imports p.loader" in notes
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_two_has_ratios_where_there_is_something_to_divide_by() -> None:
+    table = road.table_of({"before": {"calls": 90, "circles": 0}, "after": {"calls": 45, "circles": 1}})
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert cells[0] == ["", "before", "after", "ratio"]
+    assert cells[2:] == [["calls", "90", "45", "0.50"], ["circles", "0", "1", ""]]
+
+
+def test_a_table_of_one_has_no_ratios() -> None:
+    last = road.table_of({"now": {"CPU": 81.2345}}).splitlines()[-1]
+    assert last.split() == ["|", "CPU", "|", "81.23", "|"]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(["--rounds", "0"], "at least 1"), (["--pool", "x"], "unrecognized")])
+def test_a_wrong_command_line_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        road.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_a_checkout_without_the_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="pass the folder of a package"):
+        road.main(["--package", str(tmp_path)])
+
+
+def test_a_package_that_cannot_be_imported_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    (tmp_path / road.PACKAGE).mkdir()
+    (tmp_path / road.PACKAGE / "__init__.py").write_text("raise ImportError('half a checkout')\n")
+    with pytest.raises(RuntimeError, match="ended"):
+        road.main(["--package", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_the_package_is_measured_beside_itself() -> None:
+    said: list[str] = []
+    assert road.main(["--against", str(road.ROOT), "--walk", "--rounds", "1"], said.append) == 0
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in said[0].splitlines()}
+    assert float(rows["next(), inline: calls"][0]) > 10
+    assert float(rows["next(), process: files"][0]) > 3
+    assert float(rows["main process: CPU us per batch"][0]) > 0
+    assert any("__next__" in line for line in said)
+
+
+def test_a_checkout_is_measured_from_its_own_folder(tmp_path: Path) -> None:
+    """Not the package that this program imports."""
+    package = tmp_path / road.PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "class InlinePool: pass\n"
+        "class ProcessPool:\n    def __init__(self, *_, **__): pass\n"
+        "def read(n): return n\n"
+        "class ShardedDataLoader:\n"
+        "    def __init__(self, *_, **__): pass\n"
+        "    def __len__(self): return 2\n"
+        "    def __iter__(self): return map(read, range(2))\n"
+        "    def close(self): pass\n"
+    )
+    said: list[str] = []
+    assert road.main(["--package", str(tmp_path), "--walk", "--rounds", "1"], said.append) == 0
+    assert [line for line in said if "read" in line] == ["__init__.py:4 read"] * 2
+    assert "| next(), inline: calls" in said[0]
