@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ class Record:
 
 
 class Attributes(dict):  # type: ignore[type-arg]
-    """The dict whose keys are attributes, as many write it."""
+    """The dict whose keys are attributes, as many write it. Python 3.10 itself cannot pickle it."""
 
     __getattr__ = dict.__getitem__
 
@@ -260,7 +261,9 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(st.one_of(st.text(max_size=3), st.integers(), st.none()), inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Attributes),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(
+            Attributes if sys.version_info >= (3, 11) else dict
+        ),
         st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
         st.builds(Pair, inner, inner),
         st.builds(Record, inner, inner),
