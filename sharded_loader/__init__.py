@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
-    from sharded_loader.data.batchify import default_batchify_fn as default_batchify_fn
+    from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
     from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from sharded_loader.stats import LoaderStats as LoaderStats
 
 _HOMES = {
-    "sharded_loader.data.batchify": ["default_batchify_fn"],
+    "sharded_loader.batching.default": ["default_batchify_fn"],
     "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
     "sharded_loader.data.packed": ["PackedList"],
     "sharded_loader.data.recordio": ["RecordFileDataset"],

@@ -6,7 +6,7 @@
 ([[1, 2, 3], [4, 0, 0]], [0, 1])
 """
 
-from sharded_loader.data.batchify import Dict, List, NamedTuple, Stack, Tuple, default_batchify_fn
-from sharded_loader.data.padding import Pad
+from sharded_loader.batching.functions import Dict, List, NamedTuple, Stack, Tuple, default_batchify_fn
+from sharded_loader.batching.pad import Pad
 
 __all__ = ["Dict", "List", "NamedTuple", "Pad", "Stack", "Tuple", "default_batchify_fn"]

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.stacking import is_numbers
-from sharded_loader.data.structure import (
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.stack import is_numbers
+from sharded_loader.batching.tree import (
     dataclass_fields,
     is_dataclass_instance,
     map_leaves,

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.errors import Array, Empty, new_array
+from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
+from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.base import Dataset, Indices, is_dataset
 from sharded_loader.data.bulk import bulk, checked_index, checked_indices, gather, read_many, translated
 from sharded_loader.data.columns import as_column, named_columns
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.errors import Array, Empty, new_array
 from sharded_loader.data.overrides import offers
-from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
 
 
 class ArrayDataset(Dataset):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharded_loader.batching.errors import Empty, new_array
 from sharded_loader.data.bulk import (
     check_one_index,
     checked_index,
@@ -26,7 +27,6 @@ from sharded_loader.data.bulk import (
     translated,
 )
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.errors import Empty, new_array
 from sharded_loader.data.overrides import has
 from sharded_loader.data.seeding import next_level, transform_seed
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.batching.tensors import is_plain
+from sharded_loader.batching.tree import dataclass_fields, is_dataclass_instance, is_tensor, map_leaves
 from sharded_loader.data.base import Wrapper, check_dataset
 from sharded_loader.data.bulk import checked_index, checked_indices, chosen, offered_if, translated
 from sharded_loader.data.overrides import has
-from sharded_loader.data.structure import dataclass_fields, is_dataclass_instance, is_tensor, map_leaves
-from sharded_loader.data.tensors import is_plain
 
 
 class _Store:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.structure import is_masked
+from sharded_loader.batching.tree import is_masked
 
 _NUMBERS = "biufc"
 

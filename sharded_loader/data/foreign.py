@@ -29,15 +29,15 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.batching.default import default_batchify_fn, in_field
+from sharded_loader.batching.errors import Empty
+from sharded_loader.batching.tensors import is_column
+from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.arrays import ArrayDataset, gather_rows, is_gathered
 from sharded_loader.data.base import SimpleDataset
 from sharded_loader.data.bulk import checked_indices, gather, handed_out, translated
-from sharded_loader.data.default import default_batchify_fn, in_field
-from sharded_loader.data.errors import Empty
 from sharded_loader.data.overrides import bulk_method, offers
-from sharded_loader.data.structure import is_tensor
 from sharded_loader.data.subsets import SubsetDataset
-from sharded_loader.data.tensors import is_column
 
 Gather = Callable[[Sequence[Any], Empty], Any]
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.batching.errors import Array, Empty
+from sharded_loader.batching.tensors import as_numpy, empty_tensor, is_column
 from sharded_loader.data.arrays import ArrayDataset, is_gathered
 from sharded_loader.data.base import SimpleDataset
 from sharded_loader.data.bulk import checked_indices
-from sharded_loader.data.errors import Array, Empty
 from sharded_loader.data.subsets import SubsetDataset
-from sharded_loader.data.tensors import as_numpy, empty_tensor, is_column
 
 NOT_MERGED: Any = object()
 

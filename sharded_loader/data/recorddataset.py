@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sharded_loader.batching.errors import Empty
 from sharded_loader.data.base import Dataset, Indices
 from sharded_loader.data.bulk import bulk, checked_indices
-from sharded_loader.data.errors import Empty
 from sharded_loader.data.recordbatch import LARGE, Records, guessed_sizes, read_records
 from sharded_loader.data.recordfile import RecordFile, load_index
 

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sharded_loader.batching.tensors import is_column
+from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset, is_gathered
 from sharded_loader.data.base import Dataset, Indices
 from sharded_loader.data.bulk import checked_index, checked_indices
-from sharded_loader.data.structure import to_torch, torch_has
-from sharded_loader.data.tensors import is_column
 from sharded_loader.devices.names import indexed
 from sharded_loader.devices.placement import Begun, Placement
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, streams_of

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.data.errors import Array, BatchifyError, Empty, raise_ragged
-from sharded_loader.data.structure import is_tensor
+from sharded_loader.batching.errors import Array, BatchifyError, Empty, raise_ragged
+from sharded_loader.batching.tree import is_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.errors import BatchifyError
+from sharded_loader.batching.errors import BatchifyError
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.

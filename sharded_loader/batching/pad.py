@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.default import Batchify
-from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, raise_ragged
-from sharded_loader.data.stacking import as_array, common_dtype, is_numbers, to_numpy_dtype
-from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.errors import Array, BatchifyError, Empty, check_not_empty, raise_ragged
+from sharded_loader.batching.stack import as_array, common_dtype, is_numbers, to_numpy_dtype
+from sharded_loader.batching.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.tree import is_tensor
 
 _SMALL_ROW = 16 * 1024  # bytes
 

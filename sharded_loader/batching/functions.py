@@ -3,8 +3,8 @@
     Tuple(Stack(), Pad())([(image, tokens), ...]) -> (images, padded tokens)
 
 Each can be called, and has ``assemble(samples, empty)``, which writes into memory that the caller's allocator gave
-(see `sharded_loader.data.default`). Own and user functions nest freely in `Tuple`, `Dict` and `NamedTuple`. `Pad`
-is in `sharded_loader.data.padding`; users import all of them from `sharded_loader.batchify`.
+(see `sharded_loader.batching.default`). Own and user functions nest freely in `Tuple`, `Dict` and `NamedTuple`. `Pad`
+is in `sharded_loader.batching.pad`; users import all of them from `sharded_loader.batchify`.
 
 What can go wrong: samples that do not fit the functions: a `BatchifyError` (a ValueError) that names the field.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharded_loader.data.default import (
+from sharded_loader.batching.default import (
     Batchify,
     BatchifyFn,
     DefaultBatchify,
@@ -23,8 +23,8 @@ from sharded_loader.data.default import (
     default_batchify_fn,
     in_field,
 )
-from sharded_loader.data.errors import BatchifyError, Empty, check_not_empty, some
-from sharded_loader.data.stacking import is_numbers, stack, to_numpy_dtype
+from sharded_loader.batching.errors import BatchifyError, Empty, check_not_empty, some
+from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
 
 __all__ = [
     "Batchify",

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, new_array, raise_ragged, some
-from sharded_loader.data.structure import are_tensors, check_unmasked, is_tensor
-from sharded_loader.data.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
+from sharded_loader.batching.errors import Array, BatchifyError, Empty, check_not_empty, new_array, raise_ragged, some
+from sharded_loader.batching.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
+from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
 
 
 def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:

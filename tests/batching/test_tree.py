@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader.data.structure import map_leaves, to_torch
+from sharded_loader.batching.tree import map_leaves, to_torch
 
 Pair = namedtuple("Pair", "x y")
 

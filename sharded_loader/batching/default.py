@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.errors import BatchifyError, Empty, check_not_empty, new_array, some
-from sharded_loader.data.overrides import known_to
-from sharded_loader.data.stacking import is_numbers, stack, stack_arrays
-from sharded_loader.data.structure import (
+from sharded_loader.batching.errors import BatchifyError, Empty, check_not_empty, new_array, some
+from sharded_loader.batching.stack import is_numbers, stack, stack_arrays
+from sharded_loader.batching.tree import (
     dataclass_fields,
     rebuild_dataclass,
     rebuild_mapping,
     rebuild_sequence,
     to_torch,
 )
+from sharded_loader.data.overrides import known_to
 from sharded_loader.memory.allocation import current_empty
 
 # The parameter is Any, because a user's function may say list where ours say Sequence.
@@ -44,7 +44,7 @@ def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
         empty: called with a shape and a dtype, returns a writable C-contiguous array.
 
     Returns:
-        The batch; arrays may be NumPy arrays (see `sharded_loader.data.structure.to_torch`).
+        The batch; arrays may be NumPy arrays (see `sharded_loader.batching.tree.to_torch`).
 
     Example:
         >>> assemble(default_batchify_fn, [1, 2], np.empty)
