@@ -31,7 +31,7 @@ from sharded_loader.data.overrides import has
 from sharded_loader.data.seeding import next_level, transform_seed
 
 if TYPE_CHECKING:
-    from sharded_loader.data.caching import CachedDataset
+    from sharded_loader.data.cache import CachedDataset
     from sharded_loader.data.concat import ConcatDataset
     from sharded_loader.data.subsets import SubsetDataset
 
@@ -168,7 +168,7 @@ class Dataset:
             >>> SimpleDataset("abc").cache()[1]
             'b'
         """
-        from sharded_loader.data.caching import CachedDataset
+        from sharded_loader.data.cache import CachedDataset
 
         return CachedDataset(self, max_bytes)
 

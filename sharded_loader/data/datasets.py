@@ -19,7 +19,7 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.base import Dataset, SimpleDataset, TransformDataset, Wrapper
-from sharded_loader.data.caching import CachedDataset
+from sharded_loader.data.cache import CachedDataset
 from sharded_loader.data.concat import ConcatDataset
 from sharded_loader.data.subsets import SubsetDataset
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.data.caching import estimated_bytes
+from sharded_loader.data.cache import estimated_bytes
 from sharded_loader.data.datasets import ArrayDataset, CachedDataset, ConcatDataset, Dataset, SimpleDataset
 from sharded_loader.data.subsets import SubsetDataset, split_sizes
 from sharded_loader.rng import SampleScope, reading, sample_rng

@@ -19,7 +19,7 @@ record incomplete, and a forked child has nothing to write twice.
 What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
 all records before it stay readable. A length is compared with the file's size before memory is allocated.
 
-The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.data.recordio`.
+The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.recordio`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any, overload
 import numpy as np
 
 from sharded_loader.data.bulk import checked_index
-from sharded_loader.data.recordfile import HEAD_SIZE, MAGIC_NUMBER, RecordFile, padded
+from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, RecordFile, padded
 
 GAP = 256
 """Bytes between two records that are read in vain: a read costs 0.6 us, but what is read is kept with the batch."""

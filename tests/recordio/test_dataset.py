@@ -17,10 +17,11 @@ import pytest
 from conftest import METHODS
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
-from sharded_loader.data import recordbatch, recordfile
-from sharded_loader.data.recordbatch import Records
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.recordio import RecordIOError
+from sharded_loader.recordio import batches as recordbatch
+from sharded_loader.recordio import files as recordfile
+from sharded_loader.recordio.batches import Records
 from tests import reference_recordio as reference
 from tests.soak_records import reads_within
 

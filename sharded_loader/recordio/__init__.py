@@ -4,10 +4,10 @@
     train.idx    key <TAB> offset of the record in train.rec, one line for each
 
 How a record lies in its file (and how a payload that contains the magic is cut) is told in
-`sharded_loader.data.recordfile`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
+`sharded_loader.recordio.files`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
 from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many at once
-(`sharded_loader.data.recorddataset`). `pack` and `unpack` put MXNet's label header before a payload
-(`sharded_loader.data.packing`).
+(`sharded_loader.recordio.dataset`). `pack` and `unpack` put MXNet's label header before a payload
+(`sharded_loader.recordio.images`).
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
 the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
@@ -30,9 +30,8 @@ from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sharded_loader.data.packing import IRHeader, pack, pack_img, unpack, unpack_img
-from sharded_loader.data.recorddataset import RecordFileDataset
-from sharded_loader.data.recordfile import (
+from sharded_loader.recordio.dataset import RecordFileDataset
+from sharded_loader.recordio.files import (
     MAX_LENGTH,
     PerProcess,
     RecordFile,
@@ -42,6 +41,7 @@ from sharded_loader.data.recordfile import (
     load_index,
     run_after_fork,
 )
+from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 if TYPE_CHECKING:
     from typing_extensions import Self

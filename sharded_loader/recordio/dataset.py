@@ -23,8 +23,8 @@ import numpy as np
 from sharded_loader.batching.errors import Empty
 from sharded_loader.data.base import Dataset, Indices
 from sharded_loader.data.bulk import bulk, checked_indices
-from sharded_loader.data.recordbatch import LARGE, Records, guessed_sizes, read_records
-from sharded_loader.data.recordfile import RecordFile, load_index
+from sharded_loader.recordio.batches import LARGE, Records, guessed_sizes, read_records
+from sharded_loader.recordio.files import RecordFile, load_index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
