@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import Batchify
-from sharded_loader.batching.errors import some
+from sharded_loader.batching.protocol import some
 from sharded_loader.data.base import Dataset
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.errors import add_note

@@ -1,4 +1,4 @@
-"""The default rules by which a list of samples becomes a batch, and the protocol of all batchify functions.
+"""The default rules by which a list of samples becomes a batch, and the base of all batchify functions.
 
 Two ways to use a batchify object:
 
@@ -6,10 +6,7 @@ Two ways to use a batchify object:
     fn.assemble(samples, empty)   -> the same structure with NumPy arrays, written straight into memory that
                                      ``empty(shape, dtype)`` gave: what the loader uses, free of torch
 
-`assemble(fn, samples, empty)` takes the second way where there is one; a user's own function is called.
-
-What can go wrong: samples of different shapes or structures, or none at all: a `BatchifyError` (a ValueError)
-that names the field within the sample, shows the shapes and says what to do.
+What can go wrong: samples of different shapes or structures, or none at all: a `BatchifyError` (a ValueError).
 """
 
 from __future__ import annotations
@@ -19,68 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import BatchifyError, Empty, check_not_empty, new_array, some
+from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, in_field, new_array, some
 from sharded_loader.batching.stack import is_numbers, stack, stack_arrays
-from sharded_loader.batching.tree import (
-    dataclass_fields,
-    rebuild_dataclass,
-    rebuild_mapping,
-    rebuild_sequence,
-    to_torch,
-)
-from sharded_loader.data.overrides import known_to
-from sharded_loader.memory.allocation import current_empty
-
-# The parameter is Any, because a user's function may say list where ours say Sequence.
-BatchifyFn = Callable[[Any], Any]
-
-
-def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
-    """Make a batch with ``fn``, in memory from ``empty`` where ``fn`` knows how, or calls `sharded_loader.empty`.
-
-    Args:
-        fn: one of this module's objects, or any function of a list of samples.
-        samples: the samples of one batch.
-        empty: called with a shape and a dtype, returns a writable C-contiguous array.
-
-    Returns:
-        The batch; arrays may be NumPy arrays (see `sharded_loader.batching.tree.to_torch`).
-
-    Example:
-        >>> assemble(default_batchify_fn, [1, 2], np.empty)
-        array([1, 2])
-        >>> assemble(lambda samples: len(samples), [1, 2], np.empty)
-        2
-    """
-    if has_assemble(fn):
-        return fn.assemble(samples, empty)  # type: ignore[attr-defined]
-    with current_empty(empty):
-        return fn(samples)
-
-
-def has_assemble(fn: BatchifyFn) -> bool:
-    """Whether ``fn.assemble`` makes what ``fn(samples)`` makes: no more derived class overrides ``__call__``.
-
-    Example:
-        >>> class Doubled(DefaultBatchify):
-        ...     def __call__(self, samples): return 2 * super().__call__(samples)
-        >>> has_assemble(default_batchify_fn), has_assemble(Doubled())
-        (True, False)
-    """
-    return known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ())
-
-
-def in_field(label: str, fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
-    """`assemble` for one field of the samples: an error says that it lies there.
-
-    Example:
-        >>> in_field("[0]", default_batchify_fn, [1, 2], np.empty)
-        array([1, 2])
-    """
-    try:
-        return assemble(fn, samples, empty)
-    except BatchifyError as error:
-        raise error.within(label)  # noqa: B904 - the same exception, which now knows more
+from sharded_loader.batching.tree import field_names, rebuild, to_torch
 
 
 class Batchify:
@@ -98,34 +36,6 @@ class Batchify:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-_SEQUENCE_KINDS = ("list", "tuple")
-
-
-def _kind_of(kind: type) -> str:
-    """What a sample of this type is to the default rules."""
-    if issubclass(kind, (str, bytes, bytearray)):
-        return "text"
-    if issubclass(kind, (int, float, complex, np.generic)):
-        return "number"
-    if issubclass(kind, np.ndarray):
-        return "array"
-    if issubclass(kind, Mapping):
-        return "mapping"
-    if issubclass(kind, tuple):
-        return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
-    if issubclass(kind, list):
-        return "list"
-    if hasattr(kind, "__dataclass_fields__"):
-        return "dataclass"
-    if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
-        return "array"
-    return "object"
-
-
-_VALUES = {"number", "array", "numbers"}
-_ARRAYS = {np.ndarray}
 
 
 class DefaultBatchify(Batchify):
@@ -168,35 +78,28 @@ class DefaultBatchify(Batchify):
 
     def _assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         types = set(map(type, samples))
-        if types == _ARRAYS:
+        if types == {np.ndarray}:
             return stack_arrays(samples, empty)
         kind = _common_kind(samples, types)
         if kind in _VALUES:
             return stack(samples, empty)
+        if kind not in _STRUCTURES:
+            return list(samples)
+        check_same(samples, *_STRUCTURES[kind])
         first = samples[0]
-        if kind in _SEQUENCE_KINDS:
-            check_same(samples, len, "lengths", "give every sample as many fields")
-            return [self._field(f"[{i}]", field, empty) for i, field in enumerate(zip(*samples, strict=True))]
+        if kind in ("list", "tuple"):
+            columns = enumerate(zip(*samples, strict=True))
+            return [in_field(f"[{i}]", self._assemble, column, empty) for i, column in columns]
         if kind == "mapping":
-            check_same(samples, frozenset, "keys", "give every sample the same keys")
-            return rebuild_mapping(first, {k: self._field(f"[{k!r}]", [s[k] for s in samples], empty) for k in first})
-        if kind == "namedtuple":
-            check_same(samples, type, "types", "make them all the same namedtuple")
-            fields = zip(first._fields, zip(*samples, strict=True), strict=True)
-            return rebuild_sequence(first, [self._field(f".{name}", field, empty) for name, field in fields])
-        if kind == "dataclass":
-            check_same(samples, type, "types", "make them all the same dataclass")
-            names = [name for name, _ in dataclass_fields(first)]
+            named: Any = [(f"[{key!r}]", [sample[key] for sample in samples]) for key in first]
+        elif kind == "namedtuple":
+            named = [
+                (f".{name}", column) for name, column in zip(first._fields, zip(*samples, strict=True), strict=True)
+            ]
+        else:
             check_same(samples, _names_set, "fields set", "set the same fields in every sample")
-            columns = [(name, [getattr(sample, name) for sample in samples]) for name in names]
-            return rebuild_dataclass(first, [(n, self._field(f".{n}", column, empty)) for n, column in columns])
-        return list(samples)
-
-    def _field(self, label: str, samples: Sequence[Any], empty: Empty) -> Any:
-        try:
-            return self._assemble(samples, empty)
-        except BatchifyError as error:
-            raise error.within(label)  # noqa: B904 - the same exception, which now knows more
+            named = [(f".{name}", [getattr(sample, name) for sample in samples]) for name in field_names(first)]
+        return rebuild(first, [in_field(label, self._assemble, column, empty) for label, column in named])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One object per process: identity survives pickling. A subclass's objects are others.
@@ -207,6 +110,41 @@ class DefaultBatchify(Batchify):
 
 
 default_batchify_fn = DefaultBatchify()
+
+
+# -- what samples are to these rules -----------------------------------------------------------------------------------
+
+_VALUES = {"number", "array", "numbers"}
+
+_STRUCTURES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "list": (len, "lengths", "give every sample as many fields"),
+    "tuple": (len, "lengths", "give every sample as many fields"),
+    "mapping": (frozenset, "keys", "give every sample the same keys"),
+    "namedtuple": (type, "types", "make them all the same namedtuple"),
+    "dataclass": (type, "types", "make them all the same dataclass"),
+}
+"""Kinds that have fields, and the trait in which all samples of a batch must agree: see `check_same`."""
+
+
+def _kind_of(kind: type) -> str:
+    """What a sample of this type is to the default rules."""
+    if issubclass(kind, (str, bytes, bytearray)):
+        return "text"
+    if issubclass(kind, (int, float, complex, np.generic)):
+        return "number"
+    if issubclass(kind, np.ndarray):
+        return "array"
+    if issubclass(kind, Mapping):
+        return "mapping"
+    if issubclass(kind, tuple):
+        return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
+    if issubclass(kind, list):
+        return "list"
+    if hasattr(kind, "__dataclass_fields__"):
+        return "dataclass"
+    if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
+        return "array"
+    return "object"
 
 
 def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
@@ -224,14 +162,11 @@ def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
 
 
 def _names_set(sample: Any) -> frozenset[str]:
-    return frozenset(name for name, _ in dataclass_fields(sample))
+    return frozenset(field_names(sample))
 
 
 def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> None:
-    """Refuse samples that differ in a trait such as their keys.
-
-    Raises:
-        BatchifyError: names the first two that differ, and how.
+    """Reject samples that differ in a trait such as their keys: a `BatchifyError` names the first two that differ.
 
     Example:
         >>> check_same(["ab", "cd"], len, "lengths", "make them equal")
@@ -240,9 +175,10 @@ def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, a
     for position, sample in enumerate(samples):
         other = trait(sample)
         if other != first:
-            here, there = (_shown(value) for value in (first, other))
             raise BatchifyError(
-                f"samples of different {what}: {here} in sample 0, {there} in sample {position} of the batch", advice
+                f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of "
+                "the batch",
+                advice,
             )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import Array, BatchifyError, Empty, check_not_empty, new_array, raise_ragged, some
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, new_array, ragged, some
 from sharded_loader.batching.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
 
@@ -70,7 +70,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         lengths = set()
     if len(lengths) != 1:
         if any(array.shape != shape for array in arrays):
-            raise_ragged([array.shape for array in arrays])
+            raise ragged([array.shape for array in arrays])
         out = _allocate(empty, (count,), target)
         out[...] = np.array(arrays)
         return out
@@ -81,7 +81,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         np.concatenate(arrays, out=out.reshape((count * shape[0], *shape[1:])), casting="unsafe")
     except ValueError:
         if any(array.shape != shape for array in arrays):
-            raise_ragged([array.shape for array in arrays])
+            raise ragged([array.shape for array in arrays]) from None
         raise
     return out
 
@@ -206,7 +206,7 @@ def numbers_to_array(numbers: Any) -> Array:
     except (ValueError, TypeError) as error:
         shapes = [_shape_of(row) for row in numbers]
         if len(set(shapes)) > 1:
-            raise_ragged(shapes)
+            raise ragged(shapes) from None
         raise BatchifyError(
             f"nested lists that are no rectangular array ({error})",
             "pad them with sharded_loader.batchify.Pad, or leave them apart with List",

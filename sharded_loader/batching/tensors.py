@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import Array, BatchifyError, Empty, raise_ragged
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, ragged
 from sharded_loader.batching.tree import is_tensor
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
         torch.stack(tuple(tensors), out=tensor_out)
     except RuntimeError:
         if any(tensor.shape != first.shape for tensor in tensors):
-            raise_ragged([tuple(tensor.shape) for tensor in tensors])
+            raise ragged([tuple(tensor.shape) for tensor in tensors]) from None
         raise
     return tensor_out if out is None else out
 

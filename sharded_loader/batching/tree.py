@@ -1,49 +1,47 @@
 """The structures that samples and batches have: nested lists, tuples, mappings, dataclasses, with leaves.
 
-    map_leaves(fn, tree) -> tree of the same shape, each leaf through ``fn``
-    to_torch(tree)       -> the same tree, NumPy arrays turned into torch tensors over the same memory
+    children(tree)           -> its parts | None, where it is a leaf
+    rebuild(tree, parts)     -> a structure of the same type with these parts
+    map_leaves(fn, tree)     -> tree of the same shape, each leaf through ``fn``
+    to_torch(tree)           -> the same tree, NumPy arrays turned into torch tensors over the same memory
 
-What can go wrong: an array that torch cannot take as it is (read-only, negative strides, foreign byte order,
-unaligned) is copied rather than shared; an array whose dtype torch lacks (strings, objects, dates) stays a
-NumPy array. An array with masked values is rejected with an error. torch is looked up, never imported, except by
-`to_torch`, whose caller wants tensors.
+What can go wrong: torch cannot take some arrays as they are (read-only, negative strides, foreign byte order,
+unaligned). Those are copied. An array whose dtype torch lacks (strings, objects, dates) stays a NumPy array. An array
+with masked values is rejected with an error. Only `to_torch` imports torch, because its caller wants tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import BatchifyError
+from sharded_loader.batching.protocol import BatchifyError
 
 # kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
 # dtypes of one layout on Linux.
 _TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
 _TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
+ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
+"""Types of leaves that hold no arrays."""
+
+
+# -- what a value is ---------------------------------------------------------------------------------------------------
+
 
 def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists.
-
-    Example:
-        >>> is_tensor(np.zeros(3))
-        False
-    """
+    """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists."""
     return are_tensors({type(value)})
 
 
 def are_tensors(types: set[type]) -> bool:
-    """Whether all these types are torch's tensors; quicker than `is_tensor` for each of many values.
-
-    Example:
-        >>> are_tensors({int, np.ndarray})
-        False
-    """
+    """Whether all these types are torch's tensors; quicker than `is_tensor` for each of many values."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and all(issubclass(kind, tensor) for kind in types)
 
@@ -63,14 +61,7 @@ def is_masked(value: Any) -> bool:
 
 
 def check_unmasked(value: Any) -> None:
-    """Refuse masked values: a batch has no mask, and what lies under the mask is not data.
-
-    Raises:
-        BatchifyError: ``value`` has masked values.
-
-    Example:
-        >>> check_unmasked(np.ma.array([1, 2]))
-    """
+    """Reject masked values with a `BatchifyError`: a batch has no mask, and what lies under the mask is not data."""
     if is_masked(value):
         raise BatchifyError(
             "a masked array with masked values cannot go into a batch, which has no mask",
@@ -78,99 +69,20 @@ def check_unmasked(value: Any) -> None:
         )
 
 
-def is_namedtuple(value: Any) -> bool:
-    """Whether ``value`` is an instance of a class made by ``namedtuple`` or ``typing.NamedTuple``.
-
-    Example:
-        >>> from collections import namedtuple
-        >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
-        (True, False)
-    """
-    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
-
-
 def is_dataclass_instance(value: Any) -> bool:
-    """Whether ``value`` is an instance of a dataclass (not the class itself).
-
-    Example:
-        >>> is_dataclass_instance(3)
-        False
-    """
+    """Whether ``value`` is an instance of a dataclass (not the class itself)."""
     return hasattr(type(value), "__dataclass_fields__")
 
 
-def rebuild_mapping(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of ``template``'s type with these items, or a plain dict where that type cannot be rebuilt.
-
-    Example:
-        >>> from collections import OrderedDict
-        >>> rebuild_mapping(OrderedDict(a=1, b=2), {"a": 10, "b": 20})["b"]
-        20
-    """
-    if type(template) is dict:
-        return items
-    try:
-        if isinstance(template, MutableMapping):
-            # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
-            rebuilt = copy.copy(template)
-            for key, value in items.items():
-                rebuilt[key] = value
-            return rebuilt
-        return type(template)(items)  # type: ignore[call-arg]
-    except (TypeError, ValueError, AttributeError, KeyError):
-        return items
-
-
-def rebuild_sequence(template: Any, items: list[Any]) -> Any:
-    """A list, tuple or namedtuple of ``template``'s type with these items.
-
-    Example:
-        >>> rebuild_sequence((1, 2), [3, 4])
-        (3, 4)
-    """
-    kind = type(template)
-    if kind is list:
-        return items
-    if kind is tuple:
-        return tuple(items)
-    try:
-        if is_namedtuple(template):
-            return template._make(items)
-        if isinstance(template, list):
-            rebuilt = copy.copy(template)
-            rebuilt[:] = items
-            return rebuilt
-        return kind(items)
-    except (TypeError, ValueError, AttributeError):
-        return tuple(items) if isinstance(template, tuple) else items
-
-
-def rebuild_dataclass(template: Any, values: Iterable[tuple[str, Any]]) -> Any:
-    """A copy of a dataclass instance with these fields set.
-
-    A copy, not ``dataclasses.replace``: that refuses ``init=False`` fields and runs ``__post_init__`` again.
-    ``object.__setattr__`` also reaches frozen ones.
-
-    Example:
-        >>> Point = dataclasses.make_dataclass("Point", ["x", "y"], frozen=True)
-        >>> rebuild_dataclass(Point(1, 2), [("y", 5)])
-        Point(x=1, y=5)
-    """
-    rebuilt = copy.copy(template)
-    for name, value in values:
-        object.__setattr__(rebuilt, name, value)
-    return rebuilt
-
-
-def dataclass_fields(value: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass instance that are set, as (name, value).
+def field_names(value: Any) -> list[str]:
+    """The names of the fields of a dataclass instance that are set.
 
     Example:
         >>> Point = dataclasses.make_dataclass("Point", ["x", "y"])
-        >>> dataclass_fields(Point(1, 2))
-        [('x', 1), ('y', 2)]
+        >>> field_names(Point(1, 2))
+        ['x', 'y']
     """
-    return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def has_own(value: Any, method: str) -> bool:
@@ -187,14 +99,65 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
-ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
-"""Types of leaves that hold no arrays."""
+# -- one walk ----------------------------------------------------------------------------------------------------------
+
+
+def children(tree: Any) -> list[Any] | None:
+    """The parts of a list, tuple, namedtuple, mapping or dataclass instance; None for everything else, a leaf.
+
+    Example:
+        >>> children({"a": 1, "b": 2}), children((3, 4)), children("ab")
+        ([1, 2], [3, 4], None)
+    """
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    if isinstance(tree, Mapping):
+        return [tree[key] for key in tree]
+    if is_dataclass_instance(tree):
+        return [getattr(tree, name) for name in field_names(tree)]
+    return None
+
+
+def rebuild(template: Any, parts: Sequence[Any]) -> Any:
+    """A structure of ``template``'s type with these parts, in the order of `children`.
+
+    A type that cannot be made again becomes a plain list, tuple or dict.
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> rebuild(OrderedDict(a=1, b=2), [10, 20])["b"], rebuild((1, 2), [3, 4])
+        (20, (3, 4))
+    """
+    kind = type(template)
+    if kind is list or kind is tuple:
+        return kind(parts)
+    if isinstance(template, Mapping):
+        plain: Any = dict(zip(template, parts, strict=True))
+    elif isinstance(template, (list, tuple)):
+        plain = list(parts) if isinstance(template, list) else tuple(parts)
+    else:
+        # A copy, not `dataclasses.replace`: that refuses ``init=False`` fields and runs ``__post_init__`` again.
+        again = copy.copy(template)
+        for name, part in zip(field_names(template), parts, strict=True):
+            object.__setattr__(again, name, part)  # also of a frozen class
+        return again
+    if kind is dict:
+        return plain
+    try:
+        if isinstance(template, tuple) or not isinstance(template, (list, MutableMapping)):
+            return kind._make(plain) if hasattr(kind, "_make") else kind(plain)
+        # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
+        again = copy.copy(template)
+        for key, part in plain.items() if isinstance(plain, dict) else enumerate(plain):
+            again[key] = part
+        return again
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return plain
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip: frozenset[type] = frozenset()) -> Any:
     """Apply ``fn`` to every leaf and keep the structure.
 
-    Lists, tuples, namedtuples, mappings and dataclass instances are structure, everything else is a leaf.
     An object that stands in two places is mapped once and stands in two places after. Parts in which nothing
     changed may be returned as they are.
 
@@ -211,49 +174,39 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip
         >>> map_leaves(lambda leaf: leaf * 10, {"a": [1, 2], "b": (3,)})
         {'a': [10, 20], 'b': (30,)}
     """
-    return _map(fn, tree, own, skip, {})
+    return _Walk(fn, own, skip).mapped(tree)
 
 
-def _map(
-    fn: Callable[[Any], Any], tree: Any, own: str | None, skip: frozenset[type], seen: dict[int, tuple[Any, Any]]
-) -> Any:
-    if type(tree) in skip:
-        return tree
-    known = seen.get(id(tree))
-    if known is not None:
+class _Walk:
+    """One call of `map_leaves`. No closures: a cycle of them would keep the batch until the collector comes."""
+
+    def __init__(self, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type]) -> None:
+        self._fn = fn
+        self._own = own
+        self._skip = skip
+        # The original is kept beside its image: a mapping that makes its values on access would otherwise hand
+        # out a second object at the address of the first.
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def mapped(self, tree: Any) -> Any:
+        if type(tree) in self._skip:
+            return tree
+        known = self._seen.get(id(tree))
+        if known is None:
+            known = self._seen[id(tree)] = tree, self._mapped_anew(tree)
         return known[1]
-    mapped = _map_new(fn, tree, own, skip, seen)
-    # The original is kept beside its image: a mapping that makes its values on access would otherwise hand
-    # out a second object at the address of the first.
-    seen[id(tree)] = (tree, mapped)
-    return mapped
 
-
-def _map_new(
-    fn: Callable[[Any], Any], tree: Any, own: str | None, skip: frozenset[type], seen: dict[int, tuple[Any, Any]]
-) -> Any:
-    if own is not None and has_own(tree, own):
-        return fn(tree)
-    if isinstance(tree, (list, tuple)):
-        if skip.issuperset(map(type, tree)):
+    def _mapped_anew(self, tree: Any) -> Any:
+        parts = None if self._own is not None and has_own(tree, self._own) else children(tree)
+        if parts is None:
+            return self._fn(tree)
+        if self._skip.issuperset(map(type, parts)):
             return tree
-        old = list(tree)
-        new = [_map(fn, item, own, skip, seen) for item in old]
-        return tree if _same(old, new) else rebuild_sequence(tree, new)
-    if isinstance(tree, Mapping):
-        items = {key: _map(fn, tree[key], own, skip, seen) for key in tree}
-        return tree if _same([tree[key] for key in items], items.values()) else rebuild_mapping(tree, items)
-    if is_dataclass_instance(tree):
-        fields = dataclass_fields(tree)
-        changed = [(name, _map(fn, value, own, skip, seen)) for name, value in fields]
-        if _same([value for _, value in fields], [value for _, value in changed]):
-            return tree
-        return rebuild_dataclass(tree, changed)
-    return fn(tree)
+        new = [self.mapped(part) for part in parts]
+        return tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
 
 
-def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(old, new, strict=True))
+# -- arrays as tensors -------------------------------------------------------------------------------------------------
 
 
 def to_torch(tree: Any) -> Any:
@@ -295,7 +248,7 @@ def _leaf_to_torch(leaf: Any) -> Any:
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     size = array.itemsize
     if not (
-        array.flags.writeable  # else torch warns
+        array.flags.writeable  # otherwise torch warns
         and array.flags.aligned
         and array.dtype.isnative
         and all(stride >= 0 and stride % size == 0 for stride in array.strides)

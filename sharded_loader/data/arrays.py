@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.errors import Array, Empty, new_array
+from sharded_loader.batching.protocol import Array, Empty, new_array
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.base import Dataset, Indices, is_dataset

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import Empty, new_array
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.data.bulk import (
     check_one_index,
     checked_index,

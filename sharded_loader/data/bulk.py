@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sharded_loader import rng
-from sharded_loader.batching.errors import Empty
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.overrides import READS, bulk_method, known_to
 from sharded_loader.memory.allocation import current_empty
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.tensors import is_plain
-from sharded_loader.batching.tree import dataclass_fields, is_dataclass_instance, is_tensor, map_leaves
+from sharded_loader.batching.tree import children, is_tensor, map_leaves
 from sharded_loader.data.base import Wrapper, check_dataset
 from sharded_loader.data.bulk import checked_index, checked_indices, chosen, offered_if, translated
 from sharded_loader.data.overrides import has
@@ -149,11 +149,10 @@ def _bytes(value: Any, seen: set[int]) -> int:
         return _bytes(value.obj, seen) + 184
     size = sys.getsizeof(value, 64)
     if isinstance(value, Mapping):
-        return size + sum(_bytes(k, seen) + _bytes(value[k], seen) for k in value)
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return size + sum(_bytes(item, seen) for item in value)
-    if is_dataclass_instance(value):
-        return size + sum(_bytes(item, seen) for _, item in dataclass_fields(value))
+        size += sum(_bytes(key, seen) for key in value)
+    parts = list(value) if isinstance(value, (set, frozenset, deque)) else children(value)
+    if parts is not None:
+        return size + sum(_bytes(part, seen) for part in parts)
     if hasattr(value, "getbands"):  # a PIL image: its pixels lie in C, where getsizeof does not look
         return size + int(value.width * value.height * len(value.getbands()) * (4 if value.mode in "IF" else 1))
     if hasattr(value, "__dict__"):

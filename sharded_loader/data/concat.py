@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.errors import Empty, new_array
-from sharded_loader.batching.functions import default_batchify_fn
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.data.base import Dataset, Indices, check_dataset
 from sharded_loader.data.bulk import checked_index, checked_indices, chosen, gather, offered_if, read_many, translated
 from sharded_loader.data.merging import NOT_MERGED, Chunk, merge

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.default import default_batchify_fn, in_field
-from sharded_loader.batching.errors import Empty
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import Empty, in_field
 from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.arrays import ArrayDataset, gather_rows, is_gathered
@@ -208,4 +208,4 @@ def _field(name: Any, column: Any, count: int, empty: Empty) -> Any:
         return column
     if is_column(column):
         return column
-    return in_field(f"[{name!r}]", default_batchify_fn, [column[i] for i in range(count)], empty)
+    return in_field(f"[{name!r}]", default_batchify_fn.assemble, [column[i] for i in range(count)], empty)

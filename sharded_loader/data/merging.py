@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.batching.errors import Array, Empty
+from sharded_loader.batching.protocol import Array, Empty
 from sharded_loader.batching.tensors import as_numpy, empty_tensor, is_column
 from sharded_loader.data.arrays import ArrayDataset, is_gathered
 from sharded_loader.data.base import SimpleDataset

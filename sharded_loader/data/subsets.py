@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import rng
-from sharded_loader.batching.errors import Empty, new_array
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.data.base import Indices, Wrapper, check_dataset
 from sharded_loader.data.bulk import checked_index, checked_indices, gather, offered_if, translated
 from sharded_loader.data.overrides import has

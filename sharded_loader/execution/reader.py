@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.default import assemble, default_batchify_fn
-from sharded_loader.batching.errors import BatchifyError, Empty
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import BatchifyError, Empty, assemble
 from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sharded_loader.batching.errors import Empty
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.base import Dataset, Indices
 from sharded_loader.data.bulk import bulk, checked_indices
 from sharded_loader.recordio.batches import LARGE, Records, guessed_sizes, read_records

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from sharded_loader.batchify import Dict, List, NamedTuple, Pad, Stack, Tuple, default_batchify_fn
-from sharded_loader.batching.functions import assemble
+from sharded_loader.batching.protocol import assemble
 from sharded_loader.batching.tree import map_leaves
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "batchify.json").read_text())}
@@ -349,7 +349,8 @@ def test_numpy_samples_are_assembled_without_torch():
     code = """
 import sys, numpy as np
 from sharded_loader.data.datasets import ArrayDataset, SimpleDataset, ConcatDataset
-from sharded_loader.batching.functions import default_batchify_fn, assemble
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import assemble
 from sharded_loader.batchify import Tuple, Stack, Pad
 dataset = ArrayDataset(x=np.zeros((8, 3)), y=list(range(8)), name=list("abcdefgh"))
 dataset = (dataset.shard(2, 0) + dataset.take(2)).cache().transform(lambda s: s)
