@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
     from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
-    from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
+    from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "sharded_loader.batching.default": ["default_batchify_fn"],
-    "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
+    "sharded_loader.data.arrays": ["ArrayDataset"],
+    "sharded_loader.data.datasets": ["ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
     "sharded_loader.data.packed_list": ["PackedList"],
     "sharded_loader.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": [

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.base import Dataset, Indices
-from sharded_loader.data.bulk import bulk, checked_indices
+from sharded_loader.data.bulk import Indices, bulk, checked_indices
+from sharded_loader.data.datasets import Dataset
 from sharded_loader.recordio.batches import LARGE, Records, guessed_sizes, read_records
 from sharded_loader.recordio.files import RecordFile, load_index
 
@@ -93,15 +93,16 @@ class RecordFileDataset(Dataset):
         return list(self._read(list(indices)))
 
     @bulk
-    def get_batch(self, indices: Indices) -> Sequence[bytes]:
+    def get_batch(self, indices: Indices, empty: Empty | None = None) -> Sequence[bytes]:
         """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
 
         Args:
             indices: of the records, in any order; negative ones count from the end.
+            empty: given by a loader, whose batch is a list, as of any bytes. It is not used.
 
         Returns:
             The same as ``[dataset[i] for i in indices]``, to be read only. Small records lie in one buffer, and the
-            ``bytes`` objects are made when they are asked for. (A loader's batch is a list, as of any bytes.)
+            ``bytes`` objects are made when they are asked for.
 
         Raises:
             RecordIOError: the first damaged record, with its file and offset.
@@ -109,11 +110,8 @@ class RecordFileDataset(Dataset):
 
         A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
         """
-        return self._read(indices)
-
-    @bulk
-    def _gather(self, indices: Indices, empty: Empty) -> list[bytes]:
-        return list(self._read(indices))
+        records = self._read(indices)
+        return records if empty is None else list(records)
 
     def _read(self, indices: Indices) -> Records | list[bytes]:
         numbers = checked_indices(indices, len(self))

@@ -348,7 +348,7 @@ def test_errors_survive_pickling():
 def test_numpy_samples_are_assembled_without_torch():
     code = """
 import sys, numpy as np
-from sharded_loader.data.datasets import ArrayDataset, SimpleDataset, ConcatDataset
+from sharded_loader import ArrayDataset, SimpleDataset, ConcatDataset
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import assemble
 from sharded_loader.batchify import Tuple, Stack, Pad

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
+from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.cache import estimated_bytes
-from sharded_loader.data.datasets import ArrayDataset, CachedDataset, ConcatDataset, Dataset, SimpleDataset
-from sharded_loader.data.subsets import SubsetDataset, split_sizes
+from sharded_loader.data.datasets import CachedDataset, ConcatDataset, Dataset, SimpleDataset, SubsetDataset
+from sharded_loader.data.wrappers import split_sizes
 from sharded_loader.rng import SampleScope, reading, sample_rng
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "dataset.json").read_text())}
@@ -245,7 +246,7 @@ def test_bulk_batches_lie_in_memory_that_was_given():
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    x, y = ArrayDataset(IMAGES, torch.from_numpy(IMAGES)).take(5)._gather([1, 2], empty)
+    x, y = ArrayDataset(IMAGES, torch.from_numpy(IMAGES)).take(5).get_batch([1, 2], empty)
     assert x is given[0] and y.data_ptr() == given[1].ctypes.data
 
 
