@@ -2,25 +2,30 @@
 
     samples (numbers | number lists | arrays | tensors) + empty(shape, dtype) -> one array of shape (n, ...)
 
-``empty`` is the caller's allocator (`numpy.empty`, or later a slot of shared memory); it returns a writable
-C-contiguous array, and the result is written into it once, in place. NumPy dtypes give a NumPy array. Tensors
-of a dtype that NumPy lacks (bfloat16, float8) give a tensor over memory from ``empty``; tensors that do not lie
-in plain host memory (CUDA, sparse, quantised, subclasses) are stacked by torch, in torch's memory.
+``empty`` is the caller's allocator (`numpy.empty`, or a slot of shared memory), and the result is written into its
+memory once, in place. NumPy dtypes give a NumPy array. Tensors of a dtype that NumPy lacks (bfloat16, float8) give a
+tensor over memory from ``empty``; tensors that do not lie in plain host memory (CUDA, sparse, quantised, subclasses)
+are stacked by torch, in torch's memory. torch is looked up in ``sys.modules``: where a tensor is, it is loaded.
 
 What can go wrong is a `BatchifyError`, a ValueError that says what is wrong, in which field, and what to do:
-different shapes, nothing to stack, numbers too large, masked values, tensors that require grad.
+different shapes, nothing to stack, numbers too large, masked values, tensors that require grad (autograd cannot follow
+them between processes).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, new_array, ragged, some
-from sharded_loader.batching.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
@@ -49,48 +54,43 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
     types = set(map(type, samples))
     if types == {np.ndarray}:
         return stack_arrays(samples, empty, dtype)
-    if types <= _PYTHON_NUMBERS:
-        return _stack_numbers(samples, empty, dtype, types)
     if are_tensors(types):
         return stack_tensors(samples, empty, dtype)
-    leaves = _leaf_types(samples)
-    if leaves is None:
+    numbers = types if types <= _PYTHON_NUMBERS else _number_types(samples)
+    if numbers is None:
         return stack_arrays([as_array(sample) for sample in samples], empty, dtype)
-    return _stack_numbers(samples, empty, dtype, leaves)
+    array = _numbers_to_array(samples, numbers)
+    out = _allocate(empty, array.shape, dtype or array.dtype)
+    np.copyto(out, array, casting="unsafe")
+    return out
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
 
 
 def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | None = None) -> Array:
     """Stack NumPy arrays; see `stack`."""
-    shape = arrays[0].shape
+    shape, count = arrays[0].shape, len(arrays)
     target = common_dtype(arrays) if dtype is None else dtype
-    count = len(arrays)
     try:
-        lengths = set(map(len, arrays))
-    except TypeError:  # an array without dimensions
-        lengths = set()
-    if len(lengths) != 1:
-        if any(array.shape != shape for array in arrays):
-            raise ragged([array.shape for array in arrays])
-        out = _allocate(empty, (count,), target)
-        out[...] = np.array(arrays)
-        return out
-    out = _allocate(empty, (count, *shape), target)
-    try:
+        if len(set(map(len, arrays))) > 1:
+            raise ValueError
+        out = _allocate(empty, (count, *shape), target)
         # Concatenating into a flattened view, not np.stack: 256 arrays of 3x32x32 uint8 take 44 us + 11 us of
         # checks against 86 us for np.stack(out=) and 68 us for 256 bare row copies (one core, warm cache).
         np.concatenate(arrays, out=out.reshape((count * shape[0], *shape[1:])), casting="unsafe")
-    except ValueError:
+    except (TypeError, ValueError):
         if any(array.shape != shape for array in arrays):
             raise ragged([array.shape for array in arrays]) from None
-        raise
+        if shape:
+            raise
+        out = _allocate(empty, (count,), target)
+        out[...] = np.array(arrays)
     return out
 
 
 def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
-    """The native dtype that all these arrays promote to.
-
-    Raises:
-        BatchifyError: NumPy has none.
+    """The native dtype that all these arrays promote to; a `BatchifyError` where NumPy has none.
 
     Example:
         >>> common_dtype([np.zeros(1, ">i4"), np.zeros(1, "f4")])
@@ -110,119 +110,6 @@ def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
 def _allocate(empty: Empty, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     # Object arrays hold pointers of this process: they have no business in memory that others may map.
     return np.empty(shape, dtype) if dtype.hasobject else empty(shape, dtype)
-
-
-_PYTHON_NUMBERS = {bool, int, float, complex}
-
-
-def is_numbers(sample: Any) -> bool:
-    """Whether a list (or tuple) holds numbers only, at any depth, so that it is one array, as in Gluon.
-
-    Example:
-        >>> is_numbers([1, 2.5, True]), is_numbers([[1], [2]]), is_numbers([np.zeros(2)]), is_numbers(["a"])
-        (True, True, False, False)
-    """
-    return _leaf_types(sample) is not None
-
-
-def _leaf_types(sample: Any) -> set[type] | None:
-    """Types of the numbers in a (nested) sequence; None if it holds anything that is not a number."""
-    types = set(map(type, sample))
-    if types <= _PYTHON_NUMBERS:
-        return types
-    leaves: set[type] = set()
-    for kind in types:
-        if issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields"):
-            for item in sample:
-                if type(item) is kind:
-                    inner = _leaf_types(item)
-                    if inner is None:
-                        return None
-                    leaves |= inner
-        elif _is_number_type(kind):
-            leaves.add(kind)
-        else:
-            return None
-    return leaves
-
-
-def _is_number_type(kind: type) -> bool:
-    return issubclass(kind, (int, float, complex, np.generic)) and not issubclass(kind, (str, bytes))
-
-
-def _python_dtype(types: set[type]) -> np.dtype[Any] | None:
-    """The dtype of these Python number types; None where NumPy scalars or subclasses take part."""
-    if not types <= _PYTHON_NUMBERS:
-        return None
-    # No types at all: an empty list, float64 as in NumPy.
-    for kind in (complex, float, int, bool):
-        if kind in types:
-            return np.dtype(np.int64 if kind is int else kind)
-    return np.dtype(np.float64)
-
-
-def _stack_numbers(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None, leaves: set[type]) -> Array:
-    own = _python_dtype(leaves) if dtype is None else None
-    if own is not None:
-        out = empty((len(samples), *_shape_of(samples[0])), own)
-        try:
-            out[...] = samples  # converts each number once, straight to its place
-        except (OverflowError, ValueError, TypeError):
-            pass  # too large for int64, or ragged: numbers_to_array finds out which
-        else:
-            return out
-    array = numbers_to_array(samples)
-    out = _allocate(empty, array.shape, dtype or array.dtype)
-    np.copyto(out, array, casting="unsafe")
-    return out
-
-
-def _shape_of(sample: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = ()
-    while isinstance(sample, (list, tuple)):
-        shape += (len(sample),)
-        if not sample:
-            break
-        sample = sample[0]
-    return shape
-
-
-def numbers_to_array(numbers: Any) -> Array:
-    """A (nested) sequence of numbers as an array: ints are int64, or uint64 where only that holds them.
-
-    Raises:
-        BatchifyError: rows of different lengths, or an int beyond 64 bits.
-
-    Example:
-        >>> numbers_to_array([2**63, 1])
-        array([9223372036854775808,                   1], dtype=uint64)
-    """
-    types = _leaf_types(list(numbers))
-    dtype = _python_dtype(types) if types else None
-    try:
-        array = np.array(numbers, dtype)
-    except OverflowError:
-        array = _unsigned(numbers)
-    except (ValueError, TypeError) as error:
-        shapes = [_shape_of(row) for row in numbers]
-        if len(set(shapes)) > 1:
-            raise ragged(shapes) from None
-        raise BatchifyError(
-            f"nested lists that are no rectangular array ({error})",
-            "pad them with sharded_loader.batchify.Pad, or leave them apart with List",
-        ) from None
-    if array.dtype.hasobject:  # an int subclass beyond 64 bits
-        array = _unsigned(numbers)
-    return array
-
-
-def _unsigned(numbers: Any) -> Array:
-    try:
-        return np.array(numbers, np.uint64)
-    except (OverflowError, ValueError, TypeError):
-        raise BatchifyError(
-            "ints that fit neither int64 nor uint64", "store them as strings, as bytes, or in several fields"
-        ) from None
 
 
 def as_array(sample: Any) -> Array:
@@ -253,14 +140,19 @@ def as_array(sample: Any) -> Array:
             )
         return np.asarray(sample)
     if isinstance(sample, (list, tuple)):
-        if sample and type(sample[0]) is int:
+        if not sample:
+            return np.array(sample)
+        if type(sample[0]) is int:
             # Token ids, the usual case: looking at every number's type first costs more than the conversion.
-            array = _quick(sample)
-            if array is not None:
-                return array
-        if is_numbers(sample):
-            return numbers_to_array(sample)
-        return stack(sample, new_array) if len(sample) else np.array(sample)
+            try:
+                array = np.array(sample)
+            except (ValueError, TypeError, OverflowError):
+                pass
+            else:
+                if array.dtype == np.int64 and array.ndim == 1:
+                    return array
+        numbers = _number_types(sample)
+        return stack(sample, new_array) if numbers is None else _numbers_to_array(sample, numbers)
     array = np.asarray(sample)
     if array.dtype.hasobject or array.dtype.kind in "US":
         raise BatchifyError(
@@ -270,19 +162,8 @@ def as_array(sample: Any) -> Array:
     return array
 
 
-def _quick(numbers: Sequence[Any]) -> Array | None:
-    try:
-        array = np.array(numbers)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return array if array.dtype == np.int64 and array.ndim == 1 else None
-
-
 def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """A dtype given in NumPy's, Python's or torch's way, as NumPy's.
-
-    Raises:
-        TypeError: it is none, or NumPy lacks it.
+    """A dtype given in NumPy's, Python's or torch's way, as NumPy's; a TypeError if NumPy lacks it.
 
     Example:
         >>> import torch
@@ -292,6 +173,192 @@ def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(_dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
+
+
+# -- Python's numbers --------------------------------------------------------------------------------------------------
+
+_PYTHON_NUMBERS = {bool, int, float, complex}
+
+
+def is_numbers(sample: Any) -> bool:
+    """Whether a list (or tuple) holds numbers only, at any depth, so that it is one array, as in Gluon.
+
+    Example:
+        >>> is_numbers([1, 2.5, True]), is_numbers([[1], [2]]), is_numbers([np.zeros(2)]), is_numbers(["a"])
+        (True, True, False, False)
+    """
+    return _number_types(sample) is not None
+
+
+def _number_types(sample: Any) -> set[type] | None:
+    """Types of the numbers in a (nested) sequence; None if it holds anything that is not a number."""
+    types = set(map(type, sample))
+    if types <= _PYTHON_NUMBERS:
+        return types
+    found: set[type] = set()
+    for kind in types:
+        if issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields"):
+            for item in sample:
+                if type(item) is kind:
+                    inner = _number_types(item)
+                    if inner is None:
+                        return None
+                    found |= inner
+        elif issubclass(kind, (int, float, complex, np.generic)) and not issubclass(kind, (str, bytes)):
+            found.add(kind)
+        else:
+            return None
+    return found
+
+
+def _numbers_to_array(numbers: Any, types: set[type]) -> Array:
+    """A (nested) sequence of numbers of these types as an array: ints are int64, or uint64 where only that holds them.
+
+    Example:
+        >>> _numbers_to_array([2**63, 1], {int})
+        array([9223372036854775808,                   1], dtype=uint64)
+    """
+    dtype = None
+    if types <= _PYTHON_NUMBERS:  # neither NumPy's scalars nor subclasses; no types at all: an empty list
+        widest = next((kind for kind in (complex, float, int, bool) if kind in types), float)
+        dtype = np.dtype(np.int64 if widest is int else widest)
+    try:
+        array = np.array(numbers, dtype)
+    except OverflowError:
+        array = _unsigned(numbers)
+    except (ValueError, TypeError) as error:
+        shapes = [_shape_of(row) for row in numbers]
+        if len(set(shapes)) > 1:
+            raise ragged(shapes) from None
+        raise BatchifyError(
+            f"nested lists that are no rectangular array ({error})",
+            "pad them with sharded_loader.batchify.Pad, or leave them apart with List",
+        ) from None
+    return _unsigned(numbers) if array.dtype.hasobject else array  # an int subclass beyond 64 bits
+
+
+def _shape_of(sample: Any) -> tuple[int, ...]:
+    if not isinstance(sample, (list, tuple)):
+        return ()
+    return (len(sample), *(_shape_of(sample[0]) if sample else ()))
+
+
+def _unsigned(numbers: Any) -> Array:
+    try:
+        return np.array(numbers, np.uint64)
+    except (OverflowError, ValueError, TypeError):
+        raise BatchifyError(
+            "ints that fit neither int64 nor uint64", "store them as strings, as bytes, or in several fields"
+        ) from None
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+_NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+
+
+def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
+    """Stack torch tensors; see `stack`. Returns a NumPy array where NumPy has the dtype."""
+    torch: Any = sys.modules["torch"]
+    check_no_grad(tensors)
+    if dtype is not None:
+        target = torch.from_numpy(np.empty(0, dtype)).dtype
+        tensors = [tensor.to(target) for tensor in tensors]
+    first = tensors[0]
+    compressed = ("torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bs")
+    if any(tensor.is_nested or str(tensor.layout).startswith(compressed) for tensor in tensors):
+        raise BatchifyError(
+            "nested tensors and tensors of a compressed sparse layout cannot be stacked",
+            "leave them apart with sharded_loader.batchify.List, or make the batch in a batchify_fn of your own",
+        )
+    try:
+        if not is_plain(tensors):
+            return torch.stack(tuple(tensors))
+        target = first.dtype
+        for other in {tensor.dtype for tensor in tensors} - {target}:
+            target = torch.promote_types(target, other)
+        out, tensor_out = empty_tensor((len(tensors), *first.shape), target, empty)
+        torch.stack(tuple(tensors), out=tensor_out)
+    except RuntimeError:
+        if any(tensor.shape != first.shape for tensor in tensors):
+            raise ragged([tuple(tensor.shape) for tensor in tensors]) from None
+        raise
+    return tensor_out if out is None else out
+
+
+def check_no_grad(tensors: Sequence[Any]) -> None:
+    """Reject tensors that require grad with a `BatchifyError`: a batch is data."""
+    if any(map(attrgetter("requires_grad"), tensors)):
+        position = [bool(tensor.requires_grad) for tensor in tensors].index(True)
+        raise BatchifyError(
+            f"a tensor that requires grad (sample {position}) cannot go into a batch",
+            "return it from the dataset with .detach()",
+        )
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether these are torch's own dense tensors in host memory, so that their bytes can be written anywhere."""
+    torch: Any = sys.modules["torch"]
+    first = tensors[0]
+    return (
+        set(map(type, tensors)) == {torch.Tensor}
+        and bool(first.is_cpu)
+        and first.layout is torch.strided
+        and not first.is_quantized
+        and not first.is_nested
+    )
+
+
+def is_column(tensor: Any) -> bool:
+    """Whether this is a tensor whose rows can be copied as they lie in memory.
+
+    Example:
+        >>> import torch
+        >>> is_column(torch.zeros(2, 3)), is_column(torch.zeros(2, requires_grad=True)), is_column(torch.tensor(1))
+        (True, False, False)
+    """
+    if not is_tensor(tensor) or not is_plain([tensor]):
+        return False
+    return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+
+
+def numpy_can(tensors: Sequence[Any]) -> bool:
+    """Whether these tensors can be read as NumPy arrays without a copy."""
+    return all(_dtype_name(tensor.dtype) in _NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")  # as NumPy would spell it
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    """The memory of a plain host tensor as an array; as integers of the same size where NumPy lacks the dtype.
+
+    Example:
+        >>> import torch
+        >>> as_numpy(torch.ones(2, dtype=torch.bfloat16))
+        array([16256, 16256], dtype=int16)
+    """
+    if _dtype_name(tensor.dtype) in _NUMPY_NAMES:
+        return tensor.numpy()
+    torch: Any = sys.modules["torch"]
+    array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
+    return array
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:
+    """A host tensor over memory from ``empty``, and the array that is the same memory where NumPy has the dtype."""
+    torch: Any = sys.modules["torch"]
+    name = _dtype_name(dtype)
+    if name in _NUMPY_NAMES:
+        array = empty(shape, np.dtype(name))
+        return array, torch.from_numpy(array)
+    # bfloat16, float8, complex32: integers of the same size lend their memory.
+    memory = empty(shape, np.dtype(f"i{dtype.itemsize}"))
+    # Of size 0 the strides are torch's own: NumPy has others, by how an array was made.
+    return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.tensors import is_plain
+from sharded_loader.batching.stack import is_plain
 from sharded_loader.batching.tree import children, is_tensor, map_leaves
 from sharded_loader.data.bulk import checked_index, checked_indices, has, offered_if, translated
 from sharded_loader.data.columns import check_dataset

@@ -24,7 +24,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Array, Empty
-from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
+from sharded_loader.batching.stack import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_masked, is_tensor
 from sharded_loader.data.bulk import Int64s, gather, offers, read_many
 
@@ -257,7 +257,7 @@ def _gather_column(column: Any, where: Int64s, run: slice | None, empty: Empty) 
         batch, out = _new_rows(column, len(where), empty)
         _copy_rows(_rows_of(column), where, run, out)
         return batch
-    if is_tensor(column) and reads_as_tensor(column):
+    if is_tensor(column) and type(column).__getitem__ is sys.modules["torch"].Tensor.__getitem__:
         check_no_grad([column])
         torch: Any = sys.modules["torch"]
         return column[torch.from_numpy(where).to(column.device)]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sharded_loader.batching.tensors import is_column
+from sharded_loader.batching.stack import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.bulk import Indices, checked_index, checked_indices
