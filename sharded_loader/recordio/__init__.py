@@ -3,11 +3,9 @@
     train.rec    | magic | flag << 29 | length | payload | zeros up to a multiple of 4 |  and so on
     train.idx    key <TAB> offset of the record in train.rec, one line for each
 
-How a record lies in its file (and how a payload that contains the magic is cut) is told in
-`sharded_loader.recordio.files`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
-from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many at once
-(`sharded_loader.recordio.dataset`). `pack` and `unpack` put MXNet's label header before a payload
-(`sharded_loader.recordio.images`).
+`MXRecordIO` goes from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many
+at once (see dataset). `pack` and `unpack` put MXNet's label header before a payload (see images). How a record lies in
+its file, and how a payload that contains the magic is cut, is in files.
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
 the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
@@ -27,20 +25,10 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sharded_loader.recordio.dataset import RecordFileDataset
-from sharded_loader.recordio.files import (
-    MAX_LENGTH,
-    PerProcess,
-    RecordFile,
-    RecordIOError,
-    Writer,
-    framed,
-    load_index,
-    run_after_fork,
-)
+from sharded_loader.recordio.dataset import RecordFileDataset, load_index
+from sharded_loader.recordio.files import MAX_LENGTH, PerProcess, RecordFile, RecordIOError, Writer, framed
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 if TYPE_CHECKING:
@@ -100,7 +88,7 @@ class MXRecordIO(PerProcess):
         self._writer: Writer | None = None
         self._position = 0
         self._turn = threading.RLock()
-        run_after_fork(self)
+        self._hear_of_forks()
         self.open()
 
     @property
@@ -202,12 +190,12 @@ class MXRecordIO(PerProcess):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _turn=threading.RLock())
-        run_after_fork(self)
+        self._hear_of_forks()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
