@@ -113,14 +113,10 @@ def _allocate(empty: Empty, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arr
 
 
 def as_array(sample: Any) -> Array:
-    """One sample as a NumPy array, without a copy where it lies in host memory.
+    """One sample as a NumPy array, without a copy where it lies in host memory; a `BatchifyError` if it is none.
 
-    Args:
-        sample: a number, a (nested) list of numbers or arrays, an array, a host tensor, or any object with
-            ``__array__`` or ``__array_interface__`` (PIL images).
-
-    Raises:
-        BatchifyError: it is none of these.
+    A sample is a number, a (nested) list of numbers or arrays, an array, a host tensor, or any object with
+    ``__array__`` or ``__array_interface__`` (PIL images).
 
     Example:
         >>> as_array([1, 2])
@@ -215,12 +211,7 @@ def _number_types(sample: Any) -> set[type] | None:
 
 
 def _numbers_to_array(numbers: Any, types: set[type]) -> Array:
-    """A (nested) sequence of numbers of these types as an array: ints are int64, or uint64 where only that holds them.
-
-    Example:
-        >>> _numbers_to_array([2**63, 1], {int})
-        array([9223372036854775808,                   1], dtype=uint64)
-    """
+    """A (nested) sequence of numbers of these types as an array: ints are int64, or uint64 where only that fits."""
     dtype = None
     if types <= _PYTHON_NUMBERS:  # neither NumPy's scalars nor subclasses; no types at all: an empty list
         widest = next((kind for kind in (complex, float, int, bool) if kind in types), float)
@@ -315,13 +306,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
 
 
 def is_column(tensor: Any) -> bool:
-    """Whether this is a tensor whose rows can be copied as they lie in memory.
-
-    Example:
-        >>> import torch
-        >>> is_column(torch.zeros(2, 3)), is_column(torch.zeros(2, requires_grad=True)), is_column(torch.tensor(1))
-        (True, False, False)
-    """
+    """Whether this is a tensor whose rows can be copied as they lie in memory."""
     if not is_tensor(tensor) or not is_plain([tensor]):
         return False
     return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())

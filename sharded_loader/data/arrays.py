@@ -269,10 +269,10 @@ def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
     return list(map(subset.indices.__getitem__, indices))
 
 
-def _tried(translate: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
-    """Translated indices; None if they are no flat integers (a dataset may have other keys)."""
+def _checked(indices: Any, length: int) -> Int64s | None:
+    """Indices into something of this length; None if they are no flat integers (a dataset may have other keys)."""
     try:
-        return translate(indices)
+        return checked_indices(indices, length)
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -282,8 +282,11 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
         return None
 
     def read(indices: Sequence[Any], empty: Empty) -> Any:
-        found = _tried(translate, indices)
-        return NOT_IN_BULK if found is None else inner(found, empty)
+        try:
+            found = translate(indices)
+        except (TypeError, ValueError, OverflowError):
+            return NOT_IN_BULK
+        return inner(found, empty)
 
     return read
 
@@ -291,18 +294,19 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
 def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather | None:
     """Arrays or tensors, looked up for each batch: a TensorDataset's may be replaced between epochs."""
 
-    def length() -> int:
-        return len(columns()[0]) if all(is_gathered(column) or is_column(column) for column in columns()) else -1
-
     def read(indices: Sequence[Any], empty: Empty) -> Any:
-        rows = length()
-        where = None if rows < 0 else _tried(lambda given: checked_indices(given, rows), indices)
+        held = columns()
+        where = _checked(indices, len(held[0])) if _are_rows(held) else None
         if where is None:
             return NOT_IN_BULK
-        fields = gather_rows(columns(), where, empty)
+        fields = gather_rows(held, where, empty)
         return fields[0] if bare else fields
 
-    return None if length() < 0 else read
+    return read if _are_rows(columns()) else None
+
+
+def _are_rows(columns: Sequence[Any]) -> bool:
+    return all(is_gathered(column) or is_column(column) for column in columns)
 
 
 def _of_parts(dataset: Any) -> Gather | None:
@@ -311,7 +315,7 @@ def _of_parts(dataset: Any) -> Gather | None:
     ends = np.asarray(dataset.cumulative_sizes)
 
     def read(indices: Sequence[Any], empty: Empty) -> Any:
-        where = _tried(lambda given: checked_indices(given, int(ends[-1])), indices)
+        where = _checked(indices, int(ends[-1]))
         if where is None:
             return NOT_IN_BULK
         first, last = np.searchsorted(ends, [where.min(), where.max()], side="right").tolist()

@@ -180,12 +180,7 @@ class KeyedIndices(list[int]):
 
 
 def keys_of(indices: Sequence[Any]) -> Sequence[SampleKey] | None:
-    """The keys of these samples; None outside a loader, where nothing is keyed.
-
-    Example:
-        >>> keys_of([3, 4]) is None
-        True
-    """
+    """The keys of these samples; None outside a loader, where nothing is keyed."""
     if isinstance(indices, KeyedIndices) and indices.is_whole:
         return indices.keys
     return None if rng.current_scope() is None else [SampleKey(index) for index in indices]
@@ -227,12 +222,7 @@ def handed_out(indices: Indices) -> list[Any]:
 
 @contextmanager
 def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
-    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers.
-
-    Example:
-        >>> with each_by_its_key([3, 4]) as turn_to:
-        ...     turn_to(0)
-    """
+    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
     scope, keys = rng.current_scope(), keys_of(indices)
     if scope is None or keys is None:
         yield lambda position: None

@@ -255,7 +255,7 @@ def _as_run(where: Int64s) -> slice | None:
 def _gather_column(column: Any, where: Int64s, run: slice | None, empty: Empty) -> Any:
     if is_gathered(column) or is_column(column):
         batch, out = _new_rows(column, len(where), empty)
-        _copy_rows(_rows_of(column), where, run, out)
+        _copy_rows(column if type(column) is np.ndarray else _rows_of(column), where, run, out)
         return batch
     if is_tensor(column) and type(column).__getitem__ is sys.modules["torch"].Tensor.__getitem__:
         check_no_grad([column])

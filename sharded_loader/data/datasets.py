@@ -278,12 +278,7 @@ class SubsetDataset(View, Dataset):
 
     @property
     def indices(self) -> Selection:
-        """Where the samples stand in the wrapped dataset.
-
-        Example:
-            >>> SubsetDataset("abc", range(2)).indices
-            range(0, 2)
-        """
+        """Where the samples stand in the wrapped dataset."""
         return self._indices
 
     def _inner(self, indices: Indices) -> Int64s:

@@ -6,7 +6,7 @@
     Joined           several others, one after the other: `ConcatDataset`
 
 The classes here only read. `sharded_loader.data.datasets` gives them the methods of a `Dataset`, which in turn make
-these classes; so their names and docstrings for users are there. A wrapper has ``set_epoch``, ``get_batch`` and
+these classes. Names and docstrings for users are there. A wrapper has ``set_epoch``, ``get_batch`` and
 ``__getitems__`` exactly where what it wraps has them. Which indices are chosen is a pure function, tested on numbers.
 
 What can go wrong: an index out of range is an IndexError that says the length. Indices that do not fit a dataset are
@@ -64,9 +64,9 @@ class Wrapper:
 
 
 class View(Wrapper):
-    """Samples of the other dataset, by translated indices. Subclasses write `_one` and `_inner`.
+    """Samples of the other dataset, by translated indices. Subclasses write `_one` and `_inner`, not ``__getitem__``.
 
-    They may not write ``__getitem__``: it has to be of the same class as the bulk methods, or these are not used.
+    A ``__getitem__`` that is not of the same class as the bulk methods is an override, and they are not used.
     """
 
     def _one(self, index: Any) -> Any:
@@ -74,7 +74,7 @@ class View(Wrapper):
         raise NotImplementedError
 
     def _inner(self, indices: Indices) -> Int64s:
-        """Indices into the wrapped dataset, checked."""
+        """Indices into the wrapped dataset."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
@@ -95,12 +95,7 @@ class View(Wrapper):
 
 
 def rows_in(dataset: Any, where: Int64s) -> Any:
-    """The `ArrayDataset` that a dataset reads, perhaps through others, and the rows in it; None if it reads none.
-
-    Example:
-        >>> rows_in([1, 2], np.array([0])) is None
-        True
-    """
+    """The `ArrayDataset` that a dataset reads, perhaps through others, and the rows in it; None if it reads none."""
     found = known_to(type(dataset), "_rows_in", READS)
     return None if found is None else found(dataset, where)
 
@@ -232,11 +227,9 @@ def _merged(chunks: Sequence[Chunk], empty: Empty) -> Any:
     if not found or any(one is None for one in found):
         return None
     arrays, rows = zip(*found, strict=True)
-    columns = [array.columns for array in arrays]
-    names = [tuple(each) if isinstance(each, dict) else len(each) for each in columns]
-    if names.count(names[0]) != len(names):
+    if len({(array._names, len(array._columns)) for array in arrays}) > 1:
         return None
-    together = list(zip(*(each.values() if isinstance(each, dict) else each for each in columns), strict=True))
+    together = list(zip(*(array._columns for array in arrays), strict=True))
     if not all(map(are_alike, together)):
         return None
     positions = [chunk.positions for chunk in chunks]
@@ -266,10 +259,7 @@ def shard_range(length: int, num_shards: int, index: int) -> range:
 
 
 def take_range(length: int, count: int | None) -> range:
-    """The indices of the first ``count`` samples of ``length``.
-
-    Raises:
-        ValueError: ``count`` is negative.
+    """The indices of the first ``count`` samples of ``length``; a ValueError if ``count`` is negative.
 
     Example:
         >>> take_range(10, 3), take_range(2, 3), take_range(2, None)
@@ -290,9 +280,7 @@ def sampler_indices(sampler: Any) -> Int64s:
     """The indices that a sampler yields in its epoch 0 (a sampler without ``iter_epoch``: that it yields now).
 
     They are drawn at once: a sampler that draws from a global generator would give another order in each worker.
-
-    Raises:
-        TypeError: it is no Sampler, of ours or of torch, or yields something other than indices.
+    What is no Sampler, of ours or of torch, is a TypeError; so is one that yields something other than indices.
 
     Example:
         >>> from torch.utils.data import SequentialSampler
@@ -319,10 +307,7 @@ def sampler_indices(sampler: Any) -> Int64s:
 
 
 def split_sizes(length: int, sizes_or_ratios: Sequence[float]) -> list[int]:
-    """Sizes of parts that sum to ``length``, from sizes or ratios.
-
-    Raises:
-        ValueError: see `Dataset.split`.
+    """Sizes of parts that sum to ``length``, from sizes or ratios; a ValueError where `Dataset.split` has one.
 
     Example:
         >>> split_sizes(10, [0.5, 0.25, 0.25]), split_sizes(10, [7, 3])

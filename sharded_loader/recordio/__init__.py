@@ -8,13 +8,9 @@ at once (see dataset). `pack` and `unpack` put MXNet's label header before a pay
 its file, and how a payload that contains the magic is cut, is in files.
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
-the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
-
-What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record, all
-records before it stay readable; an index that does not fit says so at the record that it misses; an unknown key is a
-KeyError.
-
-The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
+the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected. What can go wrong:
+a damaged file raises `RecordIOError` with file and offset at the damaged record, and all records before it stay
+readable. An unknown key is a KeyError. The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
 """
 
 from __future__ import annotations
