@@ -189,16 +189,12 @@ def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, length
     small = axis is None or out.nbytes <= _SMALL_ROW * len(out)
     if small:
         out[...] = fill
-    if axis is None:
-        for row, sample, shape in zip(out, samples, lengths, strict=True):
-            row[tuple(map(slice, shape))] = sample
-        return
-    head = (slice(None),) * axis
+    head = (slice(None),) * (axis or 0)
     for row, sample, length in zip(out, samples, lengths, strict=True):
         if axis == 0:
             row[:length] = sample
         else:
-            row[(*head, slice(None, length))] = sample
+            row[tuple(map(slice, length)) if axis is None else (*head, slice(length))] = sample
         if not small:
             row[(*head, slice(length, None))] = fill
 

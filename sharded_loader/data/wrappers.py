@@ -287,17 +287,16 @@ def sampler_indices(sampler: Any) -> Int64s:
         >>> sampler_indices(SequentialSampler(range(3)))
         array([0, 1, 2])
     """
-    # Looked up, not imported: where the module is not loaded, no object of its classes exists.
-    homes = [sys.modules.get("sharded_loader.sampling.samplers"), sys.modules.get("torch.utils.data")]
-    classes = tuple(getattr(home, "Sampler") for home in homes if hasattr(home, "Sampler"))  # noqa: B009 - may be None
-    if not isinstance(sampler, classes):
+    # Looked up, not imported: where torch is not loaded, no sampler of torch exists.
+    torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())
+    if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torchs)):
         raise TypeError(
             f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
             "indices use SubsetDataset(dataset, indices)"
         )
     # A subclass that overrides __iter__ means that to be used, whatever it inherits.
-    is_own = getattr(sys.modules.get("sharded_loader.sampling.foreign"), "is_own", lambda _: False)
-    order = sampler.iter_epoch(0) if is_own(sampler) else iter(sampler)
+    is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+    order = sampler.iter_epoch(0) if is_pure else iter(sampler)
     try:
         return np.fromiter((operator.index(index) for index in order), np.int64)
     except TypeError:
