@@ -121,7 +121,7 @@ def children(tree: Any) -> list[Any] | None:
 def rebuild(template: Any, parts: Sequence[Any]) -> Any:
     """A structure of ``template``'s type with these parts, in the order of `children`.
 
-    A type that cannot be made again becomes a plain list, tuple or dict.
+    A type that cannot be built again becomes a plain list, tuple or dict.
 
     Example:
         >>> from collections import OrderedDict
@@ -136,7 +136,7 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
     elif isinstance(template, (list, tuple)):
         plain = list(parts) if isinstance(template, list) else tuple(parts)
     else:
-        # A copy, not `dataclasses.replace`: that refuses ``init=False`` fields and runs ``__post_init__`` again.
+        # A copy, not `dataclasses.replace`: that rejects ``init=False`` fields and runs ``__post_init__`` again.
         again = copy.copy(template)
         for name, part in zip(field_names(template), parts, strict=True):
             object.__setattr__(again, name, part)  # also of a frozen class
@@ -193,10 +193,10 @@ class _Walk:
             return tree
         known = self._seen.get(id(tree))
         if known is None:
-            known = self._seen[id(tree)] = tree, self._mapped_anew(tree)
+            known = self._seen[id(tree)] = tree, self._mapped_once(tree)
         return known[1]
 
-    def _mapped_anew(self, tree: Any) -> Any:
+    def _mapped_once(self, tree: Any) -> Any:
         parts = None if self._own is not None and has_own(tree, self._own) else children(tree)
         if parts is None:
             return self._fn(tree)

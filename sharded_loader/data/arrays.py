@@ -125,7 +125,7 @@ class ArrayDataset(Dataset):
 
     @property
     def columns(self) -> dict[str, Any] | tuple[Any, ...]:
-        """The columns: a dict of the named ones, else a tuple.
+        """The columns: a dict of the named ones, otherwise a tuple.
 
         Example:
             >>> ArrayDataset([1, 2], [3, 4]).columns

@@ -267,7 +267,7 @@ def _gather_column(column: Any, where: Int64s, run: slice | None, empty: Empty) 
 
 
 def _new_rows(column: Any, count: int, empty: Empty) -> tuple[Any, Array]:
-    """The batch of so many rows like a column's, not written yet; and its memory, as an array."""
+    """A batch of ``count`` rows like a column's, not written yet; and its memory, as an array."""
     shape = (count, *column.shape[1:])
     if isinstance(column, np.ndarray):
         array = empty(shape, column.dtype if column.dtype.isnative else column.dtype.newbyteorder("="))

@@ -1,6 +1,6 @@
 """`PackedList`: many strings, bytes or paths as two arrays, for datasets that are read by many processes.
 
-    items --PackedList--> uint8 buffer + int64 offsets --[i]--> the item, made anew
+    items --PackedList--> uint8 buffer + int64 offsets --[i]--> the item, built again
 
 A list of a million paths is a million objects. A forked worker that reads one writes to its reference count, and
 so copies its page: each worker ends up with a copy of nearly all of them. A spawned worker is sent each by pickle.

@@ -162,15 +162,15 @@ class MXRecordIO(PerProcess):
 
     def _for_reading(self) -> RecordFile:
         if self._reader is None:
-            self._refuse("read")
+            self._reject("read")
         return self._reader
 
     def _for_writing(self) -> Writer:
         if self._writer is None:
-            self._refuse("write")
+            self._reject("write")
         return self._writer
 
-    def _refuse(self, verb: str) -> NoReturn:
+    def _reject(self, verb: str) -> NoReturn:
         if self.writable == (verb == "write"):
             raise ValueError(f"{self.uri} is closed: {verb} before close(), or call open()")
         raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")

@@ -188,7 +188,7 @@ class RecordFile(PerProcess):
         return data
 
     def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
-        """Up to so many bytes from each offset; fewer only at the end of the file."""
+        """From each offset up to its size in bytes; fewer only at the end of the file."""
         pieces = zip(self._open().read_each(offsets, sizes), sizes, offsets, strict=True)
         return [piece if len(piece) == size else self._bytes(size, offset) for piece, size, offset in pieces]
 
