@@ -7,9 +7,8 @@ memory once, in place. NumPy dtypes give a NumPy array. Tensors of a dtype that 
 tensor over memory from ``empty``; tensors that do not lie in plain host memory (CUDA, sparse, quantised, subclasses)
 are stacked by torch, in torch's memory. torch is looked up in ``sys.modules``: where a tensor is, it is loaded.
 
-What can go wrong is a `BatchifyError`, a ValueError that says what is wrong, in which field, and what to do:
-different shapes, nothing to stack, numbers too large, masked values, tensors that require grad (autograd cannot follow
-them between processes).
+What can go wrong is a `BatchifyError`, a ValueError: different shapes, nothing to stack, numbers too large, masked
+values, tensors that require grad (autograd cannot follow them between processes).
 """
 
 from __future__ import annotations
@@ -54,9 +53,11 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
     types = set(map(type, samples))
     if types == {np.ndarray}:
         return stack_arrays(samples, empty, dtype)
-    if are_tensors(types):
-        return stack_tensors(samples, empty, dtype)
-    numbers = types if types <= _PYTHON_NUMBERS else _number_types(samples)
+    numbers: set[type] | None = types
+    if not types <= _PYTHON_NUMBERS:
+        if are_tensors(types):
+            return stack_tensors(samples, empty, dtype)
+        numbers = _number_types(samples)
     if numbers is None:
         return stack_arrays([as_array(sample) for sample in samples], empty, dtype)
     array = _numbers_to_array(samples, numbers)
@@ -176,15 +177,16 @@ def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 # -- Python's numbers --------------------------------------------------------------------------------------------------
 
-_PYTHON_NUMBERS = {bool, int, float, complex}
+_DTYPES = {complex: np.dtype(complex), float: np.dtype(float), int: np.dtype(np.int64), bool: np.dtype(bool)}
+_PYTHON_NUMBERS = set(_DTYPES)
 
 
 def is_numbers(sample: Any) -> bool:
     """Whether a list (or tuple) holds numbers only, at any depth, so that it is one array, as in Gluon.
 
     Example:
-        >>> is_numbers([1, 2.5, True]), is_numbers([[1], [2]]), is_numbers([np.zeros(2)]), is_numbers(["a"])
-        (True, True, False, False)
+        >>> is_numbers([1, 2.5, True]), is_numbers([[1], [2]]), is_numbers(["a"])
+        (True, True, False)
     """
     return _number_types(sample) is not None
 
@@ -214,8 +216,7 @@ def _numbers_to_array(numbers: Any, types: set[type]) -> Array:
     """A (nested) sequence of numbers of these types as an array: ints are int64, or uint64 where only that fits."""
     dtype = None
     if types <= _PYTHON_NUMBERS:  # neither NumPy's scalars nor subclasses; no types at all: an empty list
-        widest = next((kind for kind in (complex, float, int, bool) if kind in types), float)
-        dtype = np.dtype(np.int64 if widest is int else widest)
+        dtype = next((_DTYPES[kind] for kind in _DTYPES if kind in types), _DTYPES[float])
     try:
         array = np.array(numbers, dtype)
     except OverflowError:

@@ -131,6 +131,8 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
     kind = type(template)
     if kind is list or kind is tuple:
         return kind(parts)
+    if kind is dict:
+        return dict(zip(template, parts, strict=True))
     if isinstance(template, Mapping):
         plain: Any = dict(zip(template, parts, strict=True))
     elif isinstance(template, (list, tuple)):
@@ -141,8 +143,6 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
         for name, part in zip(field_names(template), parts, strict=True):
             object.__setattr__(again, name, part)  # also of a frozen class
         return again
-    if kind is dict:
-        return plain
     try:
         if isinstance(template, tuple) or not isinstance(template, (list, MutableMapping)):
             return kind._make(plain) if hasattr(kind, "_make") else kind(plain)

@@ -306,7 +306,7 @@ def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather |
 
 
 def _are_rows(columns: Sequence[Any]) -> bool:
-    return all(is_gathered(column) or is_column(column) for column in columns)
+    return all(map(is_gathered, columns)) or all(is_gathered(column) or is_column(column) for column in columns)
 
 
 def _of_parts(dataset: Any) -> Gather | None:
