@@ -62,7 +62,7 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
         return stack_arrays([as_array(sample) for sample in samples], empty, dtype)
     array = _numbers_to_array(samples, numbers)
     out = _allocate(empty, array.shape, dtype or array.dtype)
-    np.copyto(out, array, casting="unsafe")
+    out[...] = array
     return out
 
 
