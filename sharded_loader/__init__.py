@@ -19,14 +19,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
-    from sharded_loader.data.batchify import default_batchify_fn as default_batchify_fn
-    from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
+    from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
+    from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
     from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
-    from sharded_loader.data.packed import PackedList as PackedList
-    from sharded_loader.data.recordio import RecordFileDataset as RecordFileDataset
+    from sharded_loader.data.packed_list import PackedList as PackedList
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
     from sharded_loader.memory.allocation import empty as empty
     from sharded_loader.parallel import Replicas as Replicas
+    from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
     from sharded_loader.rng import sample_generator as sample_generator
     from sharded_loader.rng import sample_rng as sample_rng
     from sharded_loader.rng import sample_seed as sample_seed
@@ -63,10 +63,11 @@ if TYPE_CHECKING:
     from sharded_loader.stats import LoaderStats as LoaderStats
 
 _HOMES = {
-    "sharded_loader.data.batchify": ["default_batchify_fn"],
-    "sharded_loader.data.datasets": ["ArrayDataset", "ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
-    "sharded_loader.data.packed": ["PackedList"],
-    "sharded_loader.data.recordio": ["RecordFileDataset"],
+    "sharded_loader.batching.default": ["default_batchify_fn"],
+    "sharded_loader.data.arrays": ["ArrayDataset"],
+    "sharded_loader.data.datasets": ["ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
+    "sharded_loader.data.packed_list": ["PackedList"],
+    "sharded_loader.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": [
         "LoaderClosedError",
         "SampleError",

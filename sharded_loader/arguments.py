@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.base import Dataset
+from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.protocol import some
 from sharded_loader.data.columns import as_dataset, named_columns
-from sharded_loader.data.default import Batchify
-from sharded_loader.data.errors import some
+from sharded_loader.data.datasets import Dataset
 from sharded_loader.errors import add_note
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.plan import Split

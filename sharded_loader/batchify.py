@@ -1,12 +1,288 @@
 """How samples become a batch: the functions to pass as ``ShardedDataLoader(batchify_fn=...)``.
 
+    Tuple(Stack(), Pad())([(image, tokens), ...]) -> (images, padded tokens)
+
 >>> from sharded_loader.batchify import Pad, Stack, Tuple
 >>> tokens, label = Tuple(Pad(pad_val=0), Stack())([([1, 2, 3], 0), ([4], 1)])
 >>> tokens.tolist(), label.tolist()
 ([[1, 2, 3], [4, 0, 0]], [0, 1])
+
+Each can be called, and has ``assemble(samples, empty)``, which writes into memory that the caller's allocator gave
+(see `sharded_loader.batching.default`). Functions of this module and of the user nest freely in `Tuple`, `Dict` and
+`NamedTuple`.
+
+What can go wrong: samples that do not fit the functions: a `BatchifyError` (a ValueError) that names the field.
 """
 
-from sharded_loader.data.batchify import Dict, List, NamedTuple, Stack, Tuple, default_batchify_fn
-from sharded_loader.data.padding import Pad
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sharded_loader.batching.default import Batchify, check_same, default_batchify_fn
+from sharded_loader.batching.pad import Pad
+from sharded_loader.batching.protocol import (
+    BatchifyError,
+    BatchifyFn,
+    Empty,
+    assemble,
+    check_not_empty,
+    in_field,
+    some,
+)
+from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
 
 __all__ = ["Dict", "List", "NamedTuple", "Pad", "Stack", "Tuple", "default_batchify_fn"]
+
+
+class Stack(Batchify):
+    """Stack the samples along a new first axis.
+
+    Numbers, (nested) lists and tuples of numbers, arrays, tensors and PIL images become one array; strings
+    a list; a mapping a mapping of stacks. A sample that is a tuple is one value, not fields: see `Tuple`.
+
+    Args:
+        dtype: of the result (NumPy's, or torch's where NumPy has it); None keeps the samples' own.
+
+    Raises:
+        ValueError: no samples, or samples of different shapes (shows them, suggests `Pad`).
+
+    Example:
+        >>> Stack("float16")([[1, 2], [3, 4]])
+        tensor([[1., 2.],
+                [3., 4.]], dtype=torch.float16)
+
+    Source of the idea: ``gluonnlp.data.batchify.Stack``.
+    """
+
+    def __init__(self, dtype: Any = None) -> None:
+        self._dtype = to_numpy_dtype(dtype)
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The batch as NumPy arrays in memory from ``empty``."""
+        check_not_empty(samples)
+        if all(isinstance(sample, (str, bytes)) for sample in samples):
+            return list(samples)
+        if all(isinstance(sample, Mapping) for sample in samples):
+            check_same(samples, frozenset, "keys", "give every sample the same keys")
+            fields = {key: [sample[key] for sample in samples] for key in samples[0]}
+            return {key: in_field(f"[{key!r}]", self.assemble, field, empty) for key, field in fields.items()}
+        try:
+            return stack(samples, empty, self._dtype)
+        except BatchifyError as error:
+            first = samples[0]
+            if not isinstance(first, tuple) or is_numbers(first):
+                raise
+            raise BatchifyError(
+                f"samples are tuples of {len(first)} fields, and Stack takes bare values ({error.problem})",
+                f"give a function for each field, Tuple({', '.join(['Stack()'] * min(len(first), 4))}), or leave "
+                "batchify_fn out",
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"Stack({'' if self._dtype is None else self._dtype.name})"
+
+
+class List(Batchify):
+    """Leave the samples apart, as a list of them.
+
+    Example:
+        >>> List()(["a", "b"])
+        ['a', 'b']
+
+    Source of the idea: ``gluonnlp.data.batchify.List``.
+    """
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The samples, as a list."""
+        return list(samples)
+
+
+class _FieldWise(Batchify):
+    """Base: each field of the samples goes through its own function.
+
+    Subclasses write `_misfit`, which looks at all samples, and `_joined`, which makes a batch of the fields.
+    """
+
+    def __init__(self, fns: Mapping[Any, BatchifyFn], label: str) -> None:
+        name = type(self).__name__
+        for key, fn in fns.items():
+            if not callable(fn):
+                what = f"the function of field {key!r} is {fn!r}, which is not callable"
+                raise ValueError(f"{name}: {what}: give functions")
+        self._fns = dict(fns)
+        self._label = label  # how errors name a field
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The batch as NumPy arrays in memory from ``empty``."""
+        check_not_empty(samples)
+        self._check(samples)
+        columns = self._columns(samples)
+        return self._joined(
+            in_field(self._label.format(key), partial(assemble, fn), column, empty)
+            for (key, fn), column in zip(self._fns.items(), columns, strict=True)
+        )
+
+    def _check(self, samples: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+        return map(list, zip(*samples, strict=True))
+
+    def _joined(self, fields: Iterable[Any]) -> Any:
+        raise NotImplementedError
+
+
+class Tuple(_FieldWise):
+    """Batchify the fields of tuple (or list) samples, each with its own function.
+
+    Args:
+        fn: the function of the first field, or a list or tuple of all functions.
+        *args: the functions of the other fields.
+
+    Returns:
+        Calling it gives a tuple, one batch per field.
+
+    Raises:
+        ValueError: the functions are neither ``Tuple(a, b)`` nor ``Tuple([a, b])``; on a call, a sample that
+            has another number of fields.
+
+    Example:
+        >>> Tuple(Stack(), List())([(1, "a"), (2, "b")])
+        (tensor([1, 2]), ['a', 'b'])
+
+    Source of the idea: ``gluonnlp.data.batchify.Tuple``.
+    """
+
+    def __init__(self, fn: BatchifyFn | Sequence[BatchifyFn], *args: BatchifyFn) -> None:
+        if isinstance(fn, (list, tuple)):
+            if args:
+                raise ValueError(
+                    f"Tuple was given a list of functions and {len(args)} more beside it: "
+                    "write Tuple(a, b, c) or Tuple([a, b, c])"
+                )
+            fns: Sequence[Any] = fn
+        else:
+            fns = (fn, *args)
+        super().__init__(dict(enumerate(fns)), "[{}]")
+
+    def _check(self, samples: Sequence[Any]) -> None:
+        count = len(self._fns)
+        for position, sample in enumerate(samples):
+            # A string or an array has a length too, but no fields.
+            if not isinstance(sample, (list, tuple)) or len(sample) != count:
+                has = f"{len(sample)} fields" if isinstance(sample, (list, tuple)) else f"a {type(sample).__name__}"
+                raise BatchifyError(
+                    f"Tuple has {count} functions, but sample {position} of the batch is {has}",
+                    "give Tuple one function per field of a sample",
+                )
+
+    def _joined(self, fields: Iterable[Any]) -> Any:
+        return tuple(fields)
+
+    def __repr__(self) -> str:
+        return f"Tuple({', '.join(map(repr, self._fns.values()))})"
+
+
+class Dict(_FieldWise):
+    """Batchify the fields of mapping samples, each with its own function; other keys are left out.
+
+    Args:
+        fn_dict: key -> function.
+
+    Returns:
+        Calling it gives a dict, one batch per key of ``fn_dict``.
+
+    Raises:
+        ValueError: ``fn_dict`` is no dict of functions; on a call, a sample lacks a key.
+
+    Example:
+        >>> Dict({"x": Stack()})([{"x": 1, "id": "a"}, {"x": 2, "id": "b"}])
+        {'x': tensor([1, 2])}
+
+    Source of the idea: ``gluonnlp.data.batchify.Dict``.
+    """
+
+    def __init__(self, fn_dict: Mapping[Any, BatchifyFn]) -> None:
+        if not isinstance(fn_dict, Mapping):
+            raise ValueError(f"Dict was given {fn_dict!r}: give a dict of functions by key")
+        super().__init__(fn_dict, "[{!r}]")
+
+    def _check(self, samples: Sequence[Any]) -> None:
+        for position, sample in enumerate(samples):
+            if not isinstance(sample, Mapping):
+                missing, has = list(self._fns), f"is a {type(sample).__name__}"
+            else:
+                missing, has = [key for key in self._fns if key not in sample], ""
+            if missing:
+                has = has or f"has keys {some(list(map(repr, sample)), 8)}"
+                raise BatchifyError(
+                    f"sample {position} of the batch has no key {missing[0]!r} (it {has})",
+                    "give Dict only keys that every sample has",
+                )
+
+    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+        return ([sample[key] for sample in samples] for key in self._fns)
+
+    def _joined(self, fields: Iterable[Any]) -> Any:
+        return dict(zip(self._fns, fields, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Dict({self._fns!r})"
+
+
+class NamedTuple(_FieldWise):
+    """Batchify the fields of namedtuple samples, each with its own function.
+
+    Args:
+        container: the namedtuple class of the samples and of the batch.
+        fn_info: field name -> function, or a list or tuple of functions in the order of the fields.
+
+    Raises:
+        ValueError: ``fn_info`` does not match the fields; on a call, a sample of another type.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> Pair = namedtuple("Pair", "data label")
+        >>> NamedTuple(Pair, {"data": Stack(), "label": List()})([Pair(1, "a"), Pair(2, "b")])
+        Pair(data=tensor([1, 2]), label=['a', 'b'])
+
+    Source of the idea: ``gluonnlp.data.batchify.NamedTuple``.
+    """
+
+    def __init__(self, container: type, fn_info: Mapping[str, BatchifyFn] | Sequence[BatchifyFn]) -> None:
+        fields: tuple[str, ...] = getattr(container, "_fields", ())
+        if not (isinstance(container, type) and issubclass(container, tuple) and fields):
+            raise ValueError(f"NamedTuple was given {container!r} as container: give a namedtuple class")
+        if isinstance(fn_info, Mapping):
+            fits, has = set(fn_info) == set(fields), f"fields {list(fields)}"
+            fns, given = (
+                [fn_info[name] for name in fields if name in fn_info],
+                f"functions were given for {list(fn_info)}",
+            )
+        elif isinstance(fn_info, (list, tuple)):
+            fits, has = len(fn_info) == len(fields), f"{len(fields)} fields"
+            fns, given = list(fn_info), f"{len(fn_info)} functions were given"
+        else:
+            raise ValueError(f"NamedTuple was given {fn_info!r}: give a dict, list or tuple of functions")
+        if not fits:
+            raise ValueError(
+                f"NamedTuple: {container.__name__} has {has}, {given}: give exactly one function per field"
+            )
+        super().__init__(dict(zip(fields, fns, strict=True)), ".{}")
+        self._container: Any = container
+
+    def _check(self, samples: Sequence[Any]) -> None:
+        for position, sample in enumerate(samples):
+            if type(sample) is not self._container:
+                raise BatchifyError(
+                    f"sample {position} of the batch is a {type(sample).__name__}, not a {self._container.__name__}",
+                    "make all samples that namedtuple, or use Tuple or Dict",
+                )
+
+    def _joined(self, fields: Iterable[Any]) -> Any:
+        return self._container._make(fields)
+
+    def __repr__(self) -> str:
+        return f"NamedTuple({self._container.__name__}, {self._fns!r})"

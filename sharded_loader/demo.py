@@ -27,7 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sharded_loader.data.datasets import ArrayDataset, Dataset
+from sharded_loader.data.arrays import ArrayDataset
+from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices.names import accelerators
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.execution.pools.process import ProcessPool

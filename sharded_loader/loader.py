@@ -33,8 +33,8 @@ from sharded_loader.arguments import (
     refuse_unknown,
 )
 from sharded_loader.attributes import LoaderAttributes
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.foreign import takes_arrays
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence, RowNumbers, check_resident

@@ -20,17 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.stacking import is_numbers
-from sharded_loader.data.structure import (
-    dataclass_fields,
-    is_dataclass_instance,
-    map_leaves,
-    rebuild_dataclass,
-    rebuild_mapping,
-    rebuild_sequence,
-    to_torch,
-)
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.stack import is_numbers
+from sharded_loader.batching.tree import children, is_dataclass_instance, map_leaves, rebuild, to_torch
 from sharded_loader.devices.names import DeviceLike, device_list
 
 
@@ -94,14 +86,6 @@ def _is_row_list(tree: Any) -> bool:
     return type(tree) is list and not any(isinstance(x, structure) or is_dataclass_instance(x) for x in tree)
 
 
-def _children(tree: Any) -> list[Any]:
-    if isinstance(tree, Mapping):
-        return list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return list(tree)
-    return [value for _, value in dataclass_fields(tree)] if is_dataclass_instance(tree) else []
-
-
 def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """The shape and batch axis of every part that has rows."""
     if isinstance(tree, (torch.Tensor, np.ndarray)):
@@ -109,7 +93,7 @@ def _row_shapes(tree: Any, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
     elif _is_row_list(tree):
         yield (len(tree),), 0
     else:
-        for child in _children(tree):
+        for child in children(tree) or ():
             yield from _row_shapes(child, axis)
 
 
@@ -120,13 +104,8 @@ def _slice_rows(tree: Any, begin: int, end: int, axis: int) -> Any:
         return tree[(slice(None),) * (axis % tree.ndim) + (slice(begin, end),)]
     if _is_row_list(tree):
         return tree[begin:end]
-    if isinstance(tree, Mapping):
-        return rebuild_mapping(tree, {key: _slice_rows(value, begin, end, axis) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        return rebuild_sequence(tree, [_slice_rows(child, begin, end, axis) for child in tree])
-    if is_dataclass_instance(tree):
-        return rebuild_dataclass(tree, [(n, _slice_rows(v, begin, end, axis)) for n, v in dataclass_fields(tree)])
-    return tree
+    parts = children(tree)
+    return tree if parts is None else rebuild(tree, [_slice_rows(part, begin, end, axis) for part in parts])
 
 
 def split_and_load(

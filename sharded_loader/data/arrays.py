@@ -1,28 +1,60 @@
-"""`ArrayDataset`: columns in memory, read in bulk with one gather per column.
+"""`ArrayDataset`: columns in memory; and everything else that is read in columns, from datasets of others too.
 
-NumPy columns and tensors are gathered by `numpy.take`, or copied as a slice where the indices follow one upon the
-other, straight into memory from the caller's allocator: each row is written once. Lists and other columns go
-through the default batchify rules.
+    as_bulk(dataset)  -> gather(indices, empty) -> the batch | NOT_IN_BULK     None: no such way
+    as_items(dataset) -> ``__getitems__``, through torch's Subset              None: sample by sample
 
-What can go wrong: columns of different lengths (ValueError at construction), an index out of range (IndexError).
+| dataset | is read as |
+|---|---|
+| anything with ``get_batch`` (see `bulk_method`) | ``get_batch(indices)``; our own write into memory from ``empty`` |
+| NumPy array, torch tensor | one gather |
+| torch ``TensorDataset`` | one gather per tensor |
+| Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
+| torch ``Subset``, torch ``ConcatDataset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
+
+The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where
+that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers, a
+batch that lies in several parts of a ConcatDataset) the answer is None, or `NOT_IN_BULK` for this batch, and the
+samples are read. Hugging Face samples are those of its ``__getitems__``, which torch's DataLoader reads too: in
+NumPy format ``dataset[i]`` gives a float column as float64, ``dataset[[i]]`` as float32.
+
+Nothing is imported: where a library is not loaded, none of its datasets exists. What can go wrong: columns of different
+lengths (ValueError at construction), an index out of range (IndexError), and what goes wrong with the samples: the
+reader reads them one by one to find out which.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.base import Dataset, Indices, is_dataset
-from sharded_loader.data.bulk import bulk, checked_index, checked_indices, gather, read_many, translated
-from sharded_loader.data.columns import as_column, named_columns
-from sharded_loader.data.default import default_batchify_fn
-from sharded_loader.data.errors import Array, Empty, new_array
-from sharded_loader.data.overrides import offers
-from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import as_numpy, check_no_grad, empty_tensor, is_column, reads_as_tensor
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import Empty, in_field, new_array
+from sharded_loader.batching.stack import is_column
+from sharded_loader.batching.tree import is_tensor
+from sharded_loader.data.bulk import (
+    Indices,
+    Int64s,
+    bulk,
+    bulk_method,
+    checked_index,
+    checked_indices,
+    gather,
+    handed_out,
+    offers,
+    read_many,
+    translated,
+)
+from sharded_loader.data.columns import as_column, gather_rows, is_dataset, is_gathered, named_columns
+from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
+
+Gather = Callable[[Sequence[Any], Empty], Any]
+
+NOT_IN_BULK: Any = object()
+"""What a gather function returns when this batch has to be read sample by sample."""
 
 
 class ArrayDataset(Dataset):
@@ -93,7 +125,7 @@ class ArrayDataset(Dataset):
 
     @property
     def columns(self) -> dict[str, Any] | tuple[Any, ...]:
-        """The columns: a dict of the named ones, else a tuple.
+        """The columns: a dict of the named ones, otherwise a tuple.
 
         Example:
             >>> ArrayDataset([1, 2], [3, 4]).columns
@@ -102,11 +134,12 @@ class ArrayDataset(Dataset):
         return self._columns if self._names is None else dict(zip(self._names, self._columns, strict=True))
 
     @bulk
-    def get_batch(self, indices: Indices) -> Any:
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
         """A finished batch: one array, a list of fields, or a dict of fields.
 
         Args:
             indices: flat integers; negative ones count from the end.
+            empty: gives the memory: ``empty(shape, dtype)`` returns an array. A loader gives its own.
 
         Returns:
             NumPy arrays for NumPy columns, tensors for tensors, the default batchify of the others.
@@ -118,11 +151,10 @@ class ArrayDataset(Dataset):
             >>> ArrayDataset(np.arange(5), np.arange(5) * 10).get_batch([4, 0])
             [array([4, 0]), array([40,  0])]
         """
-        return self._gather(indices, new_array)
-
-    @bulk
-    def _gather(self, indices: Indices, empty: Empty) -> Any:
         return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
+
+    def _rows_in(self, where: Int64s) -> Any:
+        return self, where
 
     def as_batch(self, fields: list[Any]) -> Any:
         """The batch whose columns are these, in the order of the dataset's.
@@ -157,67 +189,154 @@ def _describe(column: Any) -> str:
     return type(column).__name__
 
 
-def gather_rows(columns: Sequence[Any], where: np.ndarray[Any, np.dtype[np.int64]], empty: Empty) -> list[Any]:
-    """The rows of each column at checked indices, in memory from ``empty``, each written once.
+# -- datasets of others ------------------------------------------------------------------------------------------------
+
+
+def as_bulk(dataset: Any) -> Gather | None:
+    """How to read finished batches of a dataset; as the default batchify would make them.
+
+    Args:
+        dataset: any.
+
+    Returns:
+        ``gather(indices, empty)``, which returns a batch or `NOT_IN_BULK`; None if there is no such way.
 
     Example:
-        >>> gather_rows([np.arange(5), ["a", "b", "c", "d", "e"]], np.array([3, 1]), np.empty)
-        [array([3, 1]), ['d', 'b']]
+        >>> as_bulk(np.arange(5) * 10)([3, 1], np.empty)
+        array([30, 10])
+        >>> as_bulk([1, 2, 3]) is None
+        True
     """
-    run = _as_run(where)
-    return [_gather_column(column, where, run, empty) for column in columns]
+    if offers(dataset, "get_batch"):
+        return partial(gather, dataset)
+    if isinstance(dataset, np.ndarray) or is_tensor(dataset):
+        return _of_columns(lambda: (dataset,), bare=True)
+    if _reads_like(dataset, "torch.utils.data", "TensorDataset"):
+        return _of_columns(lambda: dataset.tensors, bare=False)
+    if type(dataset) in (SimpleDataset, SubsetDataset):
+        return _translated(as_bulk(dataset._dataset), dataset._inner)
+    if _reads_like(dataset, "torch.utils.data", "Subset"):
+        return _translated(as_bulk(dataset.dataset), partial(_chosen, dataset))
+    if _reads_like(dataset, "torch.utils.data", "ConcatDataset"):
+        return _of_parts(dataset)
+    if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
+        return partial(_of_hugging_face, dataset)
+    return None
 
 
-def is_gathered(array: Any) -> bool:
-    """Whether these are an array's rows of numbers, which `gather_rows` gathers at once.
-
-    A subclass of NumPy's array may read its rows in its own way, as masked arrays do: its rows are read one by one.
+def takes_arrays(dataset: Any) -> bool:
+    """Whether `as_bulk` reads this dataset by arrays of indices, so that nobody need make lists of them.
 
     Example:
-        >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"])), is_gathered(np.ma.array([1, 2]))
-        (True, False, False)
+        >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
+        (True, False)
     """
-    return type(array) in (np.ndarray, np.memmap) and array.ndim > 0 and array.dtype.kind in "biufc"
+    if type(dataset) is ArrayDataset or _reads_like(dataset, "torch.utils.data", "TensorDataset"):
+        return True
+    return (isinstance(dataset, np.ndarray) or is_tensor(dataset)) and as_bulk(dataset) is not None
 
 
-def _as_run(where: np.ndarray[Any, np.dtype[np.int64]]) -> slice | None:
-    """The indices as a slice if they follow one upon the other."""
-    count = len(where)
-    if not count:
+def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
+    """How to read many samples of a dataset at once: its ``__getitems__``.
+
+    torch's `Subset` has one always. It is looked through: where the dataset inside has none, samples are read one
+    by one, and where it has, each keeps its place, so that its random numbers are those of the loader's index.
+
+    Example:
+        >>> as_items([1, 2, 3]) is None
+        True
+    """
+    if _reads_like(dataset, "torch.utils.data", "Subset"):
+        inner = as_items(dataset.dataset)
+        if inner is None:
+            return None
+        return lambda indices: inner(translated(_chosen(dataset, indices), indices))
+    items = bulk_method(dataset, "__getitems__")
+    return None if items is None else lambda indices: items(handed_out(indices))
+
+
+def _reads_like(dataset: Any, module: str, name: str) -> bool:
+    """Whether this is an instance of that class and reads samples as the class does, not in a way of its own."""
+    base = getattr(sys.modules.get(module), name, None)
+    if not isinstance(base, type) or not isinstance(dataset, base):
+        return False
+    kind = type(dataset)
+    return all(getattr(kind, how, None) is getattr(base, how, None) for how in ("__getitem__", "__getitems__"))
+
+
+def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
+    """Indices into what a torch Subset wraps."""
+    return list(map(subset.indices.__getitem__, indices))
+
+
+def _checked(indices: Any, length: int) -> Int64s | None:
+    """Indices into something of this length; None if they are no flat integers (a dataset may have other keys)."""
+    try:
+        return checked_indices(indices, length)
+    except (TypeError, ValueError, OverflowError):
         return None
-    first = int(where[0])
-    # Most shuffled batches are told apart by the first comparison: 0.2 us.
-    if int(where[-1]) - first != count - 1 or not (where[1:] - where[:-1] == 1).all():
+
+
+def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
+    if inner is None:
         return None
-    return slice(first, first + count)
+
+    def read(indices: Sequence[Any], empty: Empty) -> Any:
+        try:
+            found = translate(indices)
+        except (TypeError, ValueError, OverflowError):
+            return NOT_IN_BULK
+        return inner(found, empty)
+
+    return read
 
 
-def _gather_column(column: Any, where: np.ndarray[Any, np.dtype[np.int64]], run: slice | None, empty: Empty) -> Any:
-    if is_gathered(column):
-        dtype = column.dtype if column.dtype.isnative else column.dtype.newbyteorder("=")
-        return _copy_rows(column, where, run, empty((len(where), *column.shape[1:]), dtype))
-    if is_tensor(column) and reads_as_tensor(column):
-        check_no_grad([column])
-        if is_column(column):
-            # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
-            # one thread took 78 (256 rows of 3x32x32 uint8).
-            array, tensor = empty_tensor((len(where), *column.shape[1:]), column.dtype, empty)
-            _copy_rows(as_numpy(column), where, run, as_numpy(tensor) if array is None else array)
-            return tensor
-        torch: Any = sys.modules["torch"]
-        return column[torch.from_numpy(where).to(column.device)]
-    if offers(column, "get_batch"):
-        return gather(column, where, empty)
-    return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
+def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather | None:
+    """Arrays or tensors, looked up for each batch: a TensorDataset's may be replaced between epochs."""
+
+    def read(indices: Sequence[Any], empty: Empty) -> Any:
+        held = columns()
+        where = _checked(indices, len(held[0])) if _are_rows(held) else None
+        if where is None:
+            return NOT_IN_BULK
+        fields = gather_rows(held, where, empty)
+        return fields[0] if bare else fields
+
+    return read if _are_rows(columns()) else None
 
 
-def _copy_rows(column: Array, where: np.ndarray[Any, np.dtype[np.int64]], run: slice | None, out: Array) -> Array:
-    if run is not None:
-        out[...] = column[run]  # one copy: 20 us where taking the same 256 rows one by one costs 24
-    elif out.dtype == column.dtype:
-        # The indices are checked, so clipping changes nothing; the default mode "raise" buffers the output
-        # (256 rows of 3x32x32 uint8 out of 50,000: 77 us against 53).
-        column.take(where, 0, out, "clip")
-    else:
-        out[...] = column[where]  # the other byte order
-    return out
+def _are_rows(columns: Sequence[Any]) -> bool:
+    return all(map(is_gathered, columns)) or all(is_gathered(column) or is_column(column) for column in columns)
+
+
+def _of_parts(dataset: Any) -> Gather | None:
+    """A torch ConcatDataset: batches that lie in one part, as sequential ones mostly do."""
+    readers = [as_bulk(part) for part in dataset.datasets]
+    ends = np.asarray(dataset.cumulative_sizes)
+
+    def read(indices: Sequence[Any], empty: Empty) -> Any:
+        where = _checked(indices, int(ends[-1]))
+        if where is None:
+            return NOT_IN_BULK
+        first, last = np.searchsorted(ends, [where.min(), where.max()], side="right").tolist()
+        reader = readers[first]
+        if first != last or reader is None:
+            return NOT_IN_BULK
+        return reader((where - (int(ends[first - 1]) if first else 0)).tolist(), empty)
+
+    return read if any(readers) else None
+
+
+def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
+    count = len(indices)
+    columns = dataset[indices if isinstance(indices, list) else np.asarray(indices).tolist()]
+    if not isinstance(columns, Mapping) or not columns or any(len(columns[name]) != count for name in columns):
+        return NOT_IN_BULK
+    return {name: _field(name, columns[name], count, empty) for name in columns}
+
+
+def _field(name: Any, column: Any, count: int, empty: Empty) -> Any:
+    """A column as the default batchify makes it of ``column[0]``, ``column[1]``, ..."""
+    if (is_gathered(column) and column.dtype.isnative) or is_column(column):
+        return column
+    return in_field(f"[{name!r}]", default_batchify_fn.assemble, [column[i] for i in range(count)], empty)

@@ -1,8 +1,10 @@
-"""Columns and tables of other libraries, as columns that are read by position.
+"""Columns: those of other libraries read by position, and the rows of any column gathered into one array.
 
     pandas, polars: a Series               --as_column-->     NumPy array, no copy where there need be none
     pyarrow: an Array, a ChunkedArray      --as_column-->     NumPy array, or a list of Python values
     a DataFrame, a pyarrow Table, a dict   --named_columns--> {name: column}
+    column, checked row numbers, empty     --gather_rows-->   their rows, in memory from ``empty``, each written once
+    columns, row numbers, positions        --merge_rows-->    rows of several columns, in one array
 
 A pandas Series is indexed by its labels: after a shuffle or a split, ``series[3]`` is not the fourth value. Arrow's
 scalars are objects of their own. So such a column becomes an array once, when the dataset is made. Later changes of
@@ -14,12 +16,17 @@ where one column is expected (TypeError). Both errors say what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.structure import is_masked
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import Array, Empty
+from sharded_loader.batching.stack import as_numpy, check_no_grad, empty_tensor, is_column
+from sharded_loader.batching.tree import is_masked, is_tensor
+from sharded_loader.data.bulk import Int64s, gather, offers, read_many
 
 _NUMBERS = "biufc"
 
@@ -177,3 +184,148 @@ def _missing(name: str, count: int, dtype: Any, fill: str) -> ValueError:
         f"{name} has {count} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give a "
         "column of its own that says which values are missing"
     )
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether ``value`` has samples by index, and a length.
+
+    Example:
+        >>> is_dataset([1]), is_dataset(iter([1]))
+        (True, False)
+    """
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+def check_dataset(value: Any, owner: str) -> Any:
+    """Reject what has no samples by index with a TypeError.
+
+    Returns:
+        The dataset, read by position: see `as_dataset`.
+
+    Example:
+        >>> check_dataset([1, 2], "SimpleDataset")
+        [1, 2]
+    """
+    if not is_dataset(value):
+        raise TypeError(
+            f"{owner} needs an object with __getitem__ and __len__, not a {type(value).__name__}: "
+            "read a stream into a list, or give a dataset that can be indexed"
+        )
+    return as_dataset(value, owner)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def is_gathered(array: Any) -> bool:
+    """Whether these are an array's rows of numbers, which `gather_rows` gathers at once.
+
+    A subclass of NumPy's array may read its rows in its own way, as masked arrays do: its rows are read one by one.
+
+    Example:
+        >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"])), is_gathered(np.ma.array([1, 2]))
+        (True, False, False)
+    """
+    return type(array) in (np.ndarray, np.memmap) and array.ndim > 0 and array.dtype.kind in "biufc"
+
+
+def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any]:
+    """The rows of each column at checked indices, in memory from ``empty``, each written once.
+
+    Example:
+        >>> gather_rows([np.arange(5), ["a", "b", "c", "d", "e"]], np.array([3, 1]), np.empty)
+        [array([3, 1]), ['d', 'b']]
+    """
+    run = _as_run(where)
+    return [_gather_column(column, where, run, empty) for column in columns]
+
+
+def _as_run(where: Int64s) -> slice | None:
+    """The indices as a slice if they follow one upon the other."""
+    count = len(where)
+    if not count:
+        return None
+    first = int(where[0])
+    # Most shuffled batches are told apart by the first comparison: 0.2 us.
+    if int(where[-1]) - first != count - 1 or not (where[1:] - where[:-1] == 1).all():
+        return None
+    return slice(first, first + count)
+
+
+def _gather_column(column: Any, where: Int64s, run: slice | None, empty: Empty) -> Any:
+    if is_gathered(column):  # without a detour: a small batch takes 4 us
+        dtype = column.dtype if column.dtype.isnative else column.dtype.newbyteorder("=")
+        return _copy_rows(column, where, run, empty((len(where), *column.shape[1:]), dtype))
+    if is_column(column):
+        batch, out = _new_rows(column, len(where), empty)
+        _copy_rows(as_numpy(column), where, run, out)
+        return batch
+    if is_tensor(column) and type(column).__getitem__ is sys.modules["torch"].Tensor.__getitem__:
+        check_no_grad([column])
+        torch: Any = sys.modules["torch"]
+        return column[torch.from_numpy(where).to(column.device)]
+    if offers(column, "get_batch"):
+        return gather(column, where, empty)
+    return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
+
+
+def _new_rows(column: Any, count: int, empty: Empty) -> tuple[Any, Array]:
+    """A batch of ``count`` rows like a column's, not written yet; and its memory, as an array."""
+    shape = (count, *column.shape[1:])
+    if isinstance(column, np.ndarray):
+        array = empty(shape, column.dtype if column.dtype.isnative else column.dtype.newbyteorder("="))
+        return array, array
+    # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
+    # one thread took 78 (256 rows of 3x32x32 uint8).
+    held, tensor = empty_tensor(shape, column.dtype, empty)
+    return tensor, as_numpy(tensor) if held is None else held
+
+
+def _rows_of(column: Any) -> Array:
+    return column if isinstance(column, np.ndarray) else as_numpy(column)
+
+
+def _copy_rows(column: Array, where: Int64s, run: slice | None, out: Array) -> Array:
+    if run is not None:
+        out[...] = column[run]  # one copy: 20 us where taking the same 256 rows one by one costs 24
+    elif out.dtype == column.dtype:
+        # The indices are checked, so clipping changes nothing; the default mode "raise" buffers the output
+        # (256 rows of 3x32x32 uint8 out of 50,000: 77 us against 53).
+        column.take(where, 0, out, "clip")
+    else:
+        out[...] = column[where]  # the other byte order
+    return out
+
+
+def are_alike(columns: Sequence[Any]) -> bool:
+    """Whether the rows of these columns are numbers of one dtype and shape, in plain memory.
+
+    Example:
+        >>> are_alike([np.zeros((3, 2)), np.ones((4, 2))]), are_alike([np.zeros((3, 2)), [1, 2]])
+        (True, False)
+    """
+    first = columns[0]
+    plain = is_gathered if isinstance(first, np.ndarray) else is_column
+    return all(plain(c) and c.dtype == first.dtype and c.shape[1:] == first.shape[1:] for c in columns)
+
+
+def merge_rows(columns: Sequence[Any], rows: Sequence[Int64s], positions: Sequence[Int64s], empty: Empty) -> Any:
+    """Rows of several columns that are alike, put together in one batch: what a shuffled ``a + b`` reads.
+
+    256 rows of 3x32x32 uint8 from two parts: 72 us, by samples 220, from one part 57.
+
+    Args:
+        columns: one of each part.
+        rows: where in each column.
+        positions: where each part's rows stand in the batch.
+        empty: gives the memory.
+
+    Example:
+        >>> columns = np.arange(3), np.arange(3) * 10
+        >>> merge_rows(columns, [np.array([2]), np.array([1])], [np.array([1]), np.array([0])], np.empty)
+        array([10,  2])
+    """
+    batch, out = _new_rows(columns[0], sum(map(len, rows)), empty)
+    for column, where, place in zip(columns, rows, positions, strict=True):
+        out[place] = _rows_of(column).take(where, 0, mode="clip")
+    return batch

@@ -1,35 +1,348 @@
 """Datasets: samples by index, and what can be done with them.
 
-    SimpleDataset(anything)        ArrayDataset(columns)        ConcatDataset(datasets)
-          .filter .shard .take .sample .split      -> fewer samples, by indices (see subsets)
-          .transform .transform_first              -> other samples
-          .cache                                   -> the same samples, remembered (see caching)
-          a + b                                    -> one after the other
+    SimpleDataset(anything)        ArrayDataset(columns): see arrays        ConcatDataset(datasets)
+          .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
+          .transform .transform_first              -> TransformDataset: other samples
+          .cache                                   -> CachedDataset: the same samples, remembered
+          a + b                                    -> ConcatDataset: one after the other
 
-A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a
-finished batch, ``__getitems__(indices)`` a list of samples; a wrapper has these methods exactly where what it
-wraps has them. A subclass that overrides ``__getitem__`` alone is read sample by sample (see overrides).
-``_gather(indices, empty)`` is ``get_batch`` into memory from ``empty(shape, dtype)``.
+These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers` and
+`sharded_loader.data.cache`. A dataset owns no thread and no process. Where it can it reads in bulk:
+``get_batch(indices)`` returns a finished batch, ``__getitems__(indices)`` a list of samples (see
+`sharded_loader.data.bulk`).
 
-What can go wrong: an index out of range (IndexError with the length), columns of different lengths
-(ValueError at construction), samples whose structure differs in one batch (ValueError that names the field).
+What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
+(ValueError that names the field).
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
 
-from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.base import Dataset, SimpleDataset, TransformDataset, Wrapper
-from sharded_loader.data.caching import CachedDataset
-from sharded_loader.data.concat import ConcatDataset
-from sharded_loader.data.subsets import SubsetDataset
+from __future__ import annotations
 
-__all__ = [
-    "ArrayDataset",
-    "CachedDataset",
-    "ConcatDataset",
-    "Dataset",
-    "SimpleDataset",
-    "SubsetDataset",
-    "TransformDataset",
-    "Wrapper",
-]
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
+from sharded_loader.data.cache import Remembered
+from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.wrappers import (
+    Joined,
+    Transformed,
+    View,
+    sampler_indices,
+    shard_range,
+    split_indices,
+    take_range,
+)
+
+Selection = range | Int64s
+
+
+class Dataset:
+    """Base of datasets: subclasses write ``__getitem__(index)`` and ``__len__()``.
+
+    Example:
+        >>> class Squares(Dataset):
+        ...     def __len__(self): return 10
+        ...     def __getitem__(self, index): return index ** 2
+        >>> list(Squares().filter(lambda x: x % 2 == 0).take(3))
+        [0, 4, 16]
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at ``index``."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> ConcatDataset:
+        """This dataset's samples, then the other's."""
+        if not is_dataset(other):
+            return NotImplemented
+        return ConcatDataset([self, other])
+
+    def __radd__(self, other: Any) -> Any:
+        """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
+        if type(other) is int and other == 0:
+            return self
+        return ConcatDataset([other, self]) if is_dataset(other) else NotImplemented
+
+    __array_ufunc__ = None  # or ``array + dataset`` would be NumPy's sum, value by value
+
+    def _part(self, index: slice) -> SubsetDataset:
+        """The samples of a slice, which are read when they are asked for."""
+        return SubsetDataset(self, range(len(self))[index])
+
+    def filter(self, fn: Callable[[Any], Any]) -> SubsetDataset:
+        """The samples for which ``fn(sample)`` is true. Every sample is read once, now.
+
+        Example:
+            >>> list(SimpleDataset(range(10)).filter(lambda x: x % 3 == 0))
+            [0, 3, 6, 9]
+        """
+        kept = [index for index in range(len(self)) if fn(self[index])]
+        return SubsetDataset(self, np.array(kept, np.int64))
+
+    def shard(self, num_shards: int, index: int) -> SubsetDataset:
+        """Part ``index`` of ``num_shards`` contiguous parts; the first ones are one sample larger where it must be.
+
+        Raises:
+            ValueError: ``num_shards`` < 1, or ``index`` is not in 0..num_shards-1.
+
+        Example:
+            >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
+            [[0, 1, 2], [3, 4]]
+        """
+        return SubsetDataset(self, shard_range(len(self), num_shards, index))
+
+    def take(self, count: int | None) -> SubsetDataset:
+        """The first ``count`` samples, or all where there are fewer or ``count`` is None.
+
+        Raises:
+            ValueError: ``count`` is negative.
+
+        Example:
+            >>> list(SimpleDataset("abc").take(2))
+            ['a', 'b']
+        """
+        return SubsetDataset(self, take_range(len(self), count))
+
+    def sample(self, sampler: Any) -> SubsetDataset:
+        """The samples at the indices that ``sampler`` yields, read from it once, now (its epoch 0).
+
+        Args:
+            sampler: a Sampler of ours or of torch.
+
+        Raises:
+            TypeError: it is none (a list, say).
+
+        Example:
+            >>> from torch.utils.data import SequentialSampler
+            >>> list(SimpleDataset("abc").sample(SequentialSampler(range(2))))
+            ['a', 'b']
+        """
+        return SubsetDataset(self, sampler_indices(sampler))
+
+    def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
+        """Random parts, disjoint and together complete.
+
+        Args:
+            sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
+                remainder).
+            seed: the same seed gives the same parts; None draws one from torch's default generator.
+
+        Raises:
+            ValueError: they do not sum to the length or to 1, or one is negative.
+
+        Example:
+            >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
+            >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
+            (8, 2, True)
+
+        Source of the idea: ``torch.utils.data.random_split``.
+        """
+        return [SubsetDataset(self, part) for part in split_indices(len(self), sizes_or_ratios, seed)]
+
+    def cache(self, max_bytes: int | None = None) -> CachedDataset:
+        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`.
+
+        Example:
+            >>> SimpleDataset("abc").cache()[1]
+            'b'
+        """
+        return CachedDataset(self, max_bytes)
+
+    def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
+        """Pass every sample through ``fn``; a tuple sample is unpacked: ``fn(*sample)``.
+
+        Args:
+            fn: called with a sample, returns another.
+            lazy: False reads and transforms all samples now, once.
+            seeded: seed all that ``fn`` draws from by the seed, the epoch and the index of the sample: ``random``,
+                NumPy's and torch's global generators, and every object inside ``fn`` that has a method
+                ``set_random_seed`` (albumentations) or ``set_random_state`` (MONAI). Then ``fn`` gives the same in
+                every pool, with any number of workers. It takes about 0.1 ms per sample, and threads run ``fn`` one
+                at a time. An object that ``fn`` makes while it runs is not seeded: make it before. Needs ``lazy=True``.
+
+        Example:
+            >>> from sharded_loader import ArrayDataset
+            >>> list(ArrayDataset([1, 2], [10, 20]).transform(lambda a, b: a + b))
+            [11, 22]
+        """
+        if lazy:
+            return TransformDataset(self, fn, seeded)
+        if seeded:
+            raise ValueError(
+                "transform(lazy=False, seeded=True): what is computed once, now, has no epoch to be seeded by: "
+                "choose one of the two"
+            )
+        return SimpleDataset([*TransformDataset(self, fn)])
+
+    def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True, seeded: bool = False) -> Dataset:
+        """Pass the first field of every tuple sample through ``fn`` (or the sample itself, if it is no tuple).
+
+        Example:
+            >>> from sharded_loader import ArrayDataset
+            >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
+            [(-1, 10), (-2, 20)]
+        """
+        return self.transform(_First(fn), lazy, seeded)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples in order."""
+        return (self[index] for index in range(len(self)))
+
+
+class _First:
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, first: Any, *others: Any) -> Any:
+        return (self.fn(first), *others) if others else self.fn(first)
+
+    def __repr__(self) -> str:
+        return f"first: {self.fn!r}"
+
+
+class SimpleDataset(View, Dataset):
+    """Any object with ``__getitem__`` and ``__len__`` as a dataset with this library's methods.
+
+    Integer indices are checked (negative ones work, whether the object knows them or not); any other index, such as
+    a slice or a column name, is passed on.
+
+    Args:
+        data: a list, a NumPy array, a torch or Hugging Face dataset, ...
+
+    Raises:
+        TypeError: it lacks one of the two.
+
+    Example:
+        >>> SimpleDataset(range(10))[-1]
+        9
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._dataset = check_dataset(data, "SimpleDataset")
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, (int, np.integer)):
+            index = checked_index(index, len(self._dataset))
+        return self._dataset[index]
+
+    def _inner(self, indices: Indices) -> Int64s:
+        return checked_indices(indices, len(self._dataset))
+
+    def __repr__(self) -> str:
+        return f"SimpleDataset({len(self)} samples of {type(self._dataset).__name__})"
+
+
+class SubsetDataset(View, Dataset):
+    """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
+
+    Args:
+        dataset: anything with ``__getitem__`` and ``__len__``.
+        indices: integers in 0..len(dataset)-1; a range costs no memory.
+
+    Raises:
+        IndexError: an index is out of range.
+        TypeError: the dataset cannot be indexed, or the indices are no integers.
+
+    Example:
+        >>> list(SubsetDataset("abc", [2, 0]))
+        ['c', 'a']
+
+    Source of the idea: ``torch.utils.data.Subset``.
+    """
+
+    def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
+        self._dataset = dataset = check_dataset(dataset, "SubsetDataset")
+        if isinstance(indices, range):
+            if len(indices):
+                checked_indices([indices[0], indices[-1]], len(dataset))
+            self._indices: Selection = indices
+        else:
+            # A copy: the caller may shuffle an array of indices again, for another subset.
+            self._indices = np.array(checked_indices(indices, len(dataset)))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
+
+    @property
+    def indices(self) -> Selection:
+        """Where the samples stand in the wrapped dataset."""
+        return self._indices
+
+    def _inner(self, indices: Indices) -> Int64s:
+        where = checked_indices(indices, len(self._indices))
+        if isinstance(self._indices, range):
+            return self._indices.start + self._indices.step * where
+        return self._indices[where]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} of {self._dataset!r}>"
+
+
+class TransformDataset(Transformed, Dataset):
+    """The samples of a dataset, each passed through a function; made by `Dataset.transform`.
+
+    A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
+
+    Example:
+        >>> TransformDataset(SimpleDataset([1, 2]), str)[0]
+        '1'
+        >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
+        ['2', '3']
+    """
+
+
+class CachedDataset(Remembered, Dataset):
+    """The samples of a dataset, remembered; made by `Dataset.cache`.
+
+    Args:
+        dataset: anything with ``__getitem__`` and ``__len__``.
+        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process. With a bound, a
+            view of a larger array is kept as a copy, because the view would keep the whole array in memory.
+
+    Raises:
+        ValueError: ``max_bytes`` is negative.
+
+    Example:
+        >>> dataset = CachedDataset(["a", "b"])
+        >>> dataset[-1], dataset.cached
+        ('b', 1)
+    """
+
+
+class ConcatDataset(Joined, Dataset):
+    """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
+
+    Bulk reading exists where every part has it. ``get_batch`` of indices that lie in one part is that part's;
+    of indices in several parts it is the default batchify of their samples (put together by columns, where all
+    parts are `ArrayDataset`, or subsets of one, with columns of the same names, dtypes and shapes).
+
+    Args:
+        datasets: at least one; anything with ``__getitem__`` and ``__len__``.
+
+    Raises:
+        TypeError: a part cannot be indexed.
+        ValueError: no parts.
+
+    Example:
+        >>> list(ConcatDataset(["ab", "c"]))
+        ['a', 'b', 'c']
+
+    Source of the idea: ``torch.utils.data.ConcatDataset``.
+    """
+
+    def __init__(self, datasets: Iterable[Any]) -> None:
+        flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
+        super().__init__([part for parts in flat for part in parts])

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from sharded_loader.data.structure import ATOMS, map_leaves
+from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams
 from sharded_loader.interrupts import program_ends, uninterrupted
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.data.structure import ATOMS, map_leaves, to_torch
+from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.lane import CLOSING_SECONDS, Lane
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import PinnedMemory, Registrar, Undo

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sharded_loader.data.arrays import ArrayDataset, is_gathered
-from sharded_loader.data.base import Dataset, Indices
-from sharded_loader.data.bulk import checked_index, checked_indices
-from sharded_loader.data.structure import to_torch, torch_has
-from sharded_loader.data.tensors import is_column
+from sharded_loader.batching.stack import is_column
+from sharded_loader.batching.tree import to_torch, torch_has
+from sharded_loader.data.arrays import ArrayDataset
+from sharded_loader.data.bulk import Indices, checked_index, checked_indices
+from sharded_loader.data.columns import is_gathered
+from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices.names import indexed
 from sharded_loader.devices.placement import Begun, Placement
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, streams_of
@@ -218,7 +219,7 @@ class Residence:
     def _begin_on(self, device: torch.device, rows: np.ndarray[Any, Any]) -> Any:
         at = self._on[device]
         if at is None:
-            shard = to_torch(self._dataset._gather(rows, self._placement.empty))
+            shard = to_torch(self._dataset.get_batch(rows, self._placement.empty))
             return Begun([([0], self._placement.send(device, [shard]))], 1, sharded=False)
         with at.streams.current():
             return _Rows(at, at.streams.pin(torch.from_numpy(np.asarray(rows)), (1,)))

@@ -2,7 +2,7 @@
 
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with its place noted)
 
-In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.foreign`; only with the
+In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; only with the
 default batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is
 done again one by one, to name the sample. The batch is put together in memory from the caller's ``empty``; while
 ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code the same.
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.default import assemble, default_batchify_fn
-from sharded_loader.data.errors import BatchifyError, Empty
-from sharded_loader.data.foreign import NOT_IN_BULK, as_bulk, as_items
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import BatchifyError, Empty, assemble
+from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task

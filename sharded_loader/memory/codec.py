@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.data.structure import ATOMS, map_leaves, torch_has
+from sharded_loader.batching.tree import ATOMS, map_leaves, torch_has
 
 # Below this an array is cheaper inside the pickle than as a message of its own: a message costs two system
 # calls on each side (4-6 us), copying 8 KB twice costs 1 us.

@@ -1,26 +1,17 @@
-"""Datasets: Gluon's answers, right indices, bulk reading through every wrapper, and clear refusals."""
+"""Datasets: Gluon's answers, indices from both ends, batches in bulk, and clear refusals."""
 
-import gc
 import json
 import pickle
-import random
-import threading
-import tracemalloc
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sharded_loader.batchify import default_batchify_fn
-from sharded_loader.data.caching import estimated_bytes
-from sharded_loader.data.datasets import ArrayDataset, CachedDataset, ConcatDataset, Dataset, SimpleDataset
-from sharded_loader.data.structure import to_torch
-from sharded_loader.data.subsets import SubsetDataset, split_sizes
-from sharded_loader.rng import SampleScope, reading, sample_rng
+from sharded_loader.batching.tree import to_torch
+from sharded_loader.data.arrays import ArrayDataset
+from sharded_loader.data.datasets import ConcatDataset, Dataset, SimpleDataset, SubsetDataset
 
 GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "dataset.json").read_text())}
 
@@ -71,39 +62,6 @@ def test_answers_are_gluons(case):
             CALLS[case["id"]]()
     else:
         assert encoded(CALLS[case["id"]]()) == decoded(case["expected"])
-
-
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_shards_are_disjoint_complete_and_even(length, num_shards):
-    parts = [list(SimpleDataset(range(length)).shard(num_shards, i)) for i in range(num_shards)]
-    assert list(chain(*parts)) == list(range(length))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@given(st.integers(0, 200), st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 2**70))
-def test_ratio_splits_are_disjoint_complete_and_pure(length, weights, seed):
-    ratios = [w / sum(weights) for w in weights]
-    parts = [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
-    assert sorted(chain(*parts)) == list(range(length))
-    assert all(abs(len(p) - r * length) < 1 + 1e-6 for p, r in zip(parts, ratios, strict=True))
-    assert parts == [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
-
-
-def test_splits_by_size_and_by_torchs_seed():
-    a, b = ten().split([7, 3], seed=0)
-    assert (len(a), len(b)) == (7, 3) and a.indices.dtype == np.int64
-    torch.manual_seed(3)
-    first = list(ten().split([0.5, 0.5])[0])
-    torch.manual_seed(3)
-    assert first == list(ten().split([0.5, 0.5])[0])
-    assert first != list(ten().split([0.5, 0.5])[0])
-    assert split_sizes(100, [0.29, 0.71]) == [29, 71]
-
-
-@pytest.mark.parametrize("parts", [[7, 2], [0.5, 0.4], [1.2, -0.2], [], [float("nan"), 1.0], [True, 9]])
-def test_splits_that_do_not_add_up_are_refused(parts):
-    with pytest.raises(ValueError, match=r"split\("):
-        ten().split(parts, seed=0)
 
 
 def test_bad_arguments_are_refused():
@@ -163,18 +121,9 @@ def test_indices_work_from_both_ends_and_no_further(dataset):
     assert repr(dataset)
 
 
-def test_sums_are_flat_and_in_order():
-    total = SimpleDataset("ab") + SimpleDataset("") + "c" + ConcatDataset(["d", "ef"])
-    assert list(total) == list("abcdef") and len(total._parts) == 5
-
-
-def test_own_samplers_are_read_at_epoch_0():
-    samplers = pytest.importorskip("sharded_loader.sampling.samplers")
-    sampler = samplers.RandomSampler(10, seed=3)
-    assert list(ten().sample(sampler)) == list(sampler.iter_epoch(0))
-
-
 IMAGES = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
+
+
 LABELS = np.arange(10)
 
 
@@ -184,13 +133,6 @@ class Bare:
 
     def __getitem__(self, index):
         return IMAGES[index], LABELS[index]
-
-
-class Epochal(Bare):
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
 
 
 def same(a, b):
@@ -238,42 +180,6 @@ def test_a_bulk_batch_is_the_default_batch_of_its_samples(dataset):
             assert same(default_batchify_fn(wrapped.__getitems__(indices)), expected), wrapped
 
 
-def test_bulk_batches_lie_in_memory_that_was_given():
-    given = []
-
-    def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
-        return given[-1]
-
-    x, y = ArrayDataset(IMAGES, torch.from_numpy(IMAGES)).take(5)._gather([1, 2], empty)
-    assert x is given[0] and y.data_ptr() == given[1].ctypes.data
-
-
-@pytest.mark.parametrize("name", ["get_batch", "__getitems__", "set_epoch"])
-@pytest.mark.parametrize("base", [Bare(), Epochal(), ArrayDataset(IMAGES, LABELS), ["a"] * 10])
-def test_wrappers_have_what_the_wrapped_one_has(base, name):
-    simple = SimpleDataset(base)
-    wrappers = [simple, simple.take(3), simple.shard(2, 0), simple.split([1.0], seed=0)[0], simple + simple]
-    wrappers += [simple.cache(), simple.transform(lambda *x: x)] if name != "get_batch" else []
-    for wrapper in [*wrappers, *[pickle.loads(pickle.dumps(w)) for w in wrappers[:5]]]:
-        assert hasattr(wrapper, name) == hasattr(base, name), wrapper
-    assert not hasattr(simple.transform(lambda *x: x), "get_batch")
-    assert not hasattr(simple.cache(), "get_batch")
-
-
-def test_the_epoch_reaches_the_innermost_dataset():
-    base = Epochal()
-    deep = (SimpleDataset(base).transform(lambda *x: x).take(5).cache() + Bare()).shard(2, 0)
-    deep.set_epoch(7)
-    assert base.epoch == 7
-
-
-def test_mixed_parts_give_samples_only():
-    mixed = ArrayDataset(IMAGES, LABELS) + Bare()
-    assert not hasattr(mixed, "get_batch") and not hasattr(mixed, "__getitems__")
-    assert len(mixed) == 20 and mixed[-1][1] == 9
-
-
 def test_bulk_indices_out_of_range_are_refused():
     dataset = ArrayDataset(IMAGES)
     for indices in ([0, 10], [-11]):
@@ -287,192 +193,3 @@ def test_bulk_indices_out_of_range_are_refused():
 def test_columns_that_require_grad_are_refused():
     with pytest.raises(ValueError, match="detach"):
         ArrayDataset(torch.ones(3, requires_grad=True)).get_batch([0])
-
-
-# -- randomness ------------------------------------------------------------------------------------------------
-
-
-def noisy(x):
-    return x, sample_rng().integers(1000)
-
-
-def noisier(x, before):
-    return x, before, sample_rng().integers(1000), random.random()
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda d: d.transform(noisy).transform(noisier, seeded=True),
-        lambda d: d.transform(noisy).shard(2, 1).transform(noisier, seeded=True),
-        lambda d: d.split([0.5, 0.5], seed=0)[1].transform(noisy).take(4).transform(noisier, seeded=True),
-        lambda d: (d.take(5).transform(noisy) + d.transform(noisy)).transform(noisier, seeded=True),
-        lambda d: d.transform(noisy).cache().transform(noisier, seeded=True),
-    ],
-)
-def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap, monkeypatch):
-    indices = [3, 0, 3, 1]
-    single = []
-    dataset = wrap(ArrayDataset(np.arange(10)))
-    monkeypatch.setattr(reading, "scope", SampleScope(5, 2), raising=False)
-    for index in indices:
-        reading.scope.at(index)
-        single.append(dataset[index])
-    dataset = wrap(ArrayDataset(np.arange(10)))
-    monkeypatch.setattr(reading, "scope", SampleScope(5, 2))
-    assert dataset.__getitems__(indices) == single
-    assert reading.scope.index is SampleScope.NO_SAMPLE
-    assert single[0][1] != single[0][2]
-
-
-def test_outside_a_loader_bulk_reading_needs_no_seed():
-    assert len(ArrayDataset(np.arange(10)).transform(noisy).__getitems__([1, 2])) == 2
-
-
-# -- cache -------------------------------------------------------------------------------------------------------
-
-
-class Counting:
-    def __init__(self):
-        self.reads = []
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        self.reads.append(index)
-        return np.full(1000, index, np.uint8)
-
-
-def test_each_sample_is_read_once():
-    source = Counting()
-    cached = SimpleDataset(source).cache()
-    for _ in range(2):
-        assert [int(x[0]) for x in cached] == list(range(10))
-    assert cached[-1] is cached[9]
-    assert source.reads == list(range(10))
-
-
-def test_a_full_cache_keeps_what_it_has():
-    source = Counting()
-    cached = CachedDataset(source, max_bytes=3500)
-    for _ in range(2):
-        list(cached)
-    assert cached.cached == 3 and source.reads == [*range(10), *range(3, 10)]
-
-
-def test_bulk_reads_fetch_only_what_is_missing():
-    asked = []
-
-    class Bulk(Counting):
-        def __getitems__(self, indices):
-            asked.append(list(indices))
-            return [self[i] for i in indices]
-
-    cached = CachedDataset(Bulk())
-    cached.__getitems__([1, 2])
-    assert [int(x[0]) for x in cached.__getitems__([2, 3, -10])] == [2, 3, 0]
-    assert asked == [[1, 2], [3, 0]]
-
-
-def test_a_copy_in_another_process_starts_empty():
-    cached = CachedDataset(Counting())
-    list(cached)
-    assert pickle.loads(pickle.dumps(cached)).cached == 0
-    cached._own_store.pid -= 1  # what a forked child sees
-    cached._own_store.lock.acquire()
-    assert cached.cached == 0 and cached[3][0] == 3 and cached.cached == 1
-
-
-def test_threads_share_one_entry_per_sample():
-    cached = CachedDataset(Counting(), max_bytes=10**6)
-    start = threading.Barrier(8)
-    seen = []
-
-    def work():
-        start.wait()
-        seen.append([cached[i] for i in range(10)])
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert cached.cached == 10
-    assert cached._store.used == sum(estimated_bytes(cached[i]) for i in range(10))
-    assert all(a is b for row in seen[1:] for a, b in zip(seen[0], row, strict=True))
-
-
-def test_sample_uses_the_iter_that_a_sampler_class_overrides():
-    from sharded_loader.sampling import SequentialSampler
-
-    class Backwards(SequentialSampler):
-        def __iter__(self):
-            return iter([2, 1, 0])
-
-    assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]
-
-
-class Views:
-    """Samples that are small parts of large arrays, made for each sample."""
-
-    def __init__(self, view):
-        self.view = view
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return self.view(np.full(1_000_000, index, np.uint8))
-
-
-class Held:
-    __slots__ = ("value",)
-
-    def __init__(self, value):
-        self.value = value
-
-
-VIEWS = {
-    "view": lambda a: a[:10],
-    "strided": lambda a: a[:100:10],
-    "view of a view": lambda a: a.reshape(1000, 1000)[3][:10],
-    "in a tuple": lambda a: (a[:10], "label"),
-    "in a dict": lambda a: {"x": a[:10]},
-    "tensor": lambda a: torch.from_numpy(a.copy()).clone()[:10],
-    "tensor of a view": lambda a: torch.from_numpy(a[:10]),
-    "array of a tensor": lambda a: torch.from_numpy(a).clone()[:10].numpy(),
-    "buffer": lambda a: np.frombuffer(a.tobytes(), np.uint8)[:10],
-    "memoryview": lambda a: memoryview(a)[:10],
-    "in an object": lambda a: Held(a[:10]),
-    "in an object array": lambda a: np.array([a[:10], None], object),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_bounded_cache_holds_no_more_memory_than_it_may(view):
-    tracemalloc.start()
-    try:
-        cached = SimpleDataset(Views(view)).cache(max_bytes=100_000)
-        torch_owned = sum(
-            leaf.untyped_storage().nbytes() for leaf in [cached[i] for i in range(20)] if isinstance(leaf, torch.Tensor)
-        )
-        gc.collect()
-        held = tracemalloc.get_traced_memory()[0] + torch_owned
-    finally:
-        tracemalloc.stop()
-    assert held < 1_000_000
-
-
-def test_a_cached_view_has_the_values_of_the_sample():
-    data = np.arange(60).reshape(20, 3)
-    for dataset in (
-        ArrayDataset(data),
-        ArrayDataset(data.T.copy().T, torch.arange(20)),
-        ArrayDataset(torch.arange(20)),
-    ):
-        cached = dataset.cache(max_bytes=10_000)
-        for _ in range(2):
-            batch = default_batchify_fn(cached.__getitems__([3, 1, 3]))
-            assert repr(batch) == repr(default_batchify_fn([dataset[3], dataset[1], dataset[3]]))
-        assert cached.cached == 2 and cached[3] is cached[3]

@@ -21,8 +21,8 @@ from sharded_loader import (
     SimpleDataset,
 )
 from sharded_loader.batchify import Pad, Stack, Tuple
+from sharded_loader.batching.default import DefaultBatchify
 from sharded_loader.data.datasets import CachedDataset, SubsetDataset, TransformDataset
-from sharded_loader.data.default import DefaultBatchify
 
 N = 8
 

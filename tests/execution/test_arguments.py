@@ -16,7 +16,7 @@ import torch
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
 from sharded_loader.batchify import Pad, Stack
-from sharded_loader.data.base import Dataset
+from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.errors import notes_of
 from sharded_loader.execution.pools.base import Pool

@@ -40,7 +40,7 @@ from samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
-from sharded_loader.data.errors import BatchifyError
+from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.execution.pools.base import Pool
 

@@ -14,7 +14,7 @@ from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.data.default import default_batchify_fn
+from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
 from sharded_loader.devices.streams import Streams
 from sharded_loader.execution.pools.base import Pool

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sharded_loader.data.errors import Empty, new_array
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.memory.arena import Register
 

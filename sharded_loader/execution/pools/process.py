@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.errors import Empty
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
     CANCEL,

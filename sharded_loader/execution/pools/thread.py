@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sharded_loader.data.errors import Empty
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.execution.messages import Job, Result, Task

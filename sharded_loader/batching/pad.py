@@ -2,8 +2,8 @@
 
 Along one axis, or along every axis, the samples are filled up with ``pad_val`` to the longest of the batch (or to a
 multiple of ``round_to``); the other axes must agree. The result is written row by row, once, into memory that the
-caller's allocator gave. A ``pad_val`` that does not fit the dtype is refused; samples are cast to a given ``dtype`` as
-NumPy casts them.
+caller's allocator gave. A ``pad_val`` that does not fit the dtype is rejected with an error. Samples are cast to a
+given ``dtype`` as NumPy casts them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.default import Batchify
-from sharded_loader.data.errors import Array, BatchifyError, Empty, check_not_empty, raise_ragged
-from sharded_loader.data.stacking import as_array, common_dtype, is_numbers, to_numpy_dtype
-from sharded_loader.data.structure import is_tensor
-from sharded_loader.data.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
+from sharded_loader.batching.stack import (
+    as_array,
+    check_no_grad,
+    common_dtype,
+    empty_tensor,
+    is_numbers,
+    is_plain,
+    numpy_can,
+    to_numpy_dtype,
+)
+from sharded_loader.batching.tree import is_tensor
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -88,82 +96,54 @@ class Pad(Batchify):
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
         if all(map(is_tensor, samples)) and not numpy_can(samples):
-            padded, lengths = self._pad_tensors(samples, empty)
+            _check_tensors(samples)
+            shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
+            padded, fill = self._new_tensor(samples, shape, empty), self._pad_val
         else:
-            padded, lengths = self._pad_arrays(_to_arrays(samples), empty)
+            samples = _to_arrays(samples)
+            shape, axis, lengths = self._plan([array.shape for array in samples])
+            dtype = self._dtype or common_dtype(samples)
+            fill = self._fill_value(dtype)
+            padded = empty((len(samples), *shape), dtype)
+        _write(padded, samples, fill, axis, lengths)
         if not self._ret_length:
             return padded
         counts = empty((len(samples), *np.shape(lengths[0])), np.dtype(np.int32))
         counts[...] = lengths
         return padded, counts
 
-    def _rounded(self, length: int) -> int:
-        return length if self._round_to is None else -(-length // self._round_to) * self._round_to
-
-    def _every_axis(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The padded shape of one sample, with ``axis=None``."""
-        if len({len(shape) for shape in shapes}) > 1:
-            try:
-                raise_ragged(shapes)
-            except BatchifyError as error:
-                raise BatchifyError(
-                    f"{error.problem}; Pad(axis=None) pads samples of the same number of axes",
+    def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
+        """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
+        first, axis = shapes[0], self._axis
+        if axis is None:
+            if any(len(shape) != len(first) for shape in shapes):
+                raise ragged(
+                    shapes,
+                    "; Pad(axis=None) pads samples of the same number of axes",
                     "give every sample the same number of axes in the dataset",
-                ) from None
-        if not shapes[0]:
-            raise BatchifyError("samples of shape () have no axis to pad", "use Stack for numbers")
-        return tuple([self._rounded(max(lengths)) for lengths in zip(*shapes, strict=True)])
-
-    def _target(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[int], tuple[int, ...]]:
-        """The axis, the lengths along it and the padded shape of one sample."""
-        assert self._axis is not None
-        first = tuple(shapes[0])
-        axis = self._axis + len(first) if self._axis < 0 else self._axis
+                )
+            if not first:
+                raise BatchifyError("samples of shape () have no axis to pad", "use Stack for numbers")
+            return tuple([self._rounded(max(lengths)) for lengths in zip(*shapes, strict=True)]), None, shapes
+        if axis < 0:
+            axis += len(first)
         if not 0 <= axis < len(first):
             raise BatchifyError(
                 f"samples of shape {first} have no axis {self._axis} to pad",
                 "pad along an axis that they have, or use Stack for numbers",
             )
-        rest = first[:axis] + first[axis + 1 :]
-        if any(len(s) != len(first) or tuple(s[:axis]) + tuple(s[axis + 1 :]) != rest for s in shapes):
-            try:
-                raise_ragged(shapes)
-            except BatchifyError as error:
-                raise BatchifyError(
-                    f"{error.problem}; Pad(axis={self._axis}) makes that axis equal only",
-                    "pad along the axis that differs, or along every axis with Pad(axis=None)",
-                ) from None
-        lengths = [int(shape[axis]) for shape in shapes]
-        longest = self._rounded(max(lengths))
-        return axis, lengths, (*first[:axis], longest, *first[axis + 1 :])
+        head, tail = first[:axis], first[axis + 1 :]
+        if any(len(s) != len(first) or s[:axis] != head or s[axis + 1 :] != tail for s in shapes):
+            raise ragged(
+                shapes,
+                f"; Pad(axis={self._axis}) makes that axis equal only",
+                "pad along the axis that differs, or along every axis with Pad(axis=None)",
+            )
+        lengths = [shape[axis] for shape in shapes]
+        return (*head, self._rounded(max(lengths)), *tail), axis, lengths
 
-    def _pad_arrays(self, arrays: Sequence[Array], empty: Empty) -> tuple[Array, Sequence[Any]]:
-        if self._axis is None:
-            shapes = [array.shape for array in arrays]
-            full, dtype = (len(arrays), *self._every_axis(shapes)), self._dtype or common_dtype(arrays)
-            fill, out = self._fill_value(dtype), empty(full, dtype)
-            out.fill(fill)
-            for row, array in zip(out, arrays, strict=True):
-                row[tuple(map(slice, array.shape))] = array
-            return out, shapes
-        axis, lengths, shape = self._target([array.shape for array in arrays])
-        dtype = self._dtype or common_dtype(arrays)
-        fill = self._fill_value(dtype)
-        out = empty((len(arrays), *shape), dtype)
-        head = (slice(None),) * axis
-        # Small rows: filling all first halves the calls (64 rows of 500 int64: 15 us against 27); large ones:
-        # writing only the tails saves memory traffic (64 x 2000 x 80 float64: 2.8 ms against 4.1).
-        small = out.nbytes <= _SMALL_ROW * len(out)
-        if small:
-            out.fill(fill)
-        for row, array, length in zip(out, arrays, lengths, strict=True):
-            if axis == 0:
-                row[:length] = array
-            else:
-                row[(*head, slice(None, length))] = array
-            if not small:
-                row[(*head, slice(length, None))] = fill
-        return out, lengths
+    def _rounded(self, length: int) -> int:
+        return length if self._round_to is None else -(-length // self._round_to) * self._round_to
 
     def _fill_value(self, dtype: np.dtype[Any]) -> Any:
         try:
@@ -179,38 +159,17 @@ class Pad(Batchify):
             )
         return value
 
-    def _pad_tensors(self, tensors: Sequence[Any], empty: Empty) -> tuple[Any, Sequence[Any]]:
-        """Tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
+    def _new_tensor(self, tensors: Sequence[Any], shape: tuple[int, ...], empty: Empty) -> Any:
+        """Memory for tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
         torch: Any = sys.modules["torch"]
-        check_no_grad(tensors)
-        if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
-            raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        lengths: Sequence[Any] = shapes
-        if self._axis is None:
-            shape = self._every_axis(shapes)
-        else:
-            axis, lengths, shape = self._target(shapes)
         if self._dtype is not None:
             dtype = torch.from_numpy(np.empty(0, self._dtype)).dtype
         else:
             dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
         full = (len(tensors), *shape)
         if is_plain(tensors):
-            _, out = empty_tensor(full, dtype, empty)
-        else:
-            out = torch.empty(full, dtype=dtype, device=tensors[0].device)
-        if self._axis is None:
-            out.fill_(self._pad_val)
-            for row, tensor in zip(out, tensors, strict=True):
-                row[tuple(map(slice, tensor.shape))].copy_(tensor)
-            return out, lengths
-        for row, tensor, length in zip(out, tensors, lengths, strict=True):
-            row.narrow(axis, 0, length).copy_(tensor)
-            row.narrow(axis, length, shape[axis] - length).fill_(self._pad_val)
-        return out, lengths
+            return empty_tensor(full, dtype, empty)[1]
+        return torch.empty(full, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
         given = {
@@ -221,6 +180,31 @@ class Pad(Batchify):
             "round_to": (self._round_to, None),
         }
         return f"Pad({', '.join(f'{k}={value!r}' for k, (value, usual) in given.items() if value != usual)})"
+
+
+def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
+    """The samples into the rows of an array or a tensor, and ``fill`` into what is left."""
+    # Small rows: filling all first halves the calls (64 rows of 500 int64: 15 us against 27); large ones:
+    # writing only the tails saves memory traffic (64 x 2000 x 80 float64: 2.8 ms against 4.1).
+    small = axis is None or out.nbytes <= _SMALL_ROW * len(out)
+    if small:
+        out[...] = fill
+    head = (slice(None),) * (axis or 0)
+    for row, sample, length in zip(out, samples, lengths, strict=True):
+        if axis == 0:
+            row[:length] = sample
+        else:
+            row[tuple(map(slice, length)) if axis is None else (*head, slice(length))] = sample
+        if not small:
+            row[(*head, slice(length, None))] = fill
+
+
+def _check_tensors(tensors: Sequence[Any]) -> None:
+    check_no_grad(tensors)
+    if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
+        raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
+    if any(tensor.layout is not sys.modules["torch"].strided for tensor in tensors):
+        raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
 
 
 def _to_arrays(samples: Sequence[Any]) -> list[Array]:
@@ -234,10 +218,9 @@ def _to_arrays(samples: Sequence[Any]) -> list[Array]:
                 "turn strings into token ids first, or leave them apart with sharded_loader.batchify.List",
             )
         arrays.append(as_array(sample))
-    if any(not array.size and isinstance(sample, list) for array, sample in zip(arrays, samples, strict=True)):
+    known = [array for array in arrays if array.size]
+    if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
-        known = [array for array, sample in zip(arrays, samples, strict=True) if array.size]
-        if known:
-            dtype = common_dtype(known)
-            arrays = [array if array.size else array.astype(dtype) for array in arrays]
+        dtype = common_dtype(known)
+        arrays = [array if array.size else array.astype(dtype) for array in arrays]
     return arrays

@@ -1,13 +1,14 @@
-"""`CachedDataset`: samples that stay in memory once they have been read.
+"""Samples that stay in memory once they have been read: how `CachedDataset` reads, and how large a sample is.
 
-Keeps every sample until ``max_bytes`` are full and evicts none: when each epoch visits all samples in a fresh
+Every sample is kept until ``max_bytes`` are full, and none is evicted: when each epoch visits all samples in a fresh
 random order, every policy hits equally often, and this one never copies, sorts or drops anything.
 
 Who owns what: each process its own entries. They travel neither by pickle nor by fork (a lock inherited in mid-use
 would stay locked for ever), so `n` worker processes hold up to ``n * max_bytes``. Threads share one cache.
-What can go wrong: the object that is returned is the one that is kept, so who changes a sample in place
-changes it for the next epoch too; what is random or depends on ``set_epoch`` below the cache stays as it was when
-the sample was read, so random transforms belong above it.
+
+What can go wrong: the object that is returned is the one that is kept. If you change a sample in place, you change it
+for the next epoch too. What is random or depends on ``set_epoch`` below the cache stays as it was when the sample was
+read, so random transforms belong above it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.data.base import Wrapper, check_dataset
-from sharded_loader.data.bulk import checked_index, checked_indices, chosen, offered_if, translated
-from sharded_loader.data.overrides import has
-from sharded_loader.data.structure import dataclass_fields, is_dataclass_instance, is_tensor, map_leaves
-from sharded_loader.data.tensors import is_plain
+from sharded_loader.batching.stack import is_plain
+from sharded_loader.batching.tree import children, is_tensor, map_leaves
+from sharded_loader.data.bulk import checked_index, checked_indices, has, offered_if, translated
+from sharded_loader.data.columns import check_dataset
+from sharded_loader.data.wrappers import Wrapper
 
 
 class _Store:
-    """The entries of one process."""
+    """The entries of one process. Pickled, it is an empty one."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -37,26 +38,15 @@ class _Store:
         self.entries: dict[int, Any] = {}
         self.used = 0
 
+    def __reduce__(self) -> Any:
+        return _Store, ()
+
 
 _MISS = object()
 
 
-class CachedDataset(Wrapper):
-    """The samples of a dataset, remembered; made by `Dataset.cache`.
-
-    Args:
-        dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process. With a bound, a
-            view of a larger array is kept as a copy, because the view would keep the whole array in memory.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
-
-    Example:
-        >>> dataset = CachedDataset(["a", "b"])
-        >>> dataset[-1], dataset.cached
-        ('b', 1)
-    """
+class Remembered(Wrapper):
+    """The samples of the other dataset, remembered. `sharded_loader.data.datasets.CachedDataset` is one."""
 
     def __init__(self, dataset: Any, max_bytes: int | None = None) -> None:
         self._dataset = check_dataset(dataset, "CachedDataset")
@@ -111,16 +101,9 @@ class CachedDataset(Wrapper):
                 first.setdefault(where[position], position)
         if not first:
             return samples
-        inner = chosen(translated(where, indices), first, list(first.values()))
-        read = {i: self._keep(i, s) for i, s in zip(first, self._dataset.__getitems__(inner), strict=True)}
+        fresh = self._dataset.__getitems__(translated(first, indices, list(first.values())))
+        read = {index: self._keep(index, sample) for index, sample in zip(first, fresh, strict=True)}
         return [read[i] if sample is _MISS else sample for i, sample in zip(where, samples, strict=True)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_own_store"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._own_store = _Store()
 
     def __repr__(self) -> str:
         return f"{self._dataset!r}.cache({'' if self._max_bytes is None else self._max_bytes})"
@@ -149,11 +132,10 @@ def _bytes(value: Any, seen: set[int]) -> int:
         return _bytes(value.obj, seen) + 184
     size = sys.getsizeof(value, 64)
     if isinstance(value, Mapping):
-        return size + sum(_bytes(k, seen) + _bytes(value[k], seen) for k in value)
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return size + sum(_bytes(item, seen) for item in value)
-    if is_dataclass_instance(value):
-        return size + sum(_bytes(item, seen) for _, item in dataclass_fields(value))
+        size += sum(_bytes(key, seen) for key in value)
+    parts = list(value) if isinstance(value, (set, frozenset, deque)) else children(value)
+    if parts is not None:
+        return size + sum(_bytes(part, seen) for part in parts)
     if hasattr(value, "getbands"):  # a PIL image: its pixels lie in C, where getsizeof does not look
         return size + int(value.width * value.height * len(value.getbands()) * (4 if value.mode in "IF" else 1))
     if hasattr(value, "__dict__"):

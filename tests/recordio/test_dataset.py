@@ -17,10 +17,10 @@ import pytest
 from conftest import METHODS
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
-from sharded_loader.data import recordbatch, recordfile
-from sharded_loader.data.recordbatch import Records
 from sharded_loader.execution.pools.base import Pool
 from sharded_loader.recordio import RecordIOError
+from sharded_loader.recordio import files as recordfile
+from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records
 from tests import reference_recordio as reference
 from tests.soak_records import reads_within
 
@@ -29,8 +29,8 @@ MAGIC_INSIDE = b"abcd" + reference.MAGIC + b"efgh"
 KINDS = {
     "small": [rng.randbytes(rng.randrange(40)) for _ in range(50)],
     "cut at magics": [reference.random_record(rng) for _ in range(50)],
-    "one larger than LARGE": [b"a", rng.randbytes(recordbatch.LARGE + 5), b"b", b"", *[b"c" * 99] * 40],
-    "all large": [rng.randbytes(recordbatch.LARGE_MEAN + number) for number in range(1, 9)],
+    "one larger than LARGE": [b"a", rng.randbytes(LARGE + 5), b"b", b"", *[b"c" * 99] * 40],
+    "all large": [rng.randbytes(LARGE_MEAN + number) for number in range(1, 9)],
     "none": [],
 }
 

@@ -8,7 +8,6 @@ A ``.rec`` file is a row of records, nothing else. All numbers are little-endian
 ``flag`` 0 is a whole record. A payload that contains the magic number at a multiple of 4 is cut there, so that
 the magic at a multiple of 4 of the file always begins a part: the first part has flag 1, those between 2, the
 last 3. The four bytes of the magic are dropped at each cut and put back by the reader.
-An ``.idx`` file beside it has a line ``key<TAB>offset`` for each record, in the order of writing.
 
 Reading: a ``RecordFile`` owns one descriptor and reads at positions (``os.pread``), so that all threads share
 it; each process opens its own, after a fork as after unpickling. A descriptor is closed by ``close()``, or when
@@ -19,7 +18,7 @@ record incomplete, and a forked child has nothing to write twice.
 What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
 all records before it stay readable. A length is compared with the file's size before memory is allocated.
 
-The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.data.recordio`.
+The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.recordio`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ import struct
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numpy as np
+from itertools import repeat
+from typing import Any, ClassVar
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -49,12 +46,9 @@ _BLOCKS = 512, 1 << 20
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
 
 
-Length = TypeVar("Length", bound="int | np.ndarray[Any, np.dtype[np.int64]]")
-
-
-def padded(length: Length) -> Length:
-    """How many bytes of the file a payload of so many bytes takes."""
-    return (length + 3) & ~3  # type: ignore[return-value]
+def padded(length: Any) -> Any:
+    """How many bytes of the file a payload of this length takes; also of an array of lengths."""
+    return (length + 3) & ~3
 
 
 class RecordIOError(ValueError):
@@ -66,23 +60,9 @@ class RecordIOError(ValueError):
         problem: what is wrong there, and what to do.
 
     Example:
-        >>> import os, tempfile
-        >>> from sharded_loader.recordio import MXRecordIO
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = os.path.join(folder.name, "letters.rec")
-        >>> with MXRecordIO(path, "w") as file:
-        ...     file.write(b"a")
-        ...     file.write(b"b")
-        >>> os.truncate(path, 20)  # the second record begins at 12
-        >>> with MXRecordIO(path, "r") as file:
-        ...     print(file.read())
-        ...     try:
-        ...         file.read()
-        ...     except RecordIOError as error:
-        ...         print(error.offset, error.problem[:48])
-        b'a'
-        12 the part at 12 says 1 bytes, the file ends at 20
-        >>> folder.cleanup()
+        >>> error = RecordIOError("letters.rec", 12, "the file ends at 20, within a record")
+        >>> error.offset, str(error)
+        (12, 'letters.rec, offset 12: the file ends at 20, within a record')
     """
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
@@ -95,31 +75,27 @@ class RecordIOError(ValueError):
         return f"{self.path}, offset {self.offset}: {self.problem}"
 
 
-# -- after a fork: no descriptor and no lock of the parent is used in the child ----------------------------------------
-
-
 class PerProcess:
-    """Base of what must begin afresh in a forked child."""
+    """Base of what begins again in a forked child, which may use no descriptor and no lock of its parent."""
+
+    _alive: ClassVar[weakref.WeakSet[PerProcess]] = weakref.WeakSet()
+
+    def _hear_of_forks(self) -> None:
+        """From now on, as long as it lives, this object is told of forks."""
+        PerProcess._alive.add(self)
 
     def _after_fork(self) -> None:
         raise NotImplementedError
 
-
-_per_process: weakref.WeakSet[PerProcess] = weakref.WeakSet()
-
-
-def run_after_fork(each: PerProcess) -> None:
-    """From now on, as long as it lives, `each` begins afresh in forked children."""
-    _per_process.add(each)
-
-
-def _begin_afresh() -> None:
-    for each in list(_per_process):
-        each._after_fork()
+    @staticmethod
+    def tell_all() -> None:
+        """In a forked child: tell every object that is alive."""
+        for each in list(PerProcess._alive):
+            each._after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+    os.register_at_fork(after_in_child=PerProcess.tell_all)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -155,8 +131,8 @@ class _Descriptor:
     def read_each(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
         if not hasattr(os, "pread"):
             return list(map(self.read, sizes, offsets))
-        pread, fd = os.pread, self._fd  # the system call alone: a method around each takes a quarter as long again
-        return [pread(fd, size, offset) for offset, size in zip(offsets, sizes, strict=True)]
+        # The system call alone: a method around each takes a quarter as long again.
+        return list(map(os.pread, repeat(self._fd), sizes, offsets))
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -170,7 +146,7 @@ class RecordFile(PerProcess):
         self.path = os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        run_after_fork(self)
+        self._hear_of_forks()
 
     def _after_fork(self) -> None:
         self._descriptor = None
@@ -180,7 +156,7 @@ class RecordFile(PerProcess):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        run_after_fork(self)
+        self._hear_of_forks()
 
     def close(self) -> None:
         self.closed = True
@@ -212,12 +188,9 @@ class RecordFile(PerProcess):
         return data
 
     def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
-        """Up to so many bytes from each offset; fewer only at the end of the file."""
-        pieces = self._open().read_each(offsets, sizes)
-        for number, size in enumerate(sizes):
-            if len(pieces[number]) < size:
-                pieces[number] = self._bytes(size, offsets[number])
-        return pieces
+        """From each offset up to its size in bytes; fewer only at the end of the file."""
+        pieces = zip(self._open().read_each(offsets, sizes), sizes, offsets, strict=True)
+        return [piece if len(piece) == size else self._bytes(size, offset) for piece, size, offset in pieces]
 
     @property
     def size(self) -> int:
@@ -225,14 +198,11 @@ class RecordFile(PerProcess):
         return self._open().refresh_size()
 
     def _damaged(self, offset: int, problem: str) -> RecordIOError:
-        if offset == 0:
-            advice = "Is it a RecordIO file?"
-        else:
-            advice = (
-                "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
-                "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
-            )
-        return RecordIOError(self.path, offset, f"{problem}. {advice}")
+        advice = (
+            "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
+            "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
+        )
+        return RecordIOError(self.path, offset, f"{problem}. {advice if offset else 'Is it a RecordIO file?'}")
 
     def _part(self, offset: int, begin: int) -> tuple[int, int]:
         """Flag and length of the part at `offset`, which lies in the file as a whole. `begin`: of its record."""
@@ -274,12 +244,11 @@ class RecordFile(PerProcess):
 
     def skip(self, begin: int) -> int:
         """The offset of the record after the one at `begin`."""
-        offset = begin
-        while True:
+        flag, offset = _FIRST, begin
+        while flag not in (_WHOLE, _LAST):
             flag, length = self._part(offset, begin)
             offset += HEAD_SIZE + padded(length)
-            if flag in (_WHOLE, _LAST):
-                return offset
+        return offset
 
     def scan(self, stacklevel: int) -> list[int]:
         """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
@@ -310,40 +279,13 @@ class RecordFile(PerProcess):
             if at + HEAD_SIZE > len(block):
                 wanted = min(2 * wanted, _BLOCKS[1]) if at < len(block) + wanted else _BLOCKS[0]
                 block, base, at = self._bytes(min(wanted, size - offset), offset), offset, 0
-            if at + HEAD_SIZE <= len(block):
-                magic, word = unpack(block, at)
-                flag, following = word >> _LENGTH_BITS, offset + HEAD_SIZE + padded(word & MAX_LENGTH)
-                fits = flag <= _LAST and (flag in (_WHOLE, _FIRST)) == (offset == begin)
-                if magic == MAGIC_NUMBER and fits and following <= size:
-                    offset = following
-                    if flag in (_WHOLE, _LAST):
-                        begin = offset
-                    continue
-            begin = offset = self.skip(begin)  # says what is wrong
-
-
-def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
-    """Keys and offsets, in the order of the file's lines."""
-    keys, offsets = [], []
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            key, _, offset = line.rstrip("\r\n").partition("\t")
-            try:
-                keys.append(key_type(key))
-                if not offset.strip(" ").isdecimal():  # int() takes underscores and tabs
-                    raise ValueError(f"the offset {offset!r} is no number")
-                offsets.append(int(offset))
-                if not 0 <= offsets[-1] < 1 << 63:
-                    raise ValueError(f"the offset {offset} is out of range")
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
-                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
-                    "the file to have it rebuilt."
-                ) from error
-    return keys, offsets
+            magic, word = unpack(block, at) if at + HEAD_SIZE <= len(block) else (0, 0)
+            flag, following = word >> _LENGTH_BITS, offset + HEAD_SIZE + padded(word & MAX_LENGTH)
+            fits = magic == MAGIC_NUMBER and flag <= _LAST and (flag in (_WHOLE, _FIRST)) == (offset == begin)
+            fits = fits and following <= size
+            offset = following if fits else self.skip(begin)  # which says what is wrong
+            if not fits or flag in (_WHOLE, _LAST):
+                begin = offset
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -401,11 +343,8 @@ def framed(payload: bytes) -> bytes:
             parts.append(payload[begin:at])
             begin = at = at + len(_MAGIC)
     parts.append(payload[begin:] if begin else payload)
+    flags = [_WHOLE] if len(parts) == 1 else [_FIRST, *[_MIDDLE] * (len(parts) - 2), _LAST]
     pieces = []
-    for number, part in enumerate(parts):
-        if len(parts) == 1:
-            flag = _WHOLE
-        else:
-            flag = _FIRST if number == 0 else _LAST if number == len(parts) - 1 else _MIDDLE
+    for flag, part in zip(flags, parts, strict=True):
         pieces += [_HEAD.pack(MAGIC_NUMBER, flag << _LENGTH_BITS | len(part)), part, bytes(-len(part) % 4)]
     return b"".join(pieces)

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
-from sharded_loader.data.bulk import BulkIndices, Place, places_of
+from sharded_loader.data.bulk import KeyedIndices, SampleKey, keys_of
 
 
 class UsesUp:
@@ -130,7 +130,7 @@ def test_a_batchify_function_may_empty_its_list() -> None:
 
 def test_places_of_a_list_that_somebody_has_changed_are_not_believed() -> None:
     for change in (list.sort, list.reverse, list.pop, lambda indices: indices.append(4)):
-        indices = BulkIndices([7, 8, 2], [Place(0), Place(1), Place(2)])
-        assert [place.index for place in places_of(indices) or ()] == [0, 1, 2]
+        indices = KeyedIndices([7, 8, 2], [SampleKey(0), SampleKey(1), SampleKey(2)])
+        assert [key.index for key in keys_of(indices) or ()] == [0, 1, 2]
         change(indices)
-        assert places_of(indices) is None
+        assert keys_of(indices) is None

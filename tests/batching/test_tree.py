@@ -1,8 +1,11 @@
 """Structures keep their shape, types and sharing; arrays become tensors without a copy where torch allows it."""
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader.data.structure import map_leaves, to_torch
+from sharded_loader.batching.tree import children, map_leaves, rebuild, to_torch
 
 Pair = namedtuple("Pair", "x y")
 
@@ -115,3 +118,57 @@ def test_what_torch_lacks_stays_as_it_is():
     tree = {"name": "x", "t": torch.ones(1), "o": object()}
     assert to_torch(tree) is tree
     assert to_torch(np.float32(2)).dtype == torch.float32
+
+
+class Tagged(list):
+    tag = None
+
+
+class Lazy(Mapping):
+    """Makes its values on access."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter("ab")
+
+    def __getitem__(self, key):
+        return [key]
+
+
+@pytest.mark.parametrize("tree", [[1, 2], (1, 2), Pair(1, 2), OrderedDict(b=1, a=2), UserDict(b=1, a=2)], ids=repr)
+def test_parts_come_in_the_order_in_which_they_are_rebuilt(tree):
+    assert children(tree) == [1, 2]
+    again = rebuild(tree, children(tree))
+    assert again == tree and type(again) is type(tree) and list(again) == list(tree)
+
+
+def test_what_has_no_parts_is_a_leaf():
+    for leaf in ("ab", b"ab", 3, None, np.zeros(2), {1, 2}, Frozen):
+        assert children(leaf) is None
+    assert children(Frozen(1)) == [1] and children([]) == []
+
+
+def test_attributes_of_a_list_of_the_users_are_kept():
+    tagged = Tagged([1, 2])
+    tagged.tag = "x"
+    again = map_leaves(plus_one, tagged)
+    assert type(again) is Tagged and again == [2, 3] and again.tag == "x" and tagged == [1, 2]
+
+
+def test_a_mapping_that_makes_its_values_is_read_once():
+    assert map_leaves(str.upper, Lazy()) == {"a": ["A"], "b": ["B"]}
+
+
+def test_a_walk_leaves_nothing_for_the_collector():
+    tree = {"x": [np.zeros(3)]}
+    seen = weakref.ref(tree["x"][0])
+    gc.disable()
+    try:
+        map_leaves(lambda leaf: leaf + 1, tree)
+        to_torch(tree)
+        del tree
+        assert seen() is None
+    finally:
+        gc.enable()

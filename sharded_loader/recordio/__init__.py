@@ -3,20 +3,14 @@
     train.rec    | magic | flag << 29 | length | payload | zeros up to a multiple of 4 |  and so on
     train.idx    key <TAB> offset of the record in train.rec, one line for each
 
-How a record lies in its file (and how a payload that contains the magic is cut) is told in
-`sharded_loader.data.recordfile`, which reads and writes them; here are the classes that users type. `MXRecordIO` goes
-from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many at once
-(`sharded_loader.data.recorddataset`). `pack` and `unpack` put MXNet's label header before a payload
-(`sharded_loader.data.packing`).
+`MXRecordIO` goes from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many
+at once (see dataset). `pack` and `unpack` put MXNet's label header before a payload (see images). How a record lies in
+its file, and how a payload that contains the magic is cut, is in files.
 
 A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
-the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected.
-
-What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record, all
-records before it stay readable; an index that does not fit says so at the record that it misses; an unknown key is a
-KeyError.
-
-The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
+the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected. What can go wrong:
+a damaged file raises `RecordIOError` with file and offset at the damaged record, and all records before it stay
+readable. An unknown key is a KeyError. The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
 """
 
 from __future__ import annotations
@@ -27,21 +21,11 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sharded_loader.data.packing import IRHeader, pack, pack_img, unpack, unpack_img
-from sharded_loader.data.recorddataset import RecordFileDataset
-from sharded_loader.data.recordfile import (
-    MAX_LENGTH,
-    PerProcess,
-    RecordFile,
-    RecordIOError,
-    Writer,
-    framed,
-    load_index,
-    run_after_fork,
-)
+from sharded_loader.recordio.dataset import RecordFileDataset, load_index
+from sharded_loader.recordio.files import MAX_LENGTH, PerProcess, RecordFile, RecordIOError, Writer, framed
+from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,7 +84,7 @@ class MXRecordIO(PerProcess):
         self._writer: Writer | None = None
         self._position = 0
         self._turn = threading.RLock()
-        run_after_fork(self)
+        self._hear_of_forks()
         self.open()
 
     @property
@@ -178,15 +162,15 @@ class MXRecordIO(PerProcess):
 
     def _for_reading(self) -> RecordFile:
         if self._reader is None:
-            self._refuse("read")
+            self._reject("read")
         return self._reader
 
     def _for_writing(self) -> Writer:
         if self._writer is None:
-            self._refuse("write")
+            self._reject("write")
         return self._writer
 
-    def _refuse(self, verb: str) -> NoReturn:
+    def _reject(self, verb: str) -> NoReturn:
         if self.writable == (verb == "write"):
             raise ValueError(f"{self.uri} is closed: {verb} before close(), or call open()")
         raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
@@ -202,12 +186,12 @@ class MXRecordIO(PerProcess):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _turn=threading.RLock())
-        run_after_fork(self)
+        self._hear_of_forks()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """`PackedList`: many strings, bytes or paths as two arrays, for datasets that are read by many processes.
 
-    items --PackedList--> uint8 buffer + int64 offsets --[i]--> the item, made anew
+    items --PackedList--> uint8 buffer + int64 offsets --[i]--> the item, built again
 
 A list of a million paths is a million objects. A forked worker that reads one writes to its reference count, and
 so copies its page: each worker ends up with a copy of nearly all of them. A spawned worker is sent each by pickle.
@@ -23,6 +23,7 @@ import numpy as np
 from sharded_loader.data.bulk import checked_index
 
 Item = TypeVar("Item", str, bytes, Path)
+Array = np.ndarray[Any, Any]
 
 
 def _decode(raw: memoryview) -> str:
@@ -72,18 +73,15 @@ class PackedList(Sequence[Item], Generic[Item]):
         kind = _kind_of(held)
         if kind is Path:
             held = list(map(str, held))
-        if kind is bytes:
-            joined = b"".join(held)
-        else:
+        if kind is not bytes:
             text = "".join(held)
             joined = _encode(text)
-            if len(joined) != len(text):
-                held = list(map(_encode, held))
-        offsets = np.zeros(len(held) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, held), np.int64, len(held)), out=offsets[1:])
-        self._set(kind, np.frombuffer(joined, np.uint8), offsets)
+            if len(joined) == len(text):
+                return self._set(kind, np.frombuffer(joined, np.uint8), _offsets(held))
+            held = list(map(_encode, held))
+        self._set(kind, np.frombuffer(b"".join(held), np.uint8), _offsets(held))
 
-    def _set(self, kind: type, data: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> None:
+    def _set(self, kind: type, data: Array, offsets: Array) -> None:
         self._kind = kind
         self._make = _FROM_BYTES[kind]
         self._data = data
@@ -110,26 +108,12 @@ class PackedList(Sequence[Item], Generic[Item]):
     @overload
     def __getitem__(self, index: slice) -> PackedList[Item]: ...
     def __getitem__(self, index: Any) -> Any:
+        ends, buffer = self._ends, self._buffer
         if isinstance(index, slice):
-            return self._slice(index)
-        ends = self._ends
+            pieces = [buffer[ends[i] : ends[i + 1]] for i in range(*index.indices(len(self)))]
+            return _packed(self._kind, np.frombuffer(b"".join(pieces), np.uint8), _offsets(pieces))
         number = checked_index(index, len(ends) - 1)
-        return self._make(self._buffer[ends[number] : ends[number + 1]])
-
-    def _slice(self, index: slice) -> PackedList[Item]:
-        start, stop, step = index.indices(len(self))
-        part: PackedList[Item] = PackedList.__new__(PackedList)
-        if step == 1:
-            stop = max(start, stop)
-            offsets = self._offsets[start : stop + 1]
-            part._set(self._kind, self._data[offsets[0] : offsets[-1]], offsets - offsets[0])
-            return part
-        ends = self._ends
-        pieces = [self._buffer[ends[i] : ends[i + 1]] for i in range(start, stop, step)]
-        offsets = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=offsets[1:])
-        part._set(self._kind, np.frombuffer(b"".join(pieces), np.uint8), offsets)
-        return part
+        return self._make(buffer[ends[number] : ends[number + 1]])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Many items at once."""
@@ -139,66 +123,51 @@ class PackedList(Sequence[Item], Generic[Item]):
         make, buffer = self._make, self._buffer
         return (make(buffer[start:end]) for start, end in pairwise(self._ends))
 
-    def __contains__(self, item: object) -> bool:
-        if not isinstance(item, self._kind):
-            return False
-        raw = item if isinstance(item, bytes) else _encode(str(item))
-        starts = self._offsets[:-1][np.diff(self._offsets) == len(raw)]
-        return any(self._buffer[start : start + len(raw)] == raw for start in starts.tolist())
-
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedList):
-            if not len(self) == len(other) == 0 and self._kind is not other._kind:
-                return False
-            same = np.array_equal(self._offsets, other._offsets)
-            return same and np.array_equal(self._data, other._data)
-        if isinstance(other, list):
-            return len(self) == len(other) and all(map(operator.eq, self, other))
-        return NotImplemented
+        if not isinstance(other, (PackedList, list)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
 
     def __reduce__(self) -> Any:
-        return _unpickled, (self._kind.__name__, self._data, self._offsets)
+        return _packed, (self._kind, self._data, self._offsets)
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3])) + (", ..." if len(self) > 3 else "")
         return f"PackedList({len(self):,} {self._kind.__name__}, {self.nbytes:,} bytes: [{shown}])"
 
 
+def _offsets(pieces: Sequence[Any]) -> Array:
+    """Where each piece begins, and the last one ends."""
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=offsets[1:])
+    return offsets
+
+
+def _packed(kind: type, data: Array, offsets: Array) -> PackedList[Any]:
+    packed: PackedList[Any] = PackedList.__new__(PackedList)
+    packed._set(kind, data, offsets)
+    return packed
+
+
 def _kind_of(items: Sequence[Any]) -> type:
     """str, bytes or Path: what all items are; str if there are none."""
-    kinds = {_KIND.get(kind) or _find_kind(kind) for kind in set(map(type, items))}
-    if len(kinds) == 1:
-        (kind,) = kinds
-        if kind is not None:
-            return kind
-    if not kinds:
+    if not items:
         return str
-    first = _find_kind(type(items[0]))
-    for position, item in enumerate(items):
-        kind = _find_kind(type(item))
-        if kind is None:
-            raise TypeError(
-                f"PackedList holds strings, bytes or pathlib.Path; item {position} is a {type(item).__name__}: "
-                "convert it, or keep a list"
-            )
-        if kind is not first:
-            raise TypeError(
-                f"PackedList holds items of one kind; item 0 is a {type(items[0]).__name__}, item {position} a "
-                f"{type(item).__name__}: convert them to one"
-            )
-    raise AssertionError("kinds differ only where items do")
-
-
-_KIND: dict[type, type] = {str: str, bytes: bytes}
-
-
-def _find_kind(kind: type) -> type | None:
-    return next((known for known in _FROM_BYTES if issubclass(kind, known)), None)
-
-
-def _unpickled(kind: str, data: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> PackedList[Any]:
-    packed: PackedList[Any] = PackedList.__new__(PackedList)
-    packed._set({known.__name__: known for known in _FROM_BYTES}[kind], data, offsets)
-    return packed
+    known = {kind: next((k for k in _FROM_BYTES if issubclass(kind, k)), None) for kind in set(map(type, items))}
+    first = known[type(items[0])]
+    if first is not None and set(known.values()) == {first}:
+        return first
+    fits = [known[type(item)] is first is not None for item in items]
+    position = fits.index(False)
+    item = items[position]
+    if known[type(item)] is None:
+        raise TypeError(
+            f"PackedList holds strings, bytes or pathlib.Path; item {position} is a {type(item).__name__}: "
+            "convert it, or keep a list"
+        )
+    raise TypeError(
+        f"PackedList holds items of one kind; item 0 is a {type(items[0]).__name__}, item {position} a "
+        f"{type(item).__name__}: convert them to one"
+    )

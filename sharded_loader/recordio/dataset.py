@@ -1,7 +1,12 @@
-"""Many records of a ``.rec`` file at once: few reads, headers checked together, no object per record.
+"""`RecordFileDataset`: the records of a ``.rec`` file by their position in its index, one by one or a batch at once.
 
+    train.idx --or a scan of train.rec--> offsets --[i]--> RecordFile.read --> bytes
     offsets, sizes --stretches of the file--> one positioned read each --> one buffer
     buffer --headers, as one array--> where in the buffer each record lies --> `Records`
+
+The offsets are one array that travels with the dataset to its workers, as do the sizes of the records. The sizes are
+guesses by the next offset, corrected as records are read (two threads that correct the same one write the same). The
+file is opened by each process for itself, and serves all its threads.
 
 Records that follow one upon the other (give or take `GAP` bytes) are one read; a shuffled batch is one read per record,
 in the order of the file. The size of a record is not known before its header is read: until then it is taken to reach
@@ -11,17 +16,26 @@ are large on average all are: then a call for each costs nothing beside its byte
 
 Nothing is mapped: a mapped file that is truncated, or whose disk fails, ends the process with SIGBUS where a read is an
 error. Memory: records, headers and gaps, each byte of the file at most once, and once more while stretches are joined.
+
+What can go wrong: a damaged record raises `RecordIOError` with file and offset, also in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from sharded_loader.data.bulk import checked_index
-from sharded_loader.data.recordfile import HEAD_SIZE, MAGIC_NUMBER, RecordFile, padded
+from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, RecordFile, padded
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 GAP = 256
 """Bytes between two records that are read in vain: a read costs 0.6 us, but what is read is kept with the batch."""
@@ -32,7 +46,137 @@ LARGE = 1 << 18
 LARGE_MEAN = 1 << 15
 """Bytes of an average record; above, they are made one by one: memory for a large buffer costs more than the reads."""
 
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+class RecordFileDataset(Dataset):
+    """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
+
+    The index is the ``.idx`` beside it (``train.rec``, ``train.idx``); where there is none the file is scanned, once,
+    and the offsets travel with the dataset to the workers. Records that an index does not list are not read: delete it
+    where files were joined. Keys do not matter here, so none may be lost by being a duplicate. Safe in threads, after a
+    fork, and pickled.
+
+    Args:
+        filename: the ``.rec`` file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: the index is malformed, or is empty while the file is not.
+        RecordIOError: no RecordIO file; in ``dataset[i]``, a damaged record.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader.recordio import MXRecordIO
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "letters.rec")
+        >>> with MXRecordIO(path, "w") as file:
+        ...     for record in (b"a", b"b", b"c"):
+        ...         file.write(record)
+        >>> with RecordFileDataset(path) as dataset:
+        ...     len(dataset), dataset[0], dataset[-1], list(dataset.get_batch([2, 0]))
+        (3, b'a', b'c', [b'c', b'a'])
+        >>> folder.cleanup()
+
+    Source: ``mxnet.gluon.data.RecordFileDataset``.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str]) -> None:
+        self.filename = os.fspath(filename)
+        self._file = RecordFile(self.filename)
+        idx_path = os.path.splitext(self.filename)[0] + ".idx"
+        if os.path.exists(idx_path):
+            _, offsets = load_index(idx_path, str)
+            if not offsets and self._file.size:
+                raise ValueError(
+                    f"{idx_path} is empty, {self.filename} has {self._file.size} bytes: "
+                    "delete the .idx to have it rebuilt"
+                )
+        else:
+            offsets = self._file.scan(stacklevel=3)
+        self._offsets = np.array(offsets, dtype=np.int64)
+        self._sizes = guessed_sizes(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> bytes:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"{self.filename}: index {number} is out of range, it has {len(self)} records")
+        return self._file.read(int(self._offsets[number]))[0]
+
+    @bulk
+    def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
+        """Many records, as `get_batch` reads them."""
+        return list(self._read(list(indices)))
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty | None = None) -> Sequence[bytes]:
+        """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
+
+        Args:
+            indices: of the records, in any order; negative ones count from the end.
+            empty: given by a loader, whose batch is a list, as of any bytes. It is not used.
+
+        Returns:
+            The same as ``[dataset[i] for i in indices]``, to be read only. Small records lie in one buffer, and the
+            ``bytes`` objects are made when they are asked for.
+
+        Raises:
+            RecordIOError: the first damaged record, with its file and offset.
+            IndexError: an index is out of range.
+
+        A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
+        """
+        records = self._read(indices)
+        return records if empty is None else list(records)
+
+    def _read(self, indices: Indices) -> Records | list[bytes]:
+        numbers = checked_indices(indices, len(self))
+        guesses = self._sizes[numbers]
+        records, sizes = read_records(self._file, self._offsets[numbers], guesses)
+        if sizes is not guesses and self._sizes.flags.writeable:  # only news: after a fork each page is copied for it
+            self._sizes[numbers] = np.minimum(sizes, LARGE)
+        return records
+
+    def close(self) -> None:
+        """Closes the file, in this process. Again is no error."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RecordFileDataset({self.filename!r}, {len(self)} records)"
+
+
+def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
+    """Keys and offsets, in the order of the file's lines."""
+    keys, offsets = [], []
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            key, _, offset = line.rstrip("\r\n").partition("\t")
+            try:
+                keys.append(key_type(key))
+                if not offset.strip(" ").isdecimal():  # int() takes underscores and tabs
+                    raise ValueError(f"the offset {offset!r} is no number")
+                offsets.append(int(offset))
+                if not 0 <= offsets[-1] < 1 << 63:
+                    raise ValueError(f"the offset {offset} is out of range")
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
+                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
+                    "the file to have it rebuilt."
+                ) from error
+    return keys, offsets
+
+
+# -- many records at once ----------------------------------------------------------------------------------------------
 
 
 class Records(Sequence[bytes]):
@@ -72,12 +216,7 @@ class Records(Sequence[bytes]):
         return iter(self.tolist())
 
     def tolist(self) -> list[bytes]:
-        """All of them as bytes.
-
-        Example:
-            >>> Records(b"ab", np.array([0, 1]), np.array([1, 2])).tolist()
-            [b'a', b'b']
-        """
+        """All of them as bytes."""
         places = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
         buffer = self._buffer
         if isinstance(buffer, bytes):

@@ -1,0 +1,269 @@
+"""The structures that samples and batches have: nested lists, tuples, mappings, dataclasses, with leaves.
+
+    children(tree)           -> its parts | None, where it is a leaf
+    rebuild(tree, parts)     -> a structure of the same type with these parts
+    map_leaves(fn, tree)     -> tree of the same shape, each leaf through ``fn``
+    to_torch(tree)           -> the same tree, NumPy arrays turned into torch tensors over the same memory
+
+What can go wrong: torch cannot take some arrays as they are (read-only, negative strides, foreign byte order,
+unaligned). Those are copied. An array whose dtype torch lacks (strings, objects, dates) stays a NumPy array. An array
+with masked values is rejected with an error. Only `to_torch` imports torch, because its caller wants tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.batching.protocol import BatchifyError
+
+# kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
+# dtypes of one layout on Linux.
+_TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
+_TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
+
+ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
+"""Types of leaves that hold no arrays."""
+
+
+# -- what a value is ---------------------------------------------------------------------------------------------------
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists."""
+    return are_tensors({type(value)})
+
+
+def are_tensors(types: set[type]) -> bool:
+    """Whether all these types are torch's tensors; quicker than `is_tensor` for each of many values."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and all(issubclass(kind, tensor) for kind in types)
+
+
+def is_masked(value: Any) -> bool:
+    """Whether ``value`` is a NumPy array some of whose values are masked.
+
+    Example:
+        >>> is_masked(np.zeros(2)), is_masked(np.ma.array([1, 2])), is_masked(np.ma.array([1, 2], mask=[0, 1]))
+        (False, False, True)
+    """
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if masked is None or not isinstance(value, masked):
+        return False
+    mask = np.ma.getmask(value)
+    return bool(np.ma.flatten_mask(mask).any() if mask.dtype.names else mask.any())
+
+
+def check_unmasked(value: Any) -> None:
+    """Reject masked values with a `BatchifyError`: a batch has no mask, and what lies under the mask is not data."""
+    if is_masked(value):
+        raise BatchifyError(
+            "a masked array with masked values cannot go into a batch, which has no mask",
+            "return it from the dataset filled, x.filled(0), or as two fields, x.data and np.ma.getmaskarray(x)",
+        )
+
+
+def is_dataclass_instance(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass (not the class itself)."""
+    return hasattr(type(value), "__dataclass_fields__")
+
+
+def field_names(value: Any) -> list[str]:
+    """The names of the fields of a dataclass instance that are set.
+
+    Example:
+        >>> Point = dataclasses.make_dataclass("Point", ["x", "y"])
+        >>> field_names(Point(1, 2))
+        ['x', 'y']
+    """
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def has_own(value: Any, method: str) -> bool:
+    """Whether the class of ``value`` has this method; builtin containers and plain namedtuples have no ``to``.
+
+    The class is asked, not the object: keys and fields may be attributes of an object too.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> has_own(namedtuple("Edge", "start to")(1, int), "to"), has_own({"to": int}, "to")
+        (False, False)
+    """
+    fields = getattr(type(value), "__dataclass_fields__", {})
+    return callable(getattr(type(value), method, None)) and method not in fields
+
+
+# -- one walk ----------------------------------------------------------------------------------------------------------
+
+
+def children(tree: Any) -> list[Any] | None:
+    """The parts of a list, tuple, namedtuple, mapping or dataclass instance; None for everything else, a leaf.
+
+    Example:
+        >>> children({"a": 1, "b": 2}), children((3, 4)), children("ab")
+        ([1, 2], [3, 4], None)
+    """
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    if isinstance(tree, Mapping):
+        return [tree[key] for key in tree]
+    if is_dataclass_instance(tree):
+        return [getattr(tree, name) for name in field_names(tree)]
+    return None
+
+
+def rebuild(template: Any, parts: Sequence[Any]) -> Any:
+    """A structure of ``template``'s type with these parts, in the order of `children`.
+
+    A type that cannot be built again becomes a plain list, tuple or dict.
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> rebuild(OrderedDict(a=1, b=2), [10, 20])["b"], rebuild((1, 2), [3, 4])
+        (20, (3, 4))
+    """
+    kind = type(template)
+    if kind is list or kind is tuple:
+        return kind(parts)
+    if kind is dict:
+        return dict(zip(template, parts, strict=True))
+    if isinstance(template, Mapping):
+        plain: Any = dict(zip(template, parts, strict=True))
+    elif isinstance(template, (list, tuple)):
+        plain = list(parts) if isinstance(template, list) else tuple(parts)
+    else:
+        # A copy, not `dataclasses.replace`: that rejects ``init=False`` fields and runs ``__post_init__`` again.
+        again = copy.copy(template)
+        for name, part in zip(field_names(template), parts, strict=True):
+            object.__setattr__(again, name, part)  # also of a frozen class
+        return again
+    try:
+        if isinstance(template, tuple) or not isinstance(template, (list, MutableMapping)):
+            return kind._make(plain) if hasattr(kind, "_make") else kind(plain)
+        # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
+        again = copy.copy(template)
+        for key, part in plain.items() if isinstance(plain, dict) else enumerate(plain):
+            again[key] = part
+        return again
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return plain
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip: frozenset[type] = frozenset()) -> Any:
+    """Apply ``fn`` to every leaf and keep the structure.
+
+    An object that stands in two places is mapped once and stands in two places after. Parts in which nothing
+    changed may be returned as they are.
+
+    Args:
+        fn: called with each leaf, at most once per object.
+        tree: any structure without cycles.
+        own: the name of a method. A container whose class has it is a leaf.
+        skip: leaves of these types stay as they are: 131,000 ints in lists take 8 ms instead of 480.
+
+    Returns:
+        The structure with the mapped leaves; container types and key order are kept where they can be.
+
+    Example:
+        >>> map_leaves(lambda leaf: leaf * 10, {"a": [1, 2], "b": (3,)})
+        {'a': [10, 20], 'b': (30,)}
+    """
+    return _Walk(fn, own, skip).mapped(tree)
+
+
+class _Walk:
+    """One call of `map_leaves`. No closures: a cycle of them would keep the batch until the collector comes."""
+
+    def __init__(self, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type]) -> None:
+        self._fn = fn
+        self._own = own
+        self._skip = skip
+        # The original is kept beside its image: a mapping that makes its values on access would otherwise hand
+        # out a second object at the address of the first.
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def mapped(self, tree: Any) -> Any:
+        if type(tree) in self._skip:
+            return tree
+        known = self._seen.get(id(tree))
+        if known is None:
+            known = self._seen[id(tree)] = tree, self._mapped_once(tree)
+        return known[1]
+
+    def _mapped_once(self, tree: Any) -> Any:
+        parts = None if self._own is not None and has_own(tree, self._own) else children(tree)
+        if parts is None:
+            return self._fn(tree)
+        if self._skip.issuperset(map(type, parts)):
+            return tree
+        new = [self.mapped(part) for part in parts]
+        return tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
+
+
+# -- arrays as tensors -------------------------------------------------------------------------------------------------
+
+
+def to_torch(tree: Any) -> Any:
+    """Turn the NumPy arrays and scalars in a structure into torch tensors over the same memory.
+
+    Args:
+        tree: any structure.
+
+    Returns:
+        The same structure. Arrays that torch could not share (read-only, negative or odd strides, foreign
+        byte order, unaligned) are copied. Arrays of strings, objects or dates stay as they are; so do tensors
+        and all other leaves.
+
+    Example:
+        >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
+        {'x': tensor([1., 1.]), 'name': ['a', 'b']}
+    """
+    return _leaf_to_torch(tree) if type(tree) is np.ndarray else map_leaves(_leaf_to_torch, tree, skip=ATOMS)
+
+
+def _leaf_to_torch(leaf: Any) -> Any:
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    dtype, flags = leaf.dtype, leaf.flags
+    plain = flags.c_contiguous and flags.writeable and flags.aligned and type(leaf) is np.ndarray
+    # What batches are made of, first: 1 us instead of 2.4.
+    if not (plain and dtype.num in _TORCH_TAKES and dtype.isnative):
+        check_unmasked(leaf)
+        if not torch_has(dtype):
+            return leaf
+        leaf = _for_torch(np.asarray(leaf))
+    import torch
+
+    tensor = torch.from_numpy(leaf)
+    # NumPy's arrays of size 0 have the strides 0 or others, by how they were made.
+    return tensor if leaf.size else torch.empty(leaf.shape, dtype=tensor.dtype)
+
+
+def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    size = array.itemsize
+    if not (
+        array.flags.writeable  # otherwise torch warns
+        and array.flags.aligned
+        and array.dtype.isnative
+        and all(stride >= 0 and stride % size == 0 for stride in array.strides)
+    ):
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    plain = np.dtype(f"{array.dtype.kind}{size}")
+    # np.ulonglong is not np.uint64 on Linux, and torch does not know it
+    return array if array.dtype.num == plain.num else array.view(plain)
+
+
+def torch_has(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has a dtype of this layout.
+
+    Example:
+        >>> torch_has(np.dtype("uint16")), torch_has(np.dtype("U3"))
+        (True, False)
+    """
+    return f"{dtype.kind}{dtype.itemsize}" in _TORCH_HAS

@@ -1,0 +1,253 @@
+"""Datasets of datasets: right indices, bulk reads through every wrapper, samples that draw their own numbers."""
+
+import pickle
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.data import wrappers
+from sharded_loader.data.columns import merge_rows
+from sharded_loader.data.wrappers import shard_range, split_sizes, take_range
+from sharded_loader.rng import SampleScope, reading, sample_rng
+
+
+def ten():
+    return SimpleDataset(range(10))
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_shards_are_disjoint_complete_and_even(length, num_shards):
+    parts = [list(SimpleDataset(range(length)).shard(num_shards, i)) for i in range(num_shards)]
+    assert list(chain(*parts)) == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 2**70))
+def test_ratio_splits_are_disjoint_complete_and_pure(length, weights, seed):
+    ratios = [w / sum(weights) for w in weights]
+    parts = [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
+    assert sorted(chain(*parts)) == list(range(length))
+    assert all(abs(len(p) - r * length) < 1 + 1e-6 for p, r in zip(parts, ratios, strict=True))
+    assert parts == [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
+
+
+def test_splits_by_size_and_by_torchs_seed():
+    a, b = ten().split([7, 3], seed=0)
+    assert (len(a), len(b)) == (7, 3) and a.indices.dtype == np.int64
+    torch.manual_seed(3)
+    first = list(ten().split([0.5, 0.5])[0])
+    torch.manual_seed(3)
+    assert first == list(ten().split([0.5, 0.5])[0])
+    assert first != list(ten().split([0.5, 0.5])[0])
+    assert split_sizes(100, [0.29, 0.71]) == [29, 71]
+
+
+@pytest.mark.parametrize("parts", [[7, 2], [0.5, 0.4], [1.2, -0.2], [], [float("nan"), 1.0], [True, 9]])
+def test_splits_that_do_not_add_up_are_refused(parts):
+    with pytest.raises(ValueError, match=r"split\("):
+        ten().split(parts, seed=0)
+
+
+def test_sums_are_flat_and_in_order():
+    total = SimpleDataset("ab") + SimpleDataset("") + "c" + ConcatDataset(["d", "ef"])
+    assert list(total) == list("abcdef") and len(total._parts) == 5
+
+
+def test_own_samplers_are_read_at_epoch_0():
+    samplers = pytest.importorskip("sharded_loader.sampling.samplers")
+    sampler = samplers.RandomSampler(10, seed=3)
+    assert list(ten().sample(sampler)) == list(sampler.iter_epoch(0))
+
+
+IMAGES = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
+
+
+LABELS = np.arange(10)
+
+
+class Bare:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return IMAGES[index], LABELS[index]
+
+
+class Epochal(Bare):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_bulk_batches_lie_in_memory_that_was_given():
+    given = []
+
+    def empty(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    x, y = ArrayDataset(IMAGES, torch.from_numpy(IMAGES)).take(5).get_batch([1, 2], empty)
+    assert x is given[0] and y.data_ptr() == given[1].ctypes.data
+
+
+@pytest.mark.parametrize("name", ["get_batch", "__getitems__", "set_epoch"])
+@pytest.mark.parametrize("base", [Bare(), Epochal(), ArrayDataset(IMAGES, LABELS), ["a"] * 10])
+def test_wrappers_have_what_the_wrapped_one_has(base, name):
+    simple = SimpleDataset(base)
+    wrappers = [simple, simple.take(3), simple.shard(2, 0), simple.split([1.0], seed=0)[0], simple + simple]
+    wrappers += [simple.cache(), simple.transform(lambda *x: x)] if name != "get_batch" else []
+    for wrapper in [*wrappers, *[pickle.loads(pickle.dumps(w)) for w in wrappers[:5]]]:
+        assert hasattr(wrapper, name) == hasattr(base, name), wrapper
+    assert not hasattr(simple.transform(lambda *x: x), "get_batch")
+    assert not hasattr(simple.cache(), "get_batch")
+
+
+def test_the_epoch_reaches_the_innermost_dataset():
+    base = Epochal()
+    deep = (SimpleDataset(base).transform(lambda *x: x).take(5).cache() + Bare()).shard(2, 0)
+    deep.set_epoch(7)
+    assert base.epoch == 7
+
+
+def test_mixed_parts_give_samples_only():
+    mixed = ArrayDataset(IMAGES, LABELS) + Bare()
+    assert not hasattr(mixed, "get_batch") and not hasattr(mixed, "__getitems__")
+    assert len(mixed) == 20 and mixed[-1][1] == 9
+
+
+def noisy(x):
+    return x, sample_rng().integers(1000)
+
+
+def noisier(x, before):
+    return x, before, sample_rng().integers(1000), random.random()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda d: d.transform(noisy).transform(noisier, seeded=True),
+        lambda d: d.transform(noisy).shard(2, 1).transform(noisier, seeded=True),
+        lambda d: d.split([0.5, 0.5], seed=0)[1].transform(noisy).take(4).transform(noisier, seeded=True),
+        lambda d: (d.take(5).transform(noisy) + d.transform(noisy)).transform(noisier, seeded=True),
+        lambda d: d.transform(noisy).cache().transform(noisier, seeded=True),
+    ],
+)
+def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap, monkeypatch):
+    indices = [3, 0, 3, 1]
+    single = []
+    dataset = wrap(ArrayDataset(np.arange(10)))
+    monkeypatch.setattr(reading, "scope", SampleScope(5, 2), raising=False)
+    for index in indices:
+        reading.scope.at(index)
+        single.append(dataset[index])
+    dataset = wrap(ArrayDataset(np.arange(10)))
+    monkeypatch.setattr(reading, "scope", SampleScope(5, 2))
+    assert dataset.__getitems__(indices) == single
+    assert reading.scope.index is SampleScope.NO_SAMPLE
+    assert single[0][1] != single[0][2]
+
+
+def test_outside_a_loader_bulk_reading_needs_no_seed():
+    assert len(ArrayDataset(np.arange(10)).transform(noisy).__getitems__([1, 2])) == 2
+
+
+def test_sample_uses_the_iter_that_a_sampler_class_overrides():
+    from sharded_loader.sampling import SequentialSampler
+
+    class Backwards(SequentialSampler):
+        def __iter__(self):
+            return iter([2, 1, 0])
+
+    assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]
+
+
+# -- on numbers ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_shards_are_one_larger():
+    assert [shard_range(10, 4, i) for i in range(4)] == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+    assert [len(shard_range(2, 3, i)) for i in range(3)] == [1, 1, 0]
+
+
+def test_take_never_takes_more_than_there_are():
+    assert [take_range(5, count) for count in (0, 3, 9, None)] == [range(0), range(3), range(5), range(5)]
+    with pytest.raises(TypeError, match="give an int"):
+        take_range(5, 2.5)
+
+
+def test_a_batch_of_a_sum_lies_in_its_parts():
+    total = SimpleDataset([]) + [10, 11] + SimpleDataset([]) + [12, 13, 14] + SimpleDataset([])
+    chunks = total._chunks([4, 0, 2, 1])
+    assert [(len(part), inner.tolist(), positions.tolist()) for part, inner, positions in chunks] == [
+        (2, [0, 1], [1, 3]),
+        (3, [2, 0], [0, 2]),
+    ]
+    assert [total[i] for i in range(-5, 5)] == [10, 11, 12, 13, 14] * 2
+
+
+# -- no fast path is lost --------------------------------------------------------------------------------------
+
+
+class NoSamples(ArrayDataset):
+    """Fails where a sample is read that should be read in bulk."""
+
+    def __getitem__(self, index):
+        raise AssertionError("read one by one")
+
+    def __getitems__(self, indices):
+        raise AssertionError("read by samples")
+
+    def get_batch(self, indices, empty=np.empty):
+        return super().get_batch(indices, empty)
+
+
+WRAPS = {
+    "SimpleDataset": SimpleDataset,
+    "take": lambda d: d.take(9),
+    "split": lambda d: d.split([0.9, 0.1], seed=1)[0].take(None),
+    "sample": lambda d: d.sample(torch.utils.data.SequentialSampler(range(10))),
+    "sum": lambda d: d.take(4) + d.shard(2, 1),
+    "torch's Subset": lambda d: torch.utils.data.Subset(d, range(3, 9)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_wrappers_read_batches_by_get_batch_alone(wrap):
+    dataset = wrap(NoSamples(IMAGES, LABELS))
+    images, labels = next(iter(ShardedDataLoader(dataset, 3)))
+    assert torch.equal(images, torch.from_numpy(IMAGES[labels.numpy()])) and len(labels) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ArrayDataset(IMAGES, LABELS) + ArrayDataset(IMAGES, LABELS),
+        lambda: ArrayDataset(x=IMAGES) + ArrayDataset(x=IMAGES).take(4),
+        lambda: SimpleDataset(ArrayDataset(LABELS)).shard(2, 1) + ArrayDataset(LABELS),
+        lambda: ArrayDataset(torch.from_numpy(IMAGES)) + ArrayDataset(torch.from_numpy(IMAGES)),
+    ],
+)
+def test_a_batch_from_several_parts_is_merged_by_columns(make, monkeypatch):
+    merged = []
+    monkeypatch.setattr(wrappers, "merge_rows", lambda *given: merged.append(1) or merge_rows(*given))
+    monkeypatch.setattr(wrappers, "read_many", None)
+    dataset = make()
+    batches = list(ShardedDataLoader(dataset, len(dataset), shuffle=True, seed=1))
+    assert len(batches) == 1 and merged
+
+
+def test_an_override_is_not_merged_by_columns():
+    class Negative(ArrayDataset):
+        def __getitem__(self, index):
+            return -super().__getitem__(index)
+
+    batch = next(iter(ShardedDataLoader(ArrayDataset(LABELS) + Negative(LABELS), 20)))
+    assert batch.tolist() == [*range(10), *range(0, -10, -1)]
