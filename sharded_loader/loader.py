@@ -49,8 +49,6 @@ from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.progress import KeptRun, Mark, Progress
-from sharded_loader.sampling.foreign import nested
-from sharded_loader.sampling.keeping import undisturbed
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -362,8 +360,7 @@ class ShardedDataLoader(LoaderAttributes):
             tensor([0, 1, 2, 3])
         """
         self._pipeline.check_open()
-        order = self._order
-        with undisturbed([*nested(order.batch_sampler), *nested(order.sampler)], but=self.dataset):
+        with self._order.undisturbed(but=self.dataset):
             return self._read_first()
 
     def _read_first(self) -> Any:

@@ -21,8 +21,9 @@ from typing import Any
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Run
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading, Place
-from sharded_loader.state import dump, parse
+from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.state import Position as Place
+from sharded_loader.sampling.state import dump, parse
 
 Mark = tuple[int, Place | None, Run | None]
 """The next epoch, the pending place in it, and the run that is shown."""

@@ -150,7 +150,7 @@ def sampler_indices(sampler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         array([0, 1, 2])
     """
     # Looked up, not imported: where the module is not loaded, no object of its classes exists.
-    homes = [sys.modules.get("sharded_loader.sampling.samplers"), sys.modules.get("torch.utils.data")]
+    homes = [sys.modules.get("sharded_loader.sampling.base"), sys.modules.get("torch.utils.data")]
     classes = tuple(getattr(home, "Sampler") for home in homes if hasattr(home, "Sampler"))  # noqa: B009 - may be None
     if not isinstance(sampler, classes):
         raise TypeError(
@@ -158,7 +158,7 @@ def sampler_indices(sampler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
             "indices use SubsetDataset(dataset, indices)"
         )
     # A subclass that overrides __iter__ means that to be used, whatever it inherits.
-    is_own = getattr(sys.modules.get("sharded_loader.sampling.foreign"), "is_own", lambda _: False)
+    is_own = getattr(sys.modules.get("sharded_loader.sampling.base"), "is_own", lambda _: False)
     order = sampler.iter_epoch(0) if is_own(sampler) else iter(sampler)
     try:
         return np.fromiter((operator.index(index) for index in order), np.int64)

@@ -21,8 +21,8 @@ import numpy as np
 
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.execution.messages import Task
-from sharded_loader.sampling.foreign import plain_index
 from sharded_loader.sampling.shards import is_sharded, split_batch
+from sharded_loader.sampling.tables import plain_index
 
 _END: Any = object()
 

@@ -23,7 +23,7 @@ from sharded_loader.sampling import (
     ShardedBatchSampler,
     SortedBucketSampler,
 )
-from sharded_loader.sampling.permutation import CHUNK
+from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)
 LENGTHS = [(7 * place) % 29 + 1 for place in range(61)]
@@ -101,7 +101,7 @@ def test_every_index_comes_once(kind: str) -> None:
 
 
 class Plain:
-    """A foreign sampler without chunks."""
+    """A sampler of another library."""
 
     def __init__(self, items: list[int]) -> None:
         self.items = items
@@ -151,9 +151,9 @@ def test_rollover_is_indifferent_to_abandoned_epochs() -> None:
     assert list(walked) == list(fresh.iter_epoch(2))
 
 
-@pytest.mark.parametrize("size", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_batches_cross_the_boundaries_of_chunks(size: int) -> None:
-    length = 2 * CHUNK + 11
+@pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_batches_cross_the_boundaries_of_blocks(size: int) -> None:
+    length = 2 * BLOCK + 11
     batches = list(BatchSampler(SequentialSampler(length), size))
     assert flat(batches[:1] + batches[-1:])[-1] == length - 1
     assert [len(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)

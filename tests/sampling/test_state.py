@@ -31,10 +31,7 @@ from sharded_loader import (
     SortedSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.reading import Place
-from sharded_loader.sampling.signature import Signature
-from sharded_loader.sampling.tracing import Mark
-from sharded_loader.state import dump, parse
+from sharded_loader.sampling.state import Checkpoint, Position, Signature, dump, parse
 
 
 def state_of(loader: ShardedDataLoader, count: int = 2) -> dict[str, Any]:
@@ -74,8 +71,8 @@ def test_dump_and_parse_are_inverse_also_through_json(own_state: Any) -> None:
         Signature(0, 10, "RandomSampler", 10, (), 4, "rollover"),
         Signature(0, 10, "IntervalSampler", 10, (None,), 4, "keep", (("IntervalSampler.interval", 2),)),
     ):
-        for mark in (None, Mark(3, 40, 2**32 - 1, 1, True, own_state)):
-            place = Place(3, -2 if signature.last_batch == "rollover" else 5, mark)
+        for mark in (None, Checkpoint(3, 40, 2**32 - 1, 1, True, own_state)):
+            place = Position(3, -2 if signature.last_batch == "rollover" else 5, mark)
             assert parse(json.loads(json.dumps(dump(place, signature)))) == (place, signature)
 
 
