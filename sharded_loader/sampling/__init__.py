@@ -18,17 +18,14 @@ Everything here is a pure function of (seed, epoch, position); nothing imports t
 drawn from its generator.
 """
 
-from sharded_loader.sampling.base import Sampler, is_own
+from sharded_loader.sampling.base import Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler, BoundedBudgetSampler, SortedBucketSampler
-from sharded_loader.sampling.borrowing import check_sampler
 from sharded_loader.sampling.bucket_samplers import (
-    BucketScheme,
     ConstWidthBucket,
     ExpWidthBucket,
     FixedBucketSampler,
     LinearWidthBucket,
 )
-from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.index_samplers import (
     FilterSampler,
     IntervalSampler,
@@ -38,13 +35,12 @@ from sharded_loader.sampling.index_samplers import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.replicas import ReplicaSampler, SplitSampler, resolve_replicas
-from sharded_loader.sampling.shards import ShardedBatchSampler, check_weights, is_sharded, shard_sizes, split_batch
+from sharded_loader.sampling.replicas import SplitSampler
+from sharded_loader.sampling.shards import ShardedBatchSampler
 
 __all__ = [
     "BatchSampler",
     "BoundedBudgetSampler",
-    "BucketScheme",
     "ConstWidthBucket",
     "ExpWidthBucket",
     "FilterSampler",
@@ -52,7 +48,6 @@ __all__ = [
     "IntervalSampler",
     "LinearWidthBucket",
     "RandomSampler",
-    "ReplicaSampler",
     "Sampler",
     "SequentialSampler",
     "ShardedBatchSampler",
@@ -61,13 +56,4 @@ __all__ = [
     "SplitSampler",
     "SubsetRandomSampler",
     "WeightedRandomSampler",
-    "check_sampler",
-    "check_weights",
-    "is_own",
-    "is_sharded",
-    "len_epoch",
-    "resolve_replicas",
-    "shard_sizes",
-    "split_batch",
-    "table_of",
 ]

@@ -48,10 +48,6 @@ def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[E
     return number
 
 
-def check_start(start: Any) -> int:
-    return check_int("start", start, 0, "it counts the items of the epoch to leave out")
-
-
 class DrawnSeed(int):
     """A seed that nobody gave. A loader with a seed of its own puts that in its place: ranks must agree on it."""
 
@@ -69,11 +65,8 @@ def resolve_seed(seed: Any) -> int:
         ) from None
 
 
-SHOWN_WHOLE = 6
-"""Arrays and lists up to this length are shown whole."""
-
-SHOWN_FIRST = 3
-"""Of longer ones the first few are shown, and the length."""
+SHOWN_WHOLE, SHOWN_FIRST = 6, 3
+"""Arrays and lists up to this length are shown whole. Of longer ones the first few are shown, and the length."""
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
@@ -86,13 +79,6 @@ class Described:
         decided_by: what decides the order beside seed and length: what a state calls it, and the attribute, a number
             or an array.
         shown: what the repr shows instead, in the same form. None: ``decided_by``.
-
-    Example:
-        >>> class Band(Described):
-        ...     decided_by = (("width", "_width"), ("edges", "_edges"))
-        ...     def __init__(self): self._width, self._edges = 3, range(100)
-        >>> Band()
-        Band(width=3, edges=[0, 1, 2, ... 100 in all])
     """
 
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -131,9 +117,6 @@ def _or_unknown(look: Callable[[], str], unknown: str = "?") -> str:
 
 def brief(value: Any) -> str:
     """A few words that tell a value, however large it is.
-
-    Args:
-        value: a number, a text, an array, a list, a sampler, or anything else.
 
     Example:
         >>> brief(np.arange(1_000_000)), brief([5, 9]), brief({1: 2})
@@ -235,7 +218,8 @@ class Sampler(Described, Generic[Item_co]):
             An iterator over indices, or over lists of them. Seed and epoch are read when this is called, not at the
             first item: not a generator function.
         """
-        items: Iterator[Item_co] = self.epoch_table(epoch).items(check_start(start))
+        check_int("start", start, 0, "it counts the items of the epoch to leave out")
+        items: Iterator[Item_co] = self.epoch_table(epoch).items(int(start))
         return items
 
     def epoch_table(self, epoch: int) -> Table:

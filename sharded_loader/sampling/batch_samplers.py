@@ -209,14 +209,8 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        array = np.asarray(lengths)
-        if array.ndim == 2 and array.shape[1]:
-            array = array.max(axis=1)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(
-                f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
-                "give the number of tokens of each sample"
-            )
+        table = length_table(lengths, "give the number of tokens of each sample")
+        array = table.max(axis=1) if table.size else table.reshape(-1)
         if array.size and array.min() < 0:
             index = int(array.argmin())
             raise ValueError(f"lengths[{index}] is {array[index]}: give the number of tokens, 0 or more")
@@ -247,6 +241,27 @@ class BoundedBudgetSampler(Sampler[list[int]]):
 
     def len_epoch(self, epoch: int) -> int:
         return len(self._bounds) - 1
+
+
+def length_table(lengths: Any, advice: str) -> Indices:
+    """Lengths of samples, of one part or of several, as an int64 array of shape (samples, parts).
+
+    Raises:
+        ValueError: they are something else; ``advice`` ends the message.
+    """
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise ValueError(
+            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
+        ) from None
+    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
+            f"{advice}"
+        )
+    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
+    return table
 
 
 def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:

@@ -281,9 +281,6 @@ def keeps_request(method: Any) -> Any:
 class EpochRequests:
     """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
 
-    Args:
-        samplers: those of the loader; the ones without ``set_epoch`` are left out.
-
     Example:
         >>> from sharded_loader.sampling import RandomSampler
         >>> sampler = RandomSampler(4, seed=1)

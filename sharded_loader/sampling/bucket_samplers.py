@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.sampling.base import Described, Sampler, check_int, resolve_seed
+from sharded_loader.sampling.batch_samplers import length_table
 from sharded_loader.sampling.shuffle import shuffled
 from sharded_loader.sampling.tables import Indices, Table
 
@@ -26,14 +27,7 @@ Key = int | tuple[int, ...]
 
 
 class BucketScheme(Described):
-    """Base class: override `keys`, which treats one part's lengths.
-
-    Example:
-        >>> class Halves(BucketScheme):
-        ...     def keys(self, longest, shortest, num_buckets): return [longest // 2, longest]
-        >>> Halves()(100, 1, 2)
-        [50, 100]
-    """
+    """Base class: override `keys`, which treats one part's lengths."""
 
     def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
         """The bucket keys for lengths from ``shortest`` to ``longest``."""
@@ -204,7 +198,11 @@ class FixedBucketSampler(Sampler[Any]):
         last_group: str = "keep",
         seed: int | None = None,
     ) -> None:
-        table = _check_lengths(lengths)
+        table = length_table(lengths, "give the length of each sample")
+        if table.size and table.min() <= 0:
+            index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
+            length = np.asarray(lengths)[index]
+            raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
         check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
@@ -310,33 +308,6 @@ class FixedBucketSampler(Sampler[Any]):
         )
 
 
-def _check_lengths(lengths: Any) -> Indices:
-    """Lengths as an int64 array of shape (samples, parts)."""
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError(
-            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
-        ) from None
-    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
-            "give the length of each sample"
-        )
-    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
-    if array.size and table.min() <= 0:
-        index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
-        raise ValueError(f"lengths must be above 0, but lengths[{index}] is {array[index]}: leave that sample out")
-    return table
-
-
-def _bucket_key(part: Any) -> int:
-    try:
-        return operator.index(part)
-    except TypeError:
-        raise TypeError(f"bucket key {part!r} is no integer: bucket keys are lengths, give integers") from None
-
-
 def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tuple[int, ...]]:
     """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
     made = set()
@@ -345,7 +316,10 @@ def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tupl
     except TypeError:
         raise TypeError(f"bucket_keys is {keys!r}: give a list, the greatest length of each bucket") from None
     for key in given:
-        row = tuple(_bucket_key(part) for part in np.atleast_1d(key))
+        try:
+            row = tuple(map(operator.index, np.atleast_1d(key)))
+        except TypeError:
+            raise TypeError(f"bucket key {key!r} is no integer: bucket keys are lengths, give integers") from None
         if len(row) != parts:
             raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")
         made.add(row)

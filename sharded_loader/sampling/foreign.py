@@ -39,7 +39,7 @@ import numpy as np
 from sharded_loader.sampling.base import Sampler, WrapperSampler, depth, is_own
 from sharded_loader.sampling.borrowing import MAX_NESTING, length_or, nested, start
 from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import Indices, Streamed, Table, read_again
+from sharded_loader.sampling.tables import Indices, Streamed, Table
 
 # Items passed over between two updates of the checksum.
 _PART = 1 << 16
@@ -129,6 +129,7 @@ class ReplayTable(Streamed):
         self._rank = _rank_of(sampler)
         self._length = length_or(sampler, -1)
         self._checksum = 0
+        self._yields_ints = False
         self._head: list[Any] = []
         self._stateful: Any = None
         state, finished = (None, False) if checkpoint is None else (checkpoint.state, checkpoint.finished)
@@ -179,7 +180,9 @@ class ReplayTable(Streamed):
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
     def _read(self, count: int) -> list[Any]:
-        found = [item if type(item) is int else _copied(item) for item in islice(self._items, count)]
+        items = islice(self._items, count)
+        found = list(items) if self._yields_ints else list(map(_copied, items))
+        self._yields_ints = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
         self._checksum = zlib.crc32(_encode(found), self._checksum)
         if not self._head and not self._base:
             self._head = found  # for the padding of ranks, which wraps round to the epoch's beginning
@@ -195,7 +198,7 @@ class ReplayTable(Streamed):
     def _again(self, positions: Indices) -> list[Any]:
         if positions[-1] < len(self._head):
             return [self._head[position] for position in positions.tolist()]
-        return read_again(ReplayTable(self._sampler, self._epoch, self._seed), positions)
+        return ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
 
     def _refusal(self, checkpoint: Checkpoint) -> str:
         name, epoch, items = type(self._sampler).__name__, checkpoint.epoch, checkpoint.items

@@ -120,8 +120,9 @@ class EpochOrder:
         else:
             self.sampler = indices = self._read if self._user is not None else self._make_sampler(length)
             if self.replicated:
-                truncate = self._last_batch == "discard"
-                indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
+                indices = ReplicaSampler(
+                    self.sampler, lambda: self.replicas(), self._last_batch == "discard", self.seed
+                )
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         chains = (self._user, self.batch_sampler, self.sampler)
@@ -194,10 +195,6 @@ class EpochOrder:
 
     # -- replicas -------------------------------------------------------------------------------------------
 
-    def _asked(self) -> tuple[Any, Any]:
-        """What the replica samplers are given: looked up when it matters, the process group may not be up yet."""
-        return (lambda: self.replicas()[0]), (lambda: self.replicas()[1])
-
     def replicas(self) -> tuple[int, int]:
         """``(num_replicas, rank)``, as far as is known now."""
         return resolve_replicas(*self._replicas)
@@ -236,9 +233,8 @@ class EpochOrder:
 
         What it reads is settled now, not when it is read: `resize` may come in between.
         """
-        signature = self.signature(epoch)
-        how = signature.batch_size, signature.last_batch, *self.replicas(), self.replicated, self.seed, self.arrays
-        return EpochReading(Source(self._items, *how), epoch, place, signature)
+        source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
+        return EpochReading(source, epoch, place)
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""

@@ -36,41 +36,35 @@ from sharded_loader.sampling.state import Checkpoint, Position, Signature
 from sharded_loader.sampling.tables import Batched, Dealt, Endless, Stretch, Table, parts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """What an epoch is read from, as it is settled when the epoch begins.
 
     Attributes:
         items: the sampler of the global order: of samples, or of batches.
-        batch_size, last_batch: how samples become batches; None: ``items`` are batches.
+        signature: seed, ``batch_size`` and ``last_batch`` (None: ``items`` are batches), and what a state compares.
         replicas, rank: how many ranks there are, and which is this one.
         dealt: whether the items are dealt to ranks.
-        seed: starts samplers of other libraries.
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
     """
 
     items: Any
-    batch_size: int | None
-    last_batch: str | None
+    signature: Signature
     replicas: int
     rank: int
     dealt: bool
-    seed: int
     arrays: bool = False
 
-    @property
-    def rollover(self) -> bool:
-        return self.last_batch == "rollover"
-
-    @property
-    def drops_last(self) -> bool:
-        return self.last_batch == "discard"
+    def __post_init__(self) -> None:
+        self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
+        self.rollover = self.signature.last_batch == "rollover"
+        self.drops_last = self.signature.last_batch == "discard"
 
     @property
     def cuts(self) -> bool:
         """Whether the last items of an epoch may belong to no batch of it."""
         given = (getattr(one, "last_batch", "keep") for one in nested(self.items))
-        return any(last_batch not in (None, "keep") for last_batch in (self.last_batch, *given))
+        return self.rollover or self.drops_last or any(last_batch != "keep" for last_batch in given)
 
 
 class EpochReading:
@@ -80,7 +74,6 @@ class EpochReading:
         source: the sampler, and how it is read.
         epoch: which epoch.
         place: where in it; None: at its beginning.
-        signature: of the order, as it is settled when the epoch begins.
 
     Attributes:
         resumed: whether there was a position.
@@ -88,9 +81,9 @@ class EpochReading:
         carry: where the next epoch begins, if that is not its own beginning.
     """
 
-    def __init__(self, source: Source, epoch: int, place: Position | None, signature: Signature) -> None:
+    def __init__(self, source: Source, epoch: int, place: Position | None) -> None:
         self.epoch = epoch
-        self.signature = signature
+        self.signature = source.signature
         self.resumed = place is not None
         self.carry: Position | None = None
         self._source = source
@@ -188,12 +181,12 @@ class EpochReading:
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        first, batches = self._ahead
-        if self._foreign is None or delivered - 1 <= first:
+        if self._foreign is None:
             return
+        first, batches = self._ahead
         for number in range(first, delivered - 1):
             self._marks.pop(number, None)
-        self._ahead = delivered - 1, batches[delivered - 1 - first :]
+        self._ahead = max(first, delivered - 1), batches[max(delivered - 1 - first, 0) :]
 
     # -- positions ------------------------------------------------------------------------------------------
 

@@ -30,8 +30,6 @@ from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.shuffle import shuffle
 from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
 
-Count = int | Callable[[], int]
-
 
 def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """How many replicas there are, and which one this process is.
@@ -98,19 +96,15 @@ class ReplicaSampler(WrapperSampler[Any]):
 
     Args:
         sampler: any sampler of indices or of batches, the same on all ranks.
-        num_replicas: how many ranks, or a function without arguments that says so, asked whenever it matters.
-        rank: which of them this is, from 0, or such a function.
+        ask: how many ranks there are, and which is this one. It is asked whenever that matters, because the process
+            group may not be up yet.
         truncate: leave out the end of the epoch that not all ranks get a share of; otherwise pad it by
             wrapping round to the beginning.
-        seed: starts ``sampler`` if it is foreign; must be the same on all ranks. None means 0, so that
-            ranks agree.
-
-    Raises:
-        ValueError: for a rank outside 0 .. num_replicas - 1.
+        seed: starts ``sampler`` if another library made it; the same on all ranks.
 
     Example:
         >>> from sharded_loader.sampling import SequentialSampler
-        >>> [list(ReplicaSampler(SequentialSampler(5), 2, rank)) for rank in range(2)]
+        >>> [list(ReplicaSampler(SequentialSampler(5), lambda: (2, rank))) for rank in range(2)]
         [[0, 2, 4], [1, 3, 0]]
 
     Source of the idea: `torch.utils.data.DistributedSampler`.
@@ -119,37 +113,23 @@ class ReplicaSampler(WrapperSampler[Any]):
     shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
 
     def __init__(
-        self,
-        sampler: Iterable[Any],
-        num_replicas: Count,
-        rank: Count,
-        *,
-        truncate: bool = False,
-        seed: int | None = None,
+        self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
     ) -> None:
-        super().__init__(sampler, 0 if seed is None else seed, "sampler")
-        self.sampler = sampler
-        self._asked = (num_replicas, rank)
-        self._truncate = bool(truncate)
-        if not callable(num_replicas) and not callable(rank):
-            self._resolve()
-
-    def _resolve(self) -> tuple[int, int]:
-        replicas, rank = (asked() if callable(asked) else asked for asked in self._asked)
-        return resolve_replicas(replicas, rank)
+        super().__init__(sampler, seed, "sampler")
+        self.sampler, self._ask, self._truncate = sampler, ask, truncate
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks there are (asks a callable every time)."""
-        return self._resolve()[0]
+        """How many ranks there are, as far as is known now."""
+        return self._ask()[0]
 
     @property
     def rank(self) -> int:
-        """Which of them this is (asks a callable every time)."""
-        return self._resolve()[1]
+        """Which of them this is, as far as is known now."""
+        return self._ask()[1]
 
     def epoch_table(self, epoch: int) -> Table:
-        return Dealt(table_of(self.sampler, epoch, self.seed), *self._resolve(), truncate=self._truncate)
+        return Dealt(table_of(self.sampler, epoch, self.seed), *self._ask(), truncate=self._truncate)
 
     def len_epoch(self, epoch: int) -> int:
         return parts(len_epoch(self.sampler, epoch), self.num_replicas, self._truncate)

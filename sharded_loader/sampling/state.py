@@ -8,8 +8,7 @@ are ``version``, the fields of `Position` and those of `Signature`. Each field s
 is written into one, and how it is compared: a new entry is one line. The position counts in the global order. Nothing
 of the rank, the pool, the workers or the devices is in it.
 
-What can go wrong: a dict that is no state, one of a newer version, and a state that does not fit the loader. The error
-names the entry.
+What can go wrong: a dict that is no state, one of a newer version, one of another loader. The error names the entry.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Reader = Callable[[str, Any], Any]
 T = TypeVar("T")
 
 
-def _integer(least: int | None = None, most: int = 1 << 64, optional: bool = False) -> Reader:
-    """Reads an integer. Without ``least``, `parse` checks that."""
+def _optional(read: Reader) -> Reader:
+    return lambda what, value: None if value is None else read(what, value)
 
+
+def _integer(least: int | None = None, most: int = 1 << 64) -> Reader:
     def read(what: str, value: Any) -> Any:
-        if optional and value is None:
-            return None
         try:
             if isinstance(value, bool):
                 raise TypeError
@@ -58,21 +57,16 @@ def _integer(least: int | None = None, most: int = 1 << 64, optional: bool = Fal
     return read
 
 
-def _of(kind: type, name: str, optional: bool = False) -> Reader:
-    """Reads a value of a type."""
-
-    def read(what: str, value: Any) -> Any:
-        if not isinstance(value, kind) and not (optional and value is None):
-            raise _wrong(what, value, name)
-        return value
-
-    return read
+def _text(what: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        raise _wrong(what, value, "a string")
+    return value
 
 
 def _seeds(what: str, value: Any) -> tuple[int | None, ...]:
     if not isinstance(value, list | tuple):
         raise _wrong(what, value, "a list of integers")
-    read = _integer(-LARGEST_SEED, LARGEST_SEED, optional=True)
+    read = _optional(_integer(-LARGEST_SEED, LARGEST_SEED))
     return tuple(read(what, seed) for seed in value)
 
 
@@ -94,10 +88,8 @@ def _anything(what: str, value: Any) -> Any:
 def _entry(read: Reader, differs: str | None = None, write: Callable[[Any], Any] | None = None, **other: Any) -> Any:
     """A field that is an entry of a state.
 
-    Args:
-        read: checks and converts what a dict has.
-        differs: what to say of a loader with another value, with ``{was}`` and ``{now}``; None: not compared.
-        write: what a dict gets; None: the value as it is.
+    ``read`` checks and converts what a dict has. ``write`` makes what a dict gets (None: the value as it is).
+    ``differs`` is what to say of a loader with another value (None: they are not compared).
     """
     return field(metadata={"read": read, "differs": differs, "write": write}, **other)
 
@@ -118,7 +110,7 @@ class Checkpoint:
     epoch: int = _entry(_integer(most=LARGEST))
     items: int = _entry(_integer(most=LARGEST))
     checksum: int = _entry(_integer(0, 0xFFFFFFFF))
-    rank: int | None = _entry(_integer(0, optional=True), default=None)
+    rank: int | None = _entry(_optional(_integer(0)), default=None)
     finished: bool = _entry(_anything, default=False)
     state: Any = _entry(_anything, write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
 
@@ -155,14 +147,16 @@ class Signature:
     """
 
     seed: int = _entry(_integer(LEAST_SEED, LARGEST_SEED))
-    dataset_length: int | None = _entry(_integer(0, optional=True), "the dataset had {was} samples, and has {now}")
-    sampler: str = _entry(_of(str, "a string"), "the sampler was {was}, and is {now}")
+    dataset_length: int | None = _entry(_optional(_integer(0)), "the dataset had {was} samples, and has {now}")
+    sampler: str = _entry(_text, "the sampler was {was}, and is {now}")
     sampler_length: int | None = _entry(
-        _integer(0, optional=True), "the sampler had {was} {unit} in the epoch, and has {now}"
+        _optional(_integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
     )
     sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
-    batch_size: int | None = _entry(_integer(1, optional=True), "batch_size was {was}, and is {now}")
-    last_batch: str | None = _entry(_of(str, "a string", optional=True), "last_batch was {was!r}, and is {now!r}")
+    batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
+    last_batch: str | None = _entry(
+        lambda what, value: value and _text(what, value), "last_batch was {was!r}, and is {now!r}"
+    )
     sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
 
     @property
@@ -317,11 +311,6 @@ def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) ->
 
     With rollover an epoch may begin with samples of the epochs before it. How many they are depends on the batch sizes
     and ranks of those epochs, which the state does not tell: at most all samples of them.
-
-    Args:
-        saved: of the state.
-        length: items in an epoch; None: unknown.
-        epoch, done: the position.
 
     Example:
         >>> saved = Signature(7, 10, "SequentialSampler", 10, (), 3, "rollover")

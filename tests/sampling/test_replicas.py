@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,10 @@ from hypothesis import strategies as st
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
-    ReplicaSampler,
     SequentialSampler,
 )
 from sharded_loader.sampling.foreign import table_of
-from sharded_loader.sampling.replicas import resolve_replicas
+from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.tables import BLOCK, Dealt
 
 quick = settings(max_examples=60, deadline=None)
@@ -74,7 +74,7 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
             )
             # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
             expected = [] if truncate and length < replicas else list(reference)
-        sampler = ReplicaSampler(INNER[kind](length), replicas, rank, truncate=truncate)
+        sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)
         assert (sampler.epoch_table(0).block == BLOCK) is (kind != "foreign")
         assert items_of(sampler.iter_epoch(0)) == expected
         assert items_of(sampler.iter_epoch(0, start)) == expected[start:]
@@ -113,7 +113,7 @@ def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
         expected = whole[rank::replicas]
         if len(expected) < -(-length // replicas):
             expected.append(whole[(rank + len(expected) * replicas) % length])
-        sampler = ReplicaSampler(order, replicas, rank)
+        sampler = ReplicaSampler(order, partial(resolve_replicas, replicas, rank))
         assert list(sampler.iter_epoch(1)) == expected
         assert list(sampler.iter_epoch(1, len(expected) - 3)) == expected[-3:]
         assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
@@ -128,7 +128,7 @@ def test_batches_are_dealt_in_turn_and_padded_by_wrapping(length: int, size: int
         inner = batches
     padded = [batches[place % len(batches)] for place in range(-(-len(batches) // replicas) * replicas)]
     for rank in range(replicas):
-        sampler = ReplicaSampler(inner, replicas, rank)
+        sampler = ReplicaSampler(inner, partial(resolve_replicas, replicas, rank))
         assert list(sampler.iter_epoch(0)) == padded[rank::replicas]
         assert list(sampler.iter_epoch(0, 1)) == padded[rank::replicas][1:]
         assert len(sampler) == len(padded) // replicas
@@ -136,7 +136,7 @@ def test_batches_are_dealt_in_turn_and_padded_by_wrapping(length: int, size: int
 
 def test_ranks_of_a_foreign_random_sampler_share_one_order() -> None:
     shares = [
-        list(ReplicaSampler(torch_data.RandomSampler(range(12)), 3, rank).iter_epoch(2))  # type: ignore[arg-type]
+        list(ReplicaSampler(torch_data.RandomSampler(range(12)), partial(resolve_replicas, 3, rank)).iter_epoch(2))  # type: ignore[arg-type]
         for rank in range(3)
     ]
     assert sorted(itertools.chain.from_iterable(shares)) == list(range(12))
@@ -144,7 +144,7 @@ def test_ranks_of_a_foreign_random_sampler_share_one_order() -> None:
 
 def test_epoch_is_that_of_the_sampler_inside() -> None:
     inner = RandomSampler(10, seed=1)
-    sampler = ReplicaSampler(inner, 2, 1)
+    sampler = ReplicaSampler(inner, partial(resolve_replicas, 2, 1))
     first = list(sampler)
     assert (sampler.epoch, inner.epoch) == (1, 1)
     sampler.set_epoch(0)
@@ -154,11 +154,11 @@ def test_epoch_is_that_of_the_sampler_inside() -> None:
 def test_replicas_may_be_asked_for_when_they_are_needed() -> None:
     asked: list[str] = []
 
-    def replicas() -> int:
+    def replicas() -> tuple[int, int]:
         asked.append("replicas")
-        return 2
+        return 2, 1
 
-    sampler = ReplicaSampler(SequentialSampler(4), replicas, lambda: 1)
+    sampler = ReplicaSampler(SequentialSampler(4), replicas)
     assert asked == []
     assert list(sampler) == [1, 3]
     assert (sampler.num_replicas, sampler.rank) == (2, 1)
@@ -198,7 +198,7 @@ def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch
         (lambda: resolve_replicas("auto", environ={"WORLD_SIZE": "2", "RANK": "-1"}), "RANK is '-1'.*at least 0"),
         (lambda: resolve_replicas("auto", environ={"WORLD_SIZE": "2", "RANK": ""}), "RANK is missing"),
         (lambda: resolve_replicas("auto", environ={"RANK": "3"}), "RANK is 3, but WORLD_SIZE is missing: set both"),
-        (lambda: ReplicaSampler(SequentialSampler(3), 2, 2), "give 0 to 1"),
+        (lambda: resolve_replicas(2, 2), "give 0 to 1"),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], object], message: str) -> None:

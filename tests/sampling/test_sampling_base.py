@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling import BucketScheme, ReplicaSampler
 from sharded_loader.sampling.base import Described
+from sharded_loader.sampling.bucket_samplers import BucketScheme
+from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.tables import Table
 
 EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
@@ -78,11 +80,11 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "BoundedBudgetSampler(length=3, max_num_tokens=6, max_num_sentences=-1, shuffle=True, seed=1)",
     ),
     (
-        lambda: ReplicaSampler(RandomSampler(10, seed=1), 4, 2),
+        lambda: ReplicaSampler(RandomSampler(10, seed=1), partial(resolve_replicas, 4, 2)),
         "ReplicaSampler(RandomSampler(length=10, seed=1), length=3, num_replicas=4, rank=2, truncate=False)",
     ),
     (
-        lambda: ReplicaSampler([[0, 1], [2, 3], [4]], 2, 0),
+        lambda: ReplicaSampler([[0, 1], [2, 3], [4]], partial(resolve_replicas, 2, 0)),
         "ReplicaSampler([[0, 1], [2, 3], [4]], length=2, num_replicas=2, rank=0, truncate=False, seed=0)",
     ),
     (lambda: ConstWidthBucket(), "ConstWidthBucket()"),
