@@ -49,7 +49,7 @@ def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[E
 
 
 class DrawnSeed(int):
-    """A seed that nobody gave. A loader with a seed of its own puts that in its place: ranks must agree on it."""
+    """A seed that nobody gave. A loader with a seed of its own uses its own instead: ranks must agree on it."""
 
 
 def resolve_seed(seed: Any) -> int:

@@ -5,11 +5,12 @@
     BoundedBudgetSampler   as many samples as a budget of padded tokens allows
 
 Out: lists of Python ints, one list per batch. Batch k of an epoch is a pure function of (seed, epoch, k).
-With ``last_batch="rollover"`` the epochs are one endless stream cut into batches: of N items each and B to
-a batch, epoch e owns the batches floor(e*N/B) to floor((e+1)*N/B) - 1. These are the batches that Gluon
-gives, but they do not depend on what was iterated before.
+With ``last_batch="rollover"`` the epochs follow each other without end, and are cut into batches. With N items per
+epoch and B items per batch, epoch e owns the batches floor(e*N/B) to floor((e+1)*N/B) - 1. Example: of 5 items in twos
+epoch 0 owns batches 0 and 1, and epoch 1 owns batches 2 to 4. These are the batches that Gluon gives, but they do not
+depend on what was iterated before.
 
-What can go wrong: a foreign sampler whose ``len`` is not the number of items that it yields: ValueError.
+What can go wrong: with rollover, a sampler of another library yields more or fewer items than its ``len``: ValueError.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class SortedBucketSampler(Sampler[list[int]]):
         batch_size: samples per batch.
         mult: a bucket has ``int(mult * batch_size)`` samples; at least 1.
         reverse: greatest key first within a bucket.
-        shuffle: fill the buckets at random, and shuffle the batches of a bucket, anew each epoch.
+        shuffle: fill the buckets at random, and shuffle the batches of a bucket, in each epoch again.
         seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
 
     Raises:
@@ -184,7 +185,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         max_num_sentences: most samples of a batch; -1 for no limit.
         required_batch_size_multiple: cut batches that are larger to a multiple of this (8 suits GPUs). The
             last batch, and smaller ones, stay as they are.
-        shuffle: shuffle the batches anew each epoch; without it short samples come first.
+        shuffle: shuffle the batches in each epoch again. Without it, short samples come first.
         seed: with the epoch it decides that order. None draws one from torch's default generator.
 
     Raises:

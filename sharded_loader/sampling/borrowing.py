@@ -69,7 +69,7 @@ MOST_BYTES = 64 << 20
 
 
 def check_sampler(sampler: Any, name: str = "sampler") -> None:
-    """Refuse what cannot be a sampler.
+    """Reject what cannot be a sampler.
 
     Raises:
         TypeError: for something that is not iterable, and for generators and other one-shot iterators.
@@ -133,7 +133,7 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
 
 
 def _nexts(items: Iterator[Any]) -> Iterator[Any]:
-    """The items of an iterator whose ``__iter__`` begins anew: itertools would call it again."""
+    """The items of an iterator whose ``__iter__`` starts again: itertools would call it."""
     while True:
         try:
             item = next(items)

@@ -4,7 +4,7 @@ In: the length of every sample. Out: batches (lists of Python ints), or with ``n
 batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
 each bucket and the order of the batches, as a pure function of (seed, epoch).
 
-What can go wrong: a sample longer than every bucket, refused in the constructor.
+What can go wrong: a sample longer than every bucket. The constructor rejects it with an error.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FixedBucketSampler(Sampler[Any]):
             ``bucket_scheme``.
         ratio: scales up the batches of shorter buckets: a bucket with key K has batches of
             ``max(ratio * batch_size * max(keys) / K, batch_size)`` samples.
-        shuffle: shuffle samples within buckets, and batches, anew each epoch.
+        shuffle: shuffle samples within buckets, and batches, in each epoch again.
         use_average_length: make the batches of each bucket hold about ``batch_size`` tokens
             (mean length plus one standard deviation, per sample).
         num_shards: 0 for plain batches; above, each item is a group of that many batches.
@@ -256,7 +256,7 @@ class FixedBucketSampler(Sampler[Any]):
         self.bucket_batch_sizes = [max(int(batch_size / (part.mean() + part.std())), 1) for part in lengths]
 
     def _plan(self) -> None:
-        """All batches as (bucket, place of the first sample in it), the longest bucket first."""
+        """All batches as (bucket, position of the first sample in it), the longest bucket first."""
         buckets = range(len(self._members) - 1, -1, -1)
         begins = [np.arange(0, len(self._members[b]), self.bucket_batch_sizes[b], dtype=np.int64) for b in buckets]
         self._batch_bucket = np.repeat(np.array(buckets, dtype=np.int64), [len(begin) for begin in begins])

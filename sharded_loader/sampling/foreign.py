@@ -128,8 +128,12 @@ class ReplayTable(Streamed):
         self._sampler, self._epoch, self._seed = sampler, epoch, seed
         self._rank = _rank_of(sampler)
         self._length = length_or(sampler, -1)
-        self._checksum = 0
-        self._yields_ints = False
+        self._begin(checkpoint)
+
+    def _begin(self, checkpoint: Checkpoint | None) -> None:
+        epoch, seed, sampler = self._epoch, self._seed, self._sampler
+        self._base = self._resumed = self._checksum = 0
+        self._buffer, self._yields_ints, self._ended = [], False, False
         self._head: list[Any] = []
         self._stateful: Any = None
         state, finished = (None, False) if checkpoint is None else (checkpoint.state, checkpoint.finished)
@@ -138,20 +142,26 @@ class ReplayTable(Streamed):
             for _ in start(sampler, checkpoint.epoch, seed, copy.deepcopy(state))[0]:
                 pass
         if checkpoint is None or checkpoint.epoch != epoch or not checkpoint.items:
-            checkpoint = state = None
-        elif finished:
+            self._items, self._stateful = start(sampler, epoch, seed)
+            self._good = self._own_state()
+            return
+        self._resumed = checkpoint.items
+        if finished:
             self._base, self._checksum, self._ended, self._good = checkpoint.items, checkpoint.checksum, True, state
             return
         self._items, self._stateful = start(sampler, epoch, seed, copy.deepcopy(state))
         self._good = self._own_state()
-        if checkpoint is None:
-            return
         if state is not None and self._stateful is not None:
             self._base, self._checksum = checkpoint.items, checkpoint.checksum
             return
         self._jump(checkpoint.items)
         if checkpoint.rank == self._rank and (self._base, self._checksum) != (checkpoint.items, checkpoint.checksum):
             raise ValueError(self._refusal(checkpoint))
+
+    def upto(self, begin: int, end: int) -> int:
+        if begin < self._resumed:  # other ranks had read a little further than the position
+            self._begin(None)
+        return super().upto(begin, end)
 
     def checkpoint(self) -> Checkpoint:
         """The position after what has been read."""
@@ -214,12 +224,11 @@ class ReplayTable(Streamed):
 
 
 class Replay:
-    """A foreign sampler in the place of one of ours: wrappers read it, and it remembers how far they have read.
+    """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
 
     Args:
         sampler, seed: as `table_of`.
         checkpoint: where the first epoch that is read goes on.
-
     """
 
     def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None) -> None:
@@ -261,7 +270,7 @@ def name_of(sampler: Any) -> str:
 
 
 def _rank_of(sampler: Any) -> int | None:
-    """Whose part a sampler yields that deals out to ranks by itself, as torch's DistributedSampler does."""
+    """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler does."""
     found = (one.rank for one in nested(sampler) if isinstance(getattr(one, "rank", None), int))
     return next(found, None)
 

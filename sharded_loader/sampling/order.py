@@ -86,7 +86,7 @@ class EpochOrder:
         )
         # What is read: the user's sampler, or a copy with other seeds.
         self._read = self._user
-        # By place in the chain: whether a sampler has no seed of its own, but takes the loader's, or that of a state.
+        # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
         self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
         if decides:
             self._reseed([self.seed if seedless else None for seedless in self._seedless])
@@ -183,7 +183,7 @@ class EpochOrder:
         return found
 
     def adopt(self, saved: Signature) -> bool:
-        """Take over the seeds of a state that fits; whether they are others than before."""
+        """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
         own = [_seed_of(one) for one in self._given]
         seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):

@@ -9,9 +9,9 @@ Without a position an epoch is the sampler's own. From a position on:
 
     keep, discard, given batches    the rest of the epoch's items, dealt and padded again, is cut into batches;
     rollover                        the endless sequence of epochs goes on up to where epoch + 1 begins for this number
-                                    of ranks and batch size. If those are others than before, the last batch may be
-                                    smaller; and if the position lies behind the beginning of epoch + 1, the rest of
-                                    the epoch is empty and epoch + 1 begins at the position (`carry`).
+                                    of ranks and batch size. If those have changed, the last batch may be smaller. If
+                                    the position lies behind the beginning of epoch + 1, the rest of the epoch is empty
+                                    and epoch + 1 begins at the position (`carry`).
 
 Batches keep their numbers: after k whole ones the next is number k, also where batches were of another size.
 
@@ -153,6 +153,8 @@ class EpochReading:
     def _read_foreign(self, number: int) -> Any:
         """Read a sampler of another library up to a batch, and note a checkpoint after each batch."""
         first, batches = self._ahead
+        if number < first:
+            raise LookupError(f"batch {number} of epoch {self.epoch} was forgotten: the first one kept is {first}")
         before = noted(nested(self._foreign))
         try:
             while (coming := first + len(batches)) <= number:
@@ -231,7 +233,7 @@ class EpochReading:
         return self._line.done(batch - self.first) + self._source.rank
 
     def place(self, delivered: int) -> Position:
-        """The position after so many batches of the epoch (as they are numbered: at least `first`)."""
+        """The position after ``delivered`` batches of the epoch (at least `first`)."""
         mark = self._marks.get(delivered)
         done = self._line.done(delivered - self.first)
         return Position(self.epoch, done if delivered == self.first else self._line.clamp(done), mark)
@@ -313,7 +315,7 @@ class _Rolling:
         return parts(self._count, self._batch, cut=False)
 
     def done(self, batches: int) -> int:
-        """Samples done after so many batches, counted from the epoch's own first."""
+        """Samples done after this many batches, counted from the epoch's own first."""
         return self._from.total(batches * self._batch) - self._epoch * self.length_of_epoch
 
     def clamp(self, done: int) -> int:

@@ -154,9 +154,7 @@ class Signature:
     )
     sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
     batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
-    last_batch: str | None = _entry(
-        lambda what, value: value and _text(what, value), "last_batch was {was!r}, and is {now!r}"
-    )
+    last_batch: str | None = _entry(_optional(_text), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
 
     @property
@@ -328,7 +326,7 @@ def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) ->
 
 
 def other_arguments(saved: Signature, own: Signature) -> list[str]:
-    """Which arguments of the samplers that were given are others than then, one phrase each.
+    """Which arguments of the given samplers have changed, one phrase each.
 
     Example:
         >>> one = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 3),))

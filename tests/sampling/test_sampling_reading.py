@@ -200,3 +200,20 @@ def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_th
     early = threes.read(1, Position(1, -1))
     assert list(early(early.first)) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
     assert [early.place(number).done for number in range(4)] == [-1, 2, 5, 8]
+
+
+def test_a_checkpoint_behind_the_position_is_not_used() -> None:
+    """Other ranks may have read a group further than the position that a state counts."""
+    one = reading("gluon")
+    mark = [one.place(number).mark for number in range(4) if one.batch(number)][3]
+    assert mark is not None and mark.items == 9
+    again = reading("gluon", 1, Position(1, 6, mark))
+    assert whole(again) == whole(reading("gluon"))[2:]
+
+
+def test_a_batch_that_was_forgotten_is_an_error() -> None:
+    one = reading("gluon")
+    [one.batch(number) for number in range(5)]
+    one.forget(4)
+    with pytest.raises(LookupError, match="batch 1 of epoch 1 was forgotten: the first one kept is 3"):
+        one.batch(1)
