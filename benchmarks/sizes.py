@@ -22,9 +22,10 @@ APART = ("demo", "demo_kill", "demo_stop", "cli", "__main__")
 """Below the package: programs that use it. Levels do not count them."""
 
 FLOORS = (
-    ("rng", "errors", "process_hooks"),
+    ("rng", "errors", "interrupts", "process_hooks"),
+    ("batching",),
     ("memory",),
-    ("sampling", "data", "batching", "recordio"),
+    ("sampling", "data", "recordio"),
     ("engine", "execution", "devices"),
     ("loader", "iterator", *APART),
 )

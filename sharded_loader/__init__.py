@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
+    from sharded_loader.batching.allocation import empty as empty
     from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
     from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
     from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
-    from sharded_loader.memory.allocation import empty as empty
     from sharded_loader.parallel import Replicas as Replicas
     from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
     from sharded_loader.rng import sample_generator as sample_generator
@@ -79,7 +79,7 @@ _HOMES = {
     "sharded_loader.execution.pools.process": ["ProcessPool"],
     "sharded_loader.execution.pools.thread": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
-    "sharded_loader.memory.allocation": ["empty"],
+    "sharded_loader.batching.allocation": ["empty"],
     "sharded_loader.parallel": ["Replicas"],
     "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [

@@ -75,7 +75,7 @@ class LoaderAttributes:
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
-        self._pipeline.deepens = prefetch is None
+        self._pipeline.scale_by_group = prefetch is None
         self._prefetch = check_prefetch(prefetch, self.num_workers)
         # Without workers nothing is read ahead, whatever was asked for.
         self._pipeline.prefetch = self._prefetch if self.num_workers else 0
@@ -90,7 +90,7 @@ class LoaderAttributes:
         count = check_count("device_prefetch", ahead)
         self._placement.ahead = count if self._placement.asynchronous else 0
         # Not asking the pool for more would leave nothing to be copied ahead.
-        self._pipeline.at_hand = max(2, 1 + self._placement.ahead)
+        self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 
     @property
     def shard_weights(self) -> list[float] | None:

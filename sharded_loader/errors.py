@@ -16,6 +16,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sharded_loader.interrupts import is_from_outside
+
 
 class LoaderClosedError(RuntimeError):
     """The loader was closed; make a new one.
@@ -219,6 +221,18 @@ def as_exception(error: BaseException, where: str) -> Exception:
     )
     stand_in.__cause__ = error
     return stand_in
+
+
+def as_batch_error(error: BaseException, where: str) -> Exception:
+    """`as_exception` in the main process, where what a signal handler raises belongs to no batch: it is raised again.
+
+    Args:
+        error: an exception that was caught just now.
+        where: by what it was raised.
+    """
+    if is_from_outside(error):
+        raise error
+    return as_exception(error, where)
 
 
 def text_of(error: BaseException) -> str:

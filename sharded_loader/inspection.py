@@ -29,8 +29,8 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
         Exception: what the samples raise.
     """
     placement.check_not_capturing()
-    plan = run.plan
-    while (planned := plan.head()) is not None:
+    plan, seq = run.plan, run.delivered
+    while (planned := plan.task(seq)) is not None:
         if isinstance(planned, BaseException):
             raise planned
         task = plan.split(planned)
@@ -39,7 +39,7 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
             raise result.error
         if result.batch is not NOTHING:
             return placement.finish(placement.begin(result.batch, task.sharded))
-        plan.advance()
+        seq += 1
     raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
 

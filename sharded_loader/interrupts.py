@@ -1,35 +1,105 @@
-"""Steps that a Ctrl-C must not cut in two, and whether the program ends."""
+"""What strikes from outside: signals in the middle of a step, exceptions of signal handlers, the program's end."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, a Ctrl-C is noted; it is raised at the end of the block.
+    """Inside, signals are noted; their handlers run at the end of the block.
 
-    For the few places where half a job leaks a process or a descriptor. Blocking the signal would not do:
-    another thread of the process (OpenBLAS starts some) takes it, and Python raises in the main thread.
+    For the few places where half a job leaks a process or a descriptor. Blocking the signals would not do:
+    another thread of the process (OpenBLAS starts some) takes them, and Python runs the handlers in the main thread.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    noted: list[Any] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    noted: list[tuple[Any, int, Any]] = []
+    before = _handlers()
     try:
+        for number, handler in before.items():
+            signal.signal(number, functools.partial(_note, noted, handler))
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if noted:
-            before(*noted[-1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        with contextlib.ExitStack() as calls:  # each handler runs, whatever another one raises
+            for handler, number, frame in reversed(noted):
+                calls.callback(handler, number, frame)
+
+
+def _note(noted: list[tuple[Any, int, Any]], handler: Any, number: int, frame: Any) -> None:
+    if (handler, number) not in [one[:2] for one in noted]:  # as the kernel does: a signal that waits is one signal
+        noted.append((handler, number, frame))
+
+
+def _handlers() -> dict[int, Any]:
+    """The signals that this program handles in Python, with their handlers."""
+    numbers = signal.valid_signals() if hasattr(signal, "valid_signals") else ()
+    return {int(number): found for number in numbers if callable(found := signal.getsignal(number))}
+
+
+_seen: set[CodeType] = set()
+"""The code of every signal handler that `note_handlers` has met: one may put another in its place before it raises."""
+
+
+def note_handlers() -> None:
+    """Look at the signal handlers of the program, so that `is_from_outside` knows them later."""
+    _seen.update(code for handler in _handlers().values() if (code := _code_of(handler)) is not None)
+
+
+def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
+    """Whether a signal handler, or a debugger, has raised the error. Such an error belongs to no batch.
+
+    Args:
+        error: an exception that this package has caught.
+        reads: it was caught while samples were read. An `Exception` that strikes inside the user's dataset then counts
+            as the dataset's own, which may handle signals itself (a time limit for a sample, say).
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    note_handlers()
+    codes: set[CodeType | None] = {*_seen}
+    frame = sys._getframe(1)
+    while frame is not None:  # a debugger traces frames; the one that it has left by an exception is no longer traced
+        codes.add(_code_of(frame.f_trace))
+        frame = frame.f_back  # type: ignore[assignment]
+    anywhere = not (reads and isinstance(error, Exception))
+    strikes_here = anywhere
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if strikes_here and code in codes:
+            return True
+        strikes_here = anywhere or code.co_filename.startswith(_PACKAGE)
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a function, a method, a partial object or an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    for one in (handler, getattr(handler, "__func__", None), type(handler).__call__ if callable(handler) else None):
+        code = getattr(one, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
 
 
 _ends = threading.Event()

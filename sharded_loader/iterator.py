@@ -1,13 +1,15 @@
 """One way through one epoch of a loader.
 
-    pipeline.next -> entry -> placement.begin, finish -> pipeline.done -> the user
+    pipeline.head -> entry -> placement.begin, finish -> pipeline.take -> the user
                      and placement.begin for the next ones, where they are copied by streams
 
-An iterator owns its position in the epoch, nothing else. It keeps its loader open by holding it. The epoch begins when
-the first batch is asked for: until then an iterator has no run, and dropping it changes nothing. If the first ``next``
-is interrupted, the epoch has not begun. Handing out is the last step: if it is interrupted, the batch is the next one
-again. If something goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any
-other: it is raised once, in the batch's place.
+An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
+The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
+
+One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
+raises), it passes as it is, the count is what it was before, and the next ``next`` gives the same batch. If something
+goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
+in the batch's place.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any, Protocol
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
-from sharded_loader.errors import Place, as_exception
-from sharded_loader.execution.messages import NOTHING, Result
+from sharded_loader.errors import Place, as_batch_error
+from sharded_loader.execution.messages import NOTHING, Job, Result, Task
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Entry, Run
 from sharded_loader.progress import Mark, Progress
@@ -35,9 +37,11 @@ class Owner(Protocol):
 
     def __len__(self) -> int: ...
 
-    def _begin(self, iterator: EpochIterator) -> None: ...
+    def _choose_run(self, iterator: EpochIterator) -> None: ...
 
-    def _take_back(self, iterator: EpochIterator) -> None: ...
+    def _open_run(self, iterator: EpochIterator) -> None: ...
+
+    def _keep_run(self, iterator: EpochIterator, mark: Mark) -> None: ...
 
 
 class EpochIterator(Iterator[Any]):
@@ -45,35 +49,32 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         owner: the loader. It is held, so that a temporary one lives as long as its loop.
+        lock: the loader's.
         placement, meter, progress: the loader's.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
         pipeline: where the run is open.
-        before: where the loader was before the run began.
+        job: what is read.
+        placement: puts the run's batches where they belong.
     """
 
     run: Run | None = None
     pipeline: Pipeline
-    before: Mark | None = None
+    job: Job
 
-    def __init__(self, owner: Owner, placement: Placement | Residence, meter: Meter, progress: Progress) -> None:
+    def __init__(self, owner: Owner, lock: Any, placement: Placement, meter: Meter, progress: Progress) -> None:
         self._owner = owner
-        self._placement = placement
+        self._lock: threading.RLock = lock
+        self.placement: Placement | Residence = placement
         self._meter = meter
         self._progress = progress
-        self._lock = threading.RLock()
         self._last_ended: float | None = None
-
-    def begin(self, run: Run, pipeline: Pipeline, placement: Placement | Residence, before: Mark) -> None:
-        """Read this run from now on. The loader calls it when the first batch is asked for."""
-        self.pipeline, self._placement, self.before = pipeline, placement, before
-        self.run = run
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
         if self.run is not None and not _is_finalizing():
-            self.pipeline.end(self.run.number)
+            self.pipeline.drop(self.run.number)
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -91,72 +92,100 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def __next__(self) -> Any:
-        self._placement.check_not_capturing()
-        handed: list[Entry] = []
-        try:
-            with self._lock:
-                batch, error = self._next_batch(handed)
+        self.placement.check_not_capturing()
+        with self._lock:
+            run, mark = self.run, None
+            delivered = 0 if run is None else run.delivered
+            try:
+                if run is None:
+                    mark = self._progress.mark()
+                batch, error = self._step(mark)
                 if error is None:
                     return batch
-        except BaseException:
-            if self.run is not None:
-                if handed:
-                    self.pipeline.undo(self.run, handed[0])
-                self._owner._take_back(self)
-            raise
+            except BaseException:
+                self._go_back(run, delivered, mark)
+                raise
         try:
             raise error
         finally:
-            del error  # else error -> traceback -> this frame -> error, and the loader waits for the collector
+            del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
-    def _next_batch(self, handed: list[Entry]) -> tuple[Any, BaseException | None]:
-        """The next batch, or the error in its place.
+    def _step(self, mark: Mark | None) -> tuple[Any, BaseException | None]:
+        """The next batch, or the error to raise instead: of the batch, or `StopIteration`.
 
         Args:
-            handed: holds the batch's entry from before it leaves the window until its fate is settled.
+            mark: the loader's position, if no batch of this iterator has been handed out: its epoch begins with this
+                one.
         """
+        is_first = mark is not None
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
-        run = self.run or self._begun()
+        if is_first:
+            self._owner._choose_run(self)
+        pipeline, run = self.pipeline, self.run
+        assert run is not None  # it was chosen
+        inside = pipeline.begin()
+        if is_first:
+            self._owner._open_run(self)
         while True:
-            try:
-                entry = self.pipeline.next(run)
-            except StopIteration:
+            entry = pipeline.head(run)
+            if isinstance(entry, Exception):
+                pipeline.end(inside)
+                if mark is not None and is_first:
+                    self._owner._keep_run(self, mark)
+                return None, entry
+            if entry is None:
                 run.ended = True
+                if is_first:
+                    self._progress.begun(run, self)
                 self._progress.delivered(run)
                 if self._progress.was_over(run):
-                    self.run = None
-                    run = self._begun()
+                    self._owner._choose_run(self)
+                    self._owner._open_run(self)
+                    run = self.run
+                    assert run is not None
                     continue
-                self._placement.end_epoch()
-                raise
+                self.placement.end_epoch()
+                pipeline.end(inside)
+                return None, StopIteration()
             arrived = time.perf_counter()
             result, batch = self._place(run, entry)
             placing = time.perf_counter() - arrived
-            handed[:] = [entry]
-            self.pipeline.done(run, entry)
+            pipeline.take(run)
+            run.delivered = entry.seq + 1
+            if is_first:
+                self._progress.begun(run, self)
+                is_first = False
             self._progress.delivered(run)
-            if result.skipped or result.error is not None:
-                handed.clear()
+            if result.skipped:
                 self._meter.skip(result.skipped)
-            if result.error is None:
-                if result.skipped:
-                    self._warn_of_lost(run.epoch, entry.seq, result)
-                if result.batch is NOTHING:
-                    handed.clear()
-                    continue
-                if self._meter.looks is None:
-                    self._meter.look(batch)
-                self._meter.handed(result.samples, result.seconds, placing)
+                if result.error is None and (warning := self._warn_of_lost(run.epoch, entry.seq, result)) is not None:
+                    result = Result(result.run, result.seq, error=warning)
+            if result.batch is NOTHING and result.error is None:
+                continue
+            pipeline.end(inside)
             self._last_ended = time.perf_counter()
-            self._meter.waited(self._last_ended - began, working)
+            waiting = self._last_ended - began
+            if result.error is not None:
+                self._meter.waited(waiting, working)
+            else:
+                self._meter.handed(batch, result.samples, result.seconds, placing, waiting, working)
             return batch, result.error
 
-    def _begun(self) -> Run:
-        """The run that begins now, with the first batch."""
-        self._owner._begin(self)
-        assert self.run is not None
-        return self.run
+    def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
+        """An exception has struck: nothing was handed out.
+
+        Args:
+            run: the run before this ``next``; None: its epoch has not begun.
+            delivered: batches of it that were handed out before.
+            mark: what the loader's position was before the epoch began.
+        """
+        if self.run is None:
+            return
+        self.pipeline.fail()
+        self.run.delivered, self.run.ended = self.run.reading.first if run is None else delivered, False
+        if run is None and mark is not None:
+            self._owner._keep_run(self, mark)
 
     def _place(self, run: Run, entry: Entry) -> tuple[Result, Any]:
         """The entry's result and the batch as the user gets it, or the error that came up on the way."""
@@ -164,35 +193,39 @@ class EpochIterator(Iterator[Any]):
         assert result is not None  # the pipeline returns finished entries
         if result.error is not None or result.batch is NOTHING or entry.task is None:
             return result, None
-        placement = self._placement
-        try:
-            sharded = entry.task.sharded
-            if entry.begun is None:
-                entry.begun = self._with_room(run, lambda: placement.begin(result.batch, sharded))
-            if placement.ahead:
-                self._begin_behind(run)
-            return result, self._with_room(run, lambda: placement.finish(entry.begun))
-        except Exception as raised:
-            error = as_exception(raised, "while the batch was placed")
-            # Of an error of an earlier kernel no sample is the cause.
-            Place(run.epoch, entry.seq).note(error, samples=() if note_late(error) else entry.task.shards[0])
-            return Result(result.run, result.seq, error=error), None
+        placement = self.placement
+        for is_last_try in (False, True):
+            try:
+                if entry.begun is None:
+                    entry.begun = placement.begin(result.batch, entry.task.sharded)
+                if placement.ahead:
+                    self._begin_behind(run)
+                return result, placement.finish(entry.begun)
+            except OUT_OF_MEMORY as raised:
+                if is_last_try:
+                    return self._not_placed(run, entry.task, raised), None
+            except Exception as raised:
+                return self._not_placed(run, entry.task, raised), None
+            # Not done above: the error's traceback holds the parts that had found room.
+            self._make_room(run)
+        raise AssertionError("the last try returns")
 
-    def _with_room(self, run: Run, place: Callable[[], Any]) -> Any:
-        """Place the next batch, at the expense of those behind it where a device has no memory for all."""
-        placement = self._placement
-        try:
-            return place()
-        except OUT_OF_MEMORY:
-            pass  # what follows is not done in here: the error's traceback holds the parts that had found room
-        for other in self.pipeline.finished(run, placement.ahead):
+    @staticmethod
+    def _not_placed(run: Run, task: Task, raised: BaseException) -> Result:
+        error = as_batch_error(raised, "while the batch was placed")
+        # Of an error of an earlier kernel no sample is the cause.
+        Place(run.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
+        return Result(task.run, task.seq, error=error)
+
+    def _make_room(self, run: Run) -> None:
+        """A device has no memory for all batches: those behind the next one wait on the host."""
+        for other in self.pipeline.finished(run, self.placement.ahead):
             other.begun = None
-        placement.make_room()
-        return place()
+        self.placement.make_room()
 
     def _begin_behind(self, run: Run) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
-        placement = self._placement
+        placement = self.placement
         for entry in self.pipeline.finished(run, placement.ahead):
             result = entry.result
             if entry.begun is not None or entry.task is None or result is None or result.error is not None:
@@ -204,17 +237,23 @@ class EpochIterator(Iterator[Any]):
                 continue
             except OUT_OF_MEMORY:
                 pass
-            except Exception:
+            except Exception as raised:
+                as_batch_error(raised, "while the batch was placed")
                 return
             placement.make_room()
             return
 
-    def _warn_of_lost(self, epoch: int, batch: int, result: Result) -> None:
+    def _warn_of_lost(self, epoch: int, batch: int, result: Result) -> Warning | None:
+        """Warn of what ``on_error`` left out; the warning itself where the user has made warnings errors."""
         where = f"epoch {epoch}, batch {batch}"
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:
             message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
         else:
-            return
-        warnings.warn(f"{message}: no sample of it could be read (see loader.skipped)", stacklevel=4)
+            return None
+        try:
+            warnings.warn(f"{message}: no sample of it could be read (see loader.skipped)", stacklevel=4)
+        except Warning as raised:
+            return raised
+        return None

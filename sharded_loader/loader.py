@@ -14,6 +14,7 @@ What can go wrong is refused here, in the constructor, as far as it can be known
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -49,8 +50,6 @@ from sharded_loader.execution.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.progress import KeptRun, Mark, Progress
-from sharded_loader.sampling.foreign import nested
-from sharded_loader.sampling.keeping import undisturbed
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -174,9 +173,11 @@ class ShardedDataLoader(LoaderAttributes):
         self._residence: Residence | None = None
         if check_resident(resident, dataset, found, self._batchify_fn):
             self._residence = Residence(dataset, found or [], resident is True, self._placement)
-        self._gathering = Pipeline(InlinePool(), 0)
+        # One for all iterators. Reentrant: a signal handler may use the loader in the middle of ``next``.
+        self._lock = threading.RLock()
+        self._gathering = Pipeline(InlinePool(), 0, self._lock)
         workers = make_pool(pool, num_workers, thread_pool)
-        self._pipeline = Pipeline(workers, 0)
+        self._pipeline = Pipeline(workers, 0, self._lock)
         self.prefetch = prefetch
         claim(workers, self._pipeline)
         workers.use_memory(self._placement.empty, self._placement.register)
@@ -184,8 +185,7 @@ class ShardedDataLoader(LoaderAttributes):
         self._meter = Meter()
         self._progress = Progress(self._order)
         self._stale = False
-        # Threads may begin epochs at the same time. Reentrant: a signal handler may use the loader in the middle of it.
-        self._beginning = threading.RLock()
+        self._numbers = itertools.count()
         self._kept: KeptRun | None = None
         self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
 
@@ -221,57 +221,47 @@ class ShardedDataLoader(LoaderAttributes):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._placement, self._meter, self._progress)
+        return EpochIterator(self, self._lock, self._placement, self._meter, self._progress)
 
-    def _begin(self, iterator: EpochIterator) -> None:
-        """Let an iterator, which is asked for its first batch, begin the epoch that is next.
+    def _choose_run(self, iterator: EpochIterator) -> None:
+        """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
 
-        Interrupted or failed, here or before the first batch is handed out (`_take_back`), no epoch has begun. The run
-        is kept then, and begins where the same epoch begins the next time: a sampler of another library may not yield
-        the batches that have been planned already twice.
+        If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
+        another library may not yield the batches twice that were planned already.
         """
-        with self._beginning:
-            self._pipeline.check_open()
-            self._order.settle_replicas()
-            pipeline, placement, job = self._source()
-            before = self._progress.mark()
-            run = self._take_kept(before, pipeline) or self._new_run()
-            try:
-                if pipeline.pool.shares_dataset:
-                    self._placement.settle()
-                    begin_epoch(self.dataset, run.epoch, self._progress.live_runs())
-                pipeline.open(run, job, renew=self._stale)
-                self._stale = False
-                self._progress.begun(run)
-                self._progress.live[run.number] = iterator
-                iterator.begin(run, pipeline, placement, before)
-                self._kept = None
-            except BaseException:
-                self._kept = KeptRun(run, before, pipeline)
-                iterator.run = None
-                self._progress.live.pop(run.number, None)
-                self._progress.go_back(before)
-                raise
+        self._order.settle_replicas()
+        pipeline, placement, job = self._source()
+        mark = self._progress.mark()
+        run = self._take_kept(mark, pipeline) or self._new_run()
+        iterator.pipeline, iterator.placement, iterator.job = pipeline, placement, job
+        iterator.run = run
 
-    def _take_back(self, iterator: EpochIterator) -> None:
-        """The first ``next`` of an iterator gave nothing: its epoch has not begun, unless another has since."""
-        with self._beginning:
-            run, before = iterator.run, iterator.before
-            if run is not None and before is not None and self._progress.is_last_begun(run):
-                self._kept = KeptRun(run, before, iterator.pipeline)
-                iterator.run = None
-                self._progress.live.pop(run.number, None)
-                self._progress.go_back(before)
+    def _open_run(self, iterator: EpochIterator) -> None:
+        """Have the pool read an iterator's run. The pipeline's step has begun."""
+        run, pipeline = iterator.run, iterator.pipeline
+        assert run is not None  # it was chosen
+        if pipeline.pool.shares_dataset:
+            self._placement.settle()
+            begin_epoch(self.dataset, run.epoch, self._progress.live_runs())
+        pipeline.open(run, iterator.job, renew=self._stale)
+        self._stale = False
+
+    def _keep_run(self, iterator: EpochIterator, mark: Mark) -> None:
+        """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
+        run, iterator.run = iterator.run, None
+        if run is None:
+            return
+        self._progress.go_back(mark, run)
+        self._kept = KeptRun(run, mark, iterator.pipeline)
 
     def _take_kept(self, mark: Mark, pipeline: Pipeline) -> Run | None:
         """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
-        kept = self._kept
+        kept, self._kept = self._kept, None
         if kept is None:
             return None
         if kept.mark == mark and kept.pipeline is pipeline and not self._stale and kept.run.dead is None:
             return kept.run
-        kept.pipeline.end(kept.run.number)
-        self._kept = None
+        kept.pipeline.drop(kept.run.number)
         return None
 
     def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
@@ -283,12 +273,12 @@ class ShardedDataLoader(LoaderAttributes):
 
     def _new_run(self) -> Run:
         self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
-        reading, number = self._progress.begin(), self._pipeline.new_number()
+        reading, number = self._progress.begin(), next(self._numbers)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first
         at = reading.position
-        plan = EpochPlan(number, reading.epoch, reading, at, size, self._split, may_shard=given, start=first)
-        return Run(number, reading.epoch, plan, reading, delivered=reading.first)
+        plan = EpochPlan(number, reading.epoch, reading.batch, at, size, self._split, may_shard=given)
+        return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
 
     def _job(self) -> Job:
         return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
@@ -362,8 +352,7 @@ class ShardedDataLoader(LoaderAttributes):
             tensor([0, 1, 2, 3])
         """
         self._pipeline.check_open()
-        order = self._order
-        with undisturbed([*nested(order.batch_sampler), *nested(order.sampler)], but=self.dataset):
+        with self._order.undisturbed(but=self.dataset):
             return self._read_first()
 
     def _read_first(self) -> Any:

@@ -1,8 +1,8 @@
 """Where a loader is: the place that `epoch`, `position`, `state_dict` and ``repr`` tell.
 
     iter(loader)                                                       nothing
-    the first next(iterator): begin() -> EpochReading -> Run -> begun(run)
-    next(iterator): delivered(run)                                     the place is that run's
+    the first next(iterator): begin() -> EpochReading -> Run, then begun(run)
+    each next(iterator): delivered(run)                                the place is that run's
     load_state_dict: load(state)                                       the place is pending until an epoch begins
 
 The place is the first of these that there is: a loaded place that is pending; the run that began or delivered last, if
@@ -21,8 +21,9 @@ from typing import Any
 from sharded_loader.execution.pipeline import Pipeline
 from sharded_loader.execution.run import Run
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading, Place
-from sharded_loader.state import dump, parse
+from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.state import Position as Place
+from sharded_loader.sampling.state import dump, parse
 
 Mark = tuple[int, Place | None, Run | None]
 """The next epoch, the pending place in it, and the run that is shown."""
@@ -71,26 +72,17 @@ class Progress:
         """What `go_back` goes back to."""
         return self._order.next_epoch, self._pending, self._shown
 
-    def go_back(self, mark: Mark) -> None:
-        """The beginning of an epoch was interrupted: it has not begun."""
+    def go_back(self, mark: Mark, run: Run) -> None:
+        """The first ``next`` of a run was interrupted: its epoch has not begun."""
+        self.live.pop(run.number, None)
         epoch, self._pending, self._shown = mark
         self._order.set_epoch(epoch)
 
-    def begun(self, run: Run) -> None:
-        """An epoch has begun: the one after it is next."""
+    def begun(self, run: Run, iterator: Any) -> None:
+        """An epoch has begun, with its first batch: the one after it is next."""
+        self.live[run.number] = iterator
         self._pending = run.reading.carry
-        self._shown = run
         self._order.set_epoch(run.epoch + 1)
-
-    def is_last_begun(self, run: Run) -> bool:
-        """Whether nothing has happened since `begun`: no batch, no other epoch."""
-        return (
-            run.delivered == run.reading.first
-            and not run.ended
-            and self._shown is run
-            and self._pending is run.reading.carry
-            and self._order.next_epoch == run.epoch + 1
-        )
 
     def delivered(self, run: Run) -> None:
         """A batch of this run was handed out, or its end was seen. Called for every batch."""

@@ -84,26 +84,28 @@ class Meter:
             self._waiting += seconds
             self._seconds += seconds + working
 
-    def handed(self, samples: int, reading: float, placing: float) -> None:
+    def handed(self, batch: Any, samples: int, reading: float, placing: float, waiting: float, working: float) -> None:
         """A batch is handed out.
 
         Args:
+            batch: as the user gets it; the first one is described.
             samples: how many it holds.
             reading: seconds that its worker took.
             placing: seconds that conversion and copies to devices took here.
+            waiting, working: as in `waited`.
         """
         with self._lock:
             self._batches += 1
             self._samples += samples
             self._reading += reading
             self._placing += placing
-
-    def look(self, batch: Any) -> None:
-        """Note what the first batch looks like."""
-        try:
-            self.looks = describe(batch)
-        except Exception:  # a batch of the user's own class may not want to be looked at
-            self.looks = type(batch).__name__
+            self._waiting += waiting
+            self._seconds += waiting + working
+        if self.looks is None:
+            try:
+                self.looks = describe(batch)
+            except Exception:  # a batch of the user's own class may not want to be looked at
+                self.looks = type(batch).__name__
 
     def skip(self, skipped: Iterable[tuple[Any, BaseException]]) -> None:
         """Samples were skipped or replaced."""

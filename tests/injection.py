@@ -1,4 +1,4 @@
-"""KeyboardInterrupts at a chosen line of the library."""
+"""Signals at a chosen line of the library: a Ctrl-C, or one whose handler raises."""
 
 from __future__ import annotations
 
@@ -10,14 +10,44 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-PUMP = ("pipeline.py", "plan.py", "process.py", "thread.py", "inline.py", "link.py", "loader.py", "order.py")
+PUMP = (
+    *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
+    *("process.py", "thread.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py", "sizes.py"),
+    *("placement.py", "structure.py", "supervision.py", "grouping.py"),
+)
+"""The modules of the road, from the iterator to the pool and back."""
+
+
+class TimeIsUp(Exception):
+    """What the handler of SIGALRM raises."""
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(75)
+
+
+HANDLERS: dict[str, tuple[type[BaseException], Any]] = {
+    "SIGINT": (KeyboardInterrupt, signal.default_int_handler),
+    "SIGTERM": (SystemExit, _exit),
+}
+if hasattr(signal, "SIGALRM"):
+    HANDLERS["SIGALRM"] = (TimeIsUp, _time_is_up)
+"""What is raised, and the handler that raises it, by the name of the signal."""
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt before the n-th line of some of the library's modules that this thread runs."""
+    """Sends this process a signal before the n-th line of some of the library's modules that this thread runs.
 
-    def __init__(self, number: int, modules: Sequence[str] = PUMP) -> None:
+    The signal's handler has to be in place. Where the library holds signals back, it runs later.
+    """
+
+    def __init__(self, number: int, modules: Sequence[str] = PUMP, name: str = "SIGINT") -> None:
         self.modules = modules
+        self.signal = getattr(signal, name)
         self.left = number
         self.fired = False
         self.before: dict[int, int] = {}  # by frame, its line before
@@ -29,12 +59,12 @@ class InterruptAt:
         if os.path.basename(name) not in self.modules or "sharded_loader" not in name:
             return None
         before, self.before[id(frame)] = self.before.get(id(frame), 0), frame.f_lineno
-        if event == "line" and not _leaves_a_block(name, before, frame.f_lineno) and not _is_held_back():
+        if event == "line" and not _leaves_a_block(name, before, frame.f_lineno):
             self.left -= 1
             if self.left == 0:
                 self.fired = True
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(self.signal)
         return self
 
 
@@ -50,21 +80,16 @@ def _leaves_a_block(name: str, before: int, line: int) -> bool:
     return text.lstrip().startswith("with ") and line < before and deeper
 
 
-def _is_held_back() -> bool:
-    """Whether a real Ctrl-C would wait for the end of a block (`sharded_loader.interrupts`)."""
-    handler = signal.getsignal(signal.SIGINT)
-    return callable(handler) and handler is not signal.default_int_handler
-
-
 def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
     """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
     tracer = interrupt(number)
+    raised = next(kind for name, (kind, _) in HANDLERS.items() if getattr(signal, name) == tracer.signal)
     got = []
     before = sys.gettrace()
     try:
         sys.settrace(tracer)
         got.append(next(iterator))
-    except KeyboardInterrupt:
+    except raised:
         assert tracer.fired
     finally:
         sys.settrace(before)

@@ -266,9 +266,9 @@ class SimulatedStreams(Streams):
         self.machine.log.append(("used_on", stream.name))
         self.machine.recorded[tensor.data_ptr()].append(stream)
 
-    def is_pinned(self, host: torch.Tensor) -> bool:
+    def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
         machine, address = self.machine, host.data_ptr()
-        own = any(start <= address < start + size for start, size in machine.pinned.items())
+        own = any(start <= address < start + size for start, size in machine.pinned.copy().items())
         return own or machine.holds(address, host.nbytes)
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

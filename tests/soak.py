@@ -40,6 +40,7 @@ import psutil
 from sharded_loader import LoaderClosedError
 from sharded_loader.iterator import EpochIterator
 from tests import conftest, soak_records
+from tests.injection import HANDLERS, TimeIsUp
 from tests.soak_recipes import Recipe, Reference, frozen, outcome
 
 HANG = 60.0
@@ -158,8 +159,8 @@ class Round:
             try:
                 got = self.next_of(reading, batches)
                 break
-            except KeyboardInterrupt:
-                self.tally.faults["Ctrl-C in next()"] += 1
+            except (KeyboardInterrupt, SystemExit, TimeIsUp) as raised:
+                self.tally.faults[f"{type(raised).__name__} raised by a signal handler in next()"] += 1
             except LoaderClosedError:
                 if not self.closing:
                     raise
@@ -243,7 +244,10 @@ class Round:
                 self.tally.faults["template killed"] += 1
 
     def interrupt(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        names = ["SIGINT", "SIGTERM", "SIGALRM"]
+        if self.loader.num_workers == 0:
+            names.pop()  # an Exception inside the dataset is its batch's error
+        os.kill(os.getpid(), getattr(signal, self.rng.choice(names)))
 
     def leave(self) -> None:
         """Break out of an epoch; the next one begins."""
@@ -354,10 +358,10 @@ class Round:
 
 
 def interrupt_in_next(tally: Tally, number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, but only where the loader can do something about it: outside of ``next`` Python may lose the batch."""
+    """Raise, but only where the loader can do something about it: outside of ``next`` Python may lose the batch."""
     while frame is not None and tally.taking:
         if frame.f_code is EpochIterator.__next__.__code__:
-            raise KeyboardInterrupt
+            raise HANDLERS[signal.Signals(number).name][0]
         frame = frame.f_back
 
 
@@ -434,7 +438,8 @@ def main() -> int:
     print(f"python -m tests.soak --minutes {arguments.minutes:g} --seed {arguments.seed}", flush=True)
     warnings.simplefilter("ignore")  # batches that are left out
     tally, over, began = Tally(), threading.Event(), time.monotonic()
-    signal.signal(signal.SIGINT, functools.partial(interrupt_in_next, tally))
+    for name in HANDLERS:
+        signal.signal(getattr(signal, name), functools.partial(interrupt_in_next, tally))
     conftest.start_helpers()
     before = conftest.here()
     monitor = threading.Thread(target=watch, args=(tally, began, over))

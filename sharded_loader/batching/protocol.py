@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.memory.allocation import current_empty
+from sharded_loader.batching.allocation import current_empty
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]

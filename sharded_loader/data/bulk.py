@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sharded_loader import rng
+from sharded_loader.batching.allocation import current_empty
 from sharded_loader.batching.protocol import Empty, known_to
-from sharded_loader.memory.allocation import current_empty
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]

@@ -1,30 +1,27 @@
 """From a sampler's batches of one epoch to numbered tasks: checked, and split into shards.
 
-    batches (lists of indices, or lists of lists) -> EpochPlan.head() -> Task | the error for that place
+    batches (lists of indices, or lists of lists) -> EpochPlan.task(seq) -> Task | the error for that place
     Task, when it is dispatched -> EpochPlan.split() -> Task with shards
 
 Whatever is wrong with a batch (empty, an index out of range, more shards than devices) is an error at that
 batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
 are not affected.
 
-The plan can be interrupted anywhere: a KeyboardInterrupt inside a sampler's generator ends that generator
-for ever, so the plan starts it again and skips what it has had.
+The plan keeps nothing: after an interruption the pipeline asks again for the batches that were not delivered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.errors import add_note, as_exception
+from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.execution.messages import Task
-from sharded_loader.sampling.foreign import plain_index
 from sharded_loader.sampling.shards import is_sharded, split_batch
-
-_END: Any = object()
+from sharded_loader.sampling.tables import plain_index
 
 
 @dataclass
@@ -48,70 +45,47 @@ class EpochPlan:
     Args:
         run: which iterator asks.
         epoch: number of the epoch.
-        batches: ``start -> iterator`` over the epoch's batches from number ``start`` on.
+        batch: ``batch number -> batch``, None after the last one (`EpochReading.batch`).
         position: ``batch number -> place of its first sample in the global order``.
         length: samples in the dataset, to check indices against; None: not checked.
         split: how batches become shards.
-        may_shard: whether ``batches`` may yield lists of shards (a given ``batch_sampler``); indices of a
+        may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
             ``sampler`` are indices, tuples among them too.
-        start: number of the first batch.
     """
 
     def __init__(
         self,
         run: int,
         epoch: int,
-        batches: Callable[[int], Iterator[Any]],
+        batch: Callable[[int], Any],
         position: Callable[[int], int],
         length: int | None,
         split: Split,
         *,
         may_shard: bool,
-        start: int = 0,
     ) -> None:
         self._run = run
         self._epoch = epoch
-        self._batches = batches
+        self._batch = batch
         self._position = position
         self._length = length
         self._split = split
         self._may_shard = may_shard
-        self._iterator: Iterator[Any] | None = None
-        self._head: Task | BaseException | None = None
-        self._last = False
-        self.taken = start
 
-    def head(self) -> Task | BaseException | None:
-        """The next batch as a task; the error to raise in its place; None after the last one."""
-        if self._head is None and not self._last:
-            try:
-                self._head = self._read_head()
-            except BaseException:
-                self._iterator = None
-                raise
-        return self._head
-
-    def advance(self) -> None:
-        """The head has been put in flight; `taken` counts it."""
-        self._head, self.taken = None, self.taken + 1
-
-    def _read_head(self) -> Task | BaseException | None:
-        seq = self.taken
+    def task(self, seq: int) -> Task | Exception | None:
+        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
         try:
-            if self._iterator is None:
-                self._iterator = self._batches(seq)
-            batch = next(self._iterator, _END)
-        except Exception as error:
-            self._last = True
+            batch = self._batch(seq)
+        except Exception as raised:
+            error = as_batch_error(raised, "by the sampler")
             add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
             return error
-        if batch is _END:
-            self._last = True
+        if batch is None:
             return None
         try:
             return self._make_task(seq, batch)
-        except Exception as error:
-            return as_exception(error, "by a batch of the sampler's")
+        except Exception as raised:
+            return as_batch_error(raised, "by a batch of the sampler's")
 
     def _make_task(self, seq: int, batch: Any) -> Task:
         try:

@@ -25,6 +25,7 @@ from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.errors import Place, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.execution.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.execution.messages import NOTHING, Job, Result, Task
+from sharded_loader.interrupts import is_from_outside
 from sharded_loader.rng import OfBatch, SampleScope, current_scope, philox, reading
 
 _BAD: Any = object()
@@ -64,7 +65,8 @@ class Reader:
             empty: gives the memory that the batch is put together in.
             board: where to note what is being read.
 
-        Exceptions become part of the result; only a KeyboardInterrupt in the caller's own thread passes.
+        Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
+        signal handler raises (`sharded_loader.interrupts.is_from_outside`).
         """
         began = time.perf_counter()
         skipped: list[tuple[Any, BaseException]] = []
@@ -83,9 +85,9 @@ class Reader:
             else:
                 batches, count, lost = self._read_tolerant(task, scope, worker, empty, skipped, board)
         except BaseException as raised:
+            if passes(raised, worker):
+                raise
             if isinstance(raised, KeyboardInterrupt):
-                if worker is None:
-                    raise
                 raised = self._placed(raised, *_at(task, worker, board))
             error = raised
         finally:
@@ -171,6 +173,8 @@ class Reader:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                if passes(error, place.worker):
+                    raise
                 self._name_culprit(_as_list(indices), scope, place, board, error)
         if samples is None:
             samples = self._read_one_by_one(indices, scope, place, board)
@@ -234,7 +238,9 @@ class Reader:
             assemble(self._batchify, samples, np.empty)
         except BatchifyError:
             return False
-        except Exception:  # a function of the user's that wants whole batches
+        except Exception as error:  # a function of the user's that wants whole batches
+            if is_from_outside(error):
+                raise
             return True
         return True
 
@@ -242,6 +248,8 @@ class Reader:
     def _placed(
         error: BaseException, place: Place, sample: list[Any] | None, samples: Sequence[Any] = ()
     ) -> BaseException:
+        if passes(error, place.worker):
+            return error
         error = as_exception(error, "by the dataset or batchify_fn")
         place.note(error, sample, samples=samples)
         return error
@@ -264,8 +272,10 @@ class Reader:
         if self._gather is not None or self._get_items is not None:
             try:
                 return (*self._read_strict(task, scope, worker, empty, board), ())
-            except Exception:
-                pass  # read again, with the same random numbers
+            except Exception as raised:
+                if passes(raised, worker):
+                    raise
+                # Otherwise the samples are read again, with the same random numbers
         shards = [
             self._read_good(_as_list(indices), task, scope, _place(task, number, worker), number, skipped, board)
             for number, indices in enumerate(task.shards)
@@ -326,7 +336,7 @@ class Reader:
                 raise
             except BaseException as error:
                 failed = self._placed(error, place, [index])
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception) or passes(error, place.worker):
                     raise failed  # noqa: B904 - its cause is set; a SystemExit is not a bad sample
                 samples.append(self._mend(index, task, shard, failed, place))
                 skipped.append((index, without_frames(failed)))
@@ -342,7 +352,14 @@ class Reader:
         except KeyboardInterrupt:
             raise
         except BaseException as again:
+            if passes(again, place.worker):
+                raise
             raise self._placed(again, place, [index]) from error
+
+
+def passes(error: BaseException, worker: str | None) -> bool:
+    """Whether an exception is no error of the batch, but is meant for the loop that reads in its own thread."""
+    return worker is None and is_from_outside(error, reads=True)
 
 
 def _place(task: Task, shard: int, worker: str | None) -> Place:

@@ -2,7 +2,7 @@
 
     EpochPlan -> Entry(task) -> Entry(task, result) -> the user        in `Run.window`, in order
 
-Only the pipeline fills and empties a window, under its lock. An entry owns its batch until that is handed out.
+Only the pipeline fills and empties a window, under its lock. An entry owns its batch until the batch is handed out.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ class Entry:
 
 @dataclass(eq=False)
 class Run:
-    """One iterator's way through one epoch. Filled and emptied by the pipeline only.
+    """One iterator's way through one epoch.
 
     Attributes:
         number: identifies the run in tasks and results.
         epoch: number of the epoch.
-        plan: where its tasks come from.
-        reading: the epoch's batches, and the places between them.
+        plan: gives the run's tasks.
+        reading: the epoch's batches, and the positions between them.
+        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
+            only truth: everything below can be thrown away and built again from it.
+        planned: the number of the batch behind the window.
         window: the batches in flight, in order.
-        urgent: errors to raise at the next call, whatever is in the window.
-        dead: why the run can never go on. Not the exception itself: it would hold the frames that hold the run.
-        delivered: batches that the user has had, those in whose place an error was raised included.
+        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
+        failure: the error of the pool that ended the run, until the run's iterator has raised it.
         ended: the user has seen the end.
     """
 
@@ -47,8 +49,9 @@ class Run:
     epoch: int
     plan: EpochPlan
     reading: EpochReading
-    window: deque[Entry] = field(default_factory=deque)
-    urgent: deque[BaseException] = field(default_factory=deque)
-    dead: str | None = None
     delivered: int = 0
+    planned: int = 0
+    window: deque[Entry] = field(default_factory=deque)
+    dead: str | None = None
+    failure: Exception | None = None
     ended: bool = False

@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
 from sharded_loader.memory.forks import Fork
@@ -115,7 +116,8 @@ class Arena:
         """
         self._reclaim()
         self._taken += 1
-        self._register()
+        if len(self._registered) < len(self._free):
+            self._register()
         wanted = round_up(max(1, nbytes), ALIGNMENT)
         slot = self._carve(wanted)
         if slot is None and self._forks:
@@ -202,7 +204,7 @@ class Arena:
             if not slot.lent:
                 continue
             self._out.pop(slot, None)
-            if any(slot in held for _, held in self._forks):
+            if self._forks and any(slot in held for _, held in self._forks):
                 self._retired.add(slot)
             else:
                 self.give(slot)
@@ -249,13 +251,13 @@ class Arena:
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        segment = self._create(size, least, have)
-        if segment is None:
-            self._paused_until = self._taken + PAUSE
-            return False
-        # In the place of one that an interruption between these two lines has left there.
-        self.segments[len(self._free) :] = [segment]
-        self._free.append([(0, segment.nbytes)])
+        with uninterrupted():  # a segment that nobody knows would keep its descriptor
+            segment = self._create(size, least, have)
+            if segment is None:
+                self._paused_until = self._taken + PAUSE
+                return False
+            self.segments.append(segment)
+            self._free.append([(0, segment.nbytes)])
         self._register()
         return True
 

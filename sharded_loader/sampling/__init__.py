@@ -1,52 +1,53 @@
-"""The order of samples: samplers, batch samplers, buckets, shards and ranks.
+"""The order of samples: samplers, batch samplers, buckets, shards and ranks. From the bottom up:
 
-    base.py          Sampler: what every sampler is
-    describing.py    what their repr says
-    foreign.py       anybody else's samplers, read in the same way
-    keeping.py       other libraries' samplers, left as they were when one has looked
-    permutation.py   shuffles of any size
-    samplers.py      orders of single indices; also splits.py (one part of a dataset) and weighted.py
-    batches.py       batches of indices
-    buckets.py       batches by fixed buckets of lengths, which schemes.py lays out
-    shards.py        a batch split over devices
-    replicas.py      the share of one rank
+    state.py             what `state_dict` returns
+    tables.py            one epoch as a table; batches, ranks and rollover as arithmetic on positions
+    shuffle.py           shuffles of any size
+    borrowing.py         samplers of other libraries: started by (seed, epoch), and left as they were
+    base.py              Sampler: what every sampler is, and what its repr says
+    foreign.py           any sampler at all as a table
+    index_samplers.py    orders of single indices
+    batch_samplers.py    batches of indices
+    bucket_samplers.py   batches by fixed buckets of lengths
+    shards.py            a batch split over devices
+    replicas.py          the share of one rank; one part of a dataset
+    reading.py           one epoch's batches for a rank, from any position on
+    order.py             a loader's order: which epoch is next, and what a state is compared with
 
 Everything here is a pure function of (seed, epoch, position); nothing imports torch until a seed has to be
 drawn from its generator.
 """
 
-from sharded_loader.sampling.base import IndexSampler, Sampler
-from sharded_loader.sampling.batches import BatchSampler, BoundedBudgetSampler, SortedBucketSampler
-from sharded_loader.sampling.buckets import FixedBucketSampler
-from sharded_loader.sampling.foreign import check_sampler, has_chunks, is_own, iter_epoch, len_epoch
-from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
-from sharded_loader.sampling.samplers import (
+from sharded_loader.sampling.base import Sampler
+from sharded_loader.sampling.batch_samplers import BatchSampler, BoundedBudgetSampler, SortedBucketSampler
+from sharded_loader.sampling.bucket_samplers import (
+    ConstWidthBucket,
+    ExpWidthBucket,
+    FixedBucketSampler,
+    LinearWidthBucket,
+)
+from sharded_loader.sampling.index_samplers import (
     FilterSampler,
     IntervalSampler,
     RandomSampler,
     SequentialSampler,
     SortedSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
-from sharded_loader.sampling.schemes import BucketScheme, ConstWidthBucket, ExpWidthBucket, LinearWidthBucket
-from sharded_loader.sampling.shards import ShardedBatchSampler, check_weights, is_sharded, shard_sizes, split_batch
-from sharded_loader.sampling.splits import SplitSampler
-from sharded_loader.sampling.weighted import WeightedRandomSampler
+from sharded_loader.sampling.replicas import SplitSampler
+from sharded_loader.sampling.shards import ShardedBatchSampler
 
 __all__ = [
     "BatchSampler",
     "BoundedBudgetSampler",
-    "BucketScheme",
     "ConstWidthBucket",
     "ExpWidthBucket",
     "FilterSampler",
     "FixedBucketSampler",
-    "IndexSampler",
     "IntervalSampler",
     "LinearWidthBucket",
     "RandomSampler",
-    "ReplicaBatchSampler",
-    "ReplicaSampler",
     "Sampler",
     "SequentialSampler",
     "ShardedBatchSampler",
@@ -55,14 +56,4 @@ __all__ = [
     "SplitSampler",
     "SubsetRandomSampler",
     "WeightedRandomSampler",
-    "check_sampler",
-    "check_weights",
-    "has_chunks",
-    "is_own",
-    "is_sharded",
-    "iter_epoch",
-    "len_epoch",
-    "resolve_replicas",
-    "shard_sizes",
-    "split_batch",
 ]

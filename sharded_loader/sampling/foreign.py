@@ -1,111 +1,60 @@
-"""Any sampler at all, read as if it were a pure function of (seed, epoch).
+"""Any sampler at all as a table of its epoch: the one place that asks whether a sampler is ours.
 
-    iter_epoch(sampler, epoch, seed, start)    the items of that epoch, from that place
-    len_epoch(sampler, epoch)                  how many there are
+    table_of(sampler, epoch, seed)    the epoch as a table
+    len_epoch(sampler, epoch)         how many items it has
+    Replay(sampler, seed, checkpoint) the same for one sampler of another library, from a checkpoint on
+    find_foreign, over_replay         the sampler of another library inside our wrappers, and wrappers over its replay
 
-*Own* samplers (a class that provides ``iter_epoch``) are asked directly. All others are *foreign*: torch's
-samplers, plain iterables, lists, and subclasses of `Sampler` that override ``__iter__`` alone. A foreign
-sampler is started, with its first item, under these conditions:
+There are three kinds. A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and
+jumps to any item (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain
+iterables, lists, and subclasses of `Sampler` that override ``__iter__`` alone.
 
-    1. ``set_epoch(epoch)`` is called on it and on the samplers inside it (``.sampler``, ``.batch_sampler``),
-    2. a ``generator`` of torch's that it carries is exchanged for one seeded by (seed, its own seed, epoch),
-    3. ``random``, NumPy and torch are seeded by (seed, epoch);
+A foreign sampler is read once, item after item, no further than the batch that is asked for. A `Checkpoint` says how
+much was read. It gets back there by its own ``load_state_dict``, if it (or its iterator) has ``state_dict`` as well;
+otherwise it is started again and the items before are passed over. Their checksum says whether they are the same items.
+No data is read for either.
 
-and what was there before is put back. The first item belongs to the start because a generator function
-runs nothing before it.
+What can go wrong: a foreign sampler that yields other items on the way back: rejected, by name. A sampler with
+``state_dict`` keeps one position; two iterators that are alive at once disturb each other in it. Before the first batch
+of an epoch there is no checkpoint: interrupted there, a sampler is started again. One that goes on where it stopped, or
+draws another order each time, does so then.
 
-What can go wrong: a foreign sampler that draws from global generators after its first item, or counts
-epochs by itself, is no pure function and nobody can make it one. An iterator that is its own ``iter()``
-serves one epoch: refused where it can be recognised, an error when it comes up empty otherwise.
+Source of the idea: ``StatefulDataLoader`` of torchdata.
 """
 
 from __future__ import annotations
 
+import array
 import copy
 import operator
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import zlib
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from sharded_loader.global_generators import seed_torch, seeded_globals
-from sharded_loader.rng import derive_key
-from sharded_loader.sampling.base import Indices, Item_co, Sampler, check_start, keeps_request, resolve_seed
-from sharded_loader.sampling.epochs import noted, put_back
-from sharded_loader.sampling.tracing import current_trace
+from sharded_loader.sampling.base import Sampler, WrapperSampler, depth, is_own
+from sharded_loader.sampling.borrowing import MAX_NESTING, length_or, nested, start
+from sharded_loader.sampling.state import Checkpoint
+from sharded_loader.sampling.tables import Indices, Streamed, Table
 
-_ONE_SHOT = (
-    "an iterator can be read once, but every epoch reads the sampler anew: pass a list, or a class with __iter__"
-)
-
-# Where the classes of iterators live that are known to be their own ``iter()`` and nothing else.
-_PYTHONS_OWN = ("builtins", "itertools")
-
-# Samplers inside samplers, outermost first; more than a handful is a cycle.
-_MAX_NESTING = 16
+# Items passed over between two updates of the checksum.
+_PART = 1 << 16
 
 
-def is_own(sampler: Any) -> bool:
-    """Whether the sampler gives pure access to its epochs (``iter_epoch`` and ``len_epoch``).
-
-    A subclass that overrides ``__iter__`` means that ``__iter__`` to be used, whatever it inherits.
-    """
-    provides = min(_depth(sampler, "iter_epoch"), _depth(sampler, "chunks"))
-    return provides <= _depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
-
-
-def has_chunks(sampler: Any) -> bool:
-    """Whether ``sampler.chunks(epoch, start)`` gives the items of its epochs as int64 arrays."""
-    return (
-        is_own(sampler)
-        and _depth(sampler, "chunks") <= _depth(sampler, "iter_epoch")
-        and _depth(sampler, "chunks") < _NEVER
-        and getattr(sampler, "chunkable", True)
-    )
-
-
-_NEVER = 1 << 30
-
-
-def _depth(sampler: Any, method: str) -> int:
-    """How many classes up the method is defined; `Sampler`'s own placeholders do not count as definitions."""
-    for depth, cls in enumerate(type(sampler).__mro__):
-        if method in vars(cls):
-            return _NEVER if cls is Sampler and method != "__iter__" else depth
-    return _NEVER
-
-
-def check_sampler(sampler: Any, name: str = "sampler") -> None:
-    """Refuse what cannot be a sampler.
-
-    Raises:
-        TypeError: for something that is not iterable, and for generators and other one-shot iterators.
-    """
-    method = getattr(type(sampler), "__iter__", None)
-    if method is None and not hasattr(type(sampler), "__getitem__"):
-        raise TypeError(
-            f"{name} must be a sampler or another iterable, got {sampler!r} of type {type(sampler).__name__}: "
-            "pass a sampler, a list, or an object with __iter__ and __len__"
-        )
-    built_in = isinstance(sampler, Iterator) and type(sampler).__module__ in _PYTHONS_OWN
-    if built_in or isinstance(sampler, types.GeneratorType) or method is Iterator.__iter__:
-        raise TypeError(f"{name} is a one-shot iterator of type {type(sampler).__name__}: {_ONE_SHOT}")
-
-
-def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[Any]:
-    """The items of one epoch of any sampler, from position ``start`` on.
+def table_of(sampler: Any, epoch: int, seed: int) -> Table:
+    """An epoch of any sampler as a table.
 
     Args:
-        sampler: an own or a foreign sampler, or any iterable that can be read again and again.
+        sampler: any sampler, or any iterable that can be read again and again.
         epoch: which epoch, from 0.
-        seed: seeds a foreign sampler, together with the epoch. Own samplers have theirs.
-        start: how many items to leave out. Own index samplers jump, foreign samplers are read and skipped.
+        seed: seeds a foreign sampler, together with the epoch. Other samplers have theirs.
 
     Returns:
-        An iterator. A foreign sampler has been started when this returns.
+        The table. A foreign sampler has been started when this returns.
 
     Raises:
         TypeError: for an iterator that an earlier epoch has used up.
@@ -114,101 +63,15 @@ def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[
         >>> import random
         >>> class Shuffle:
         ...     def __iter__(self): return iter(random.sample(range(100), 3))
-        >>> list(iter_epoch(Shuffle(), 1, seed=7)) == list(iter_epoch(Shuffle(), 1, seed=7))
+        >>> list(table_of(Shuffle(), 1, seed=7).items()) == list(table_of(Shuffle(), 1, seed=7).items())
         True
     """
-    check_start(start)
-    if is_own(sampler):
-        items: Iterator[Any] = sampler.iter_epoch(epoch, start)
-        return items
-    trace = current_trace()
-    if trace is not None and trace.follows(sampler):
-        return trace.read(epoch, start, lambda e, state: _start(sampler, e, seed, state), _length_or(sampler, -1))
-    items, _ = _start(sampler, epoch, seed)
-    return islice(items, start, None) if start else items
-
-
-def _start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iterator[Any], Any]:
-    """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
-    # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
-    with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
-        before = noted(nested(sampler))
-        try:
-            tell_epoch(sampler, epoch)
-        finally:
-            put_back(before)
-        if state is not None and _is_stateful(sampler):
-            sampler.load_state_dict(state)
-        try:
-            items = iter(sampler)
-        except StopIteration as error:  # whoever asks for the first batch would take it for the end of the epoch
-            raise RuntimeError(f"the sampler, a {type(sampler).__name__}, raised StopIteration in __iter__") from error
-        stateful: Any = sampler if _is_stateful(sampler) else items if _is_stateful(items) else None
-        if state is not None and stateful is not None and stateful is not sampler:
-            stateful.load_state_dict(state)
-        is_itself = items is sampler
-        if type(items).__module__ not in _PYTHONS_OWN:
-            items = _nexts(items)
-        first = list(islice(items, 1))
-    if not first and is_itself and state is None and _length_or(sampler, 1) > 0:
-        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {_ONE_SHOT}")
-    return chain(first, items), stateful
-
-
-def _nexts(items: Iterator[Any]) -> Iterator[Any]:
-    """The items of an iterator whose ``__iter__`` begins anew: itertools would call it again."""
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        yield item
-
-
-def _is_stateful(one: Any) -> bool:
-    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
-
-
-def tell_epoch(sampler: Any, epoch: int) -> None:
-    """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
-    for one in nested(sampler):
-        set_epoch = getattr(one, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
-
-def nested(sampler: Any) -> Iterator[Any]:
-    """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
-    for _ in range(_MAX_NESTING):
-        yield sampler
-        inner = getattr(sampler, "sampler", None)
-        if inner is None:
-            inner = getattr(sampler, "batch_sampler", None)
-        if not hasattr(type(inner), "__iter__"):
-            return
-        sampler = inner
-
-
-@contextmanager
-def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
-    """Exchange torch generators that foreign samplers carry (``RandomSampler(..., generator=g)``).
-
-    ``g`` advances with every epoch, so the order of an epoch would depend on history. The seed that ``g``
-    was given still counts.
-    """
-    exchanged = []
-    try:
-        for one in nested(sampler):
-            generator: Any = getattr(one, "generator", None)
-            if type(generator).__module__ == "torch._C" and hasattr(generator, "initial_seed"):
-                key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
-                one.generator = type(generator)(device=generator.device)
-                seed_torch(one.generator, key)
-                exchanged.append((one, generator))
-        yield
-    finally:
-        for one, generator in exchanged:
-            one.generator = generator
+    if not is_own(sampler):
+        return ReplayTable(sampler, epoch, seed)
+    if depth(sampler, "epoch_table") <= depth(sampler, "iter_epoch"):
+        table: Table = sampler.epoch_table(epoch)
+        return table
+    return Streamed(partial(sampler.iter_epoch, epoch))
 
 
 def len_epoch(sampler: Any, epoch: int) -> int:
@@ -249,134 +112,201 @@ def _foreign_length(sampler: Any, epoch: int) -> int:
         sampler.epoch = pending
 
 
-def _length_or(sampler: Any, default: int) -> int:
-    try:
-        return len(sampler)
-    except Exception:
-        return default
-
-
-def foreign_seed(sampler: Any, seed: Any) -> int:
-    """The seed that a wrapper of this sampler keeps: drawn only where the sampler may use it."""
-    if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
-        return 0
-    return resolve_seed(seed)
-
-
-def plain_index(item: Any) -> Any:
-    """A NumPy or tensor integer as an int; anything else (a key of the user's) as it is."""
-    if type(item) is int:
-        return item
-    try:
-        return operator.index(item)
-    except TypeError:
-        return item
-
-
-class WrapperSampler(Sampler[Item_co]):
-    """Base class of samplers over another sampler: they share one epoch.
-
-    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of
-    them, as Lightning, accelerate and timm do, and iterating over the wrapper is iterating over both.
+class ReplayTable(Streamed):
+    """One epoch of a foreign sampler, read once.
 
     Args:
-        sampler: any sampler.
-        seed: starts a foreign ``sampler`` (see the module); None draws one if it is needed.
-        name: what error messages call ``sampler``.
+        sampler, epoch, seed: as `table_of`.
+        checkpoint: where to go on; None: at the beginning.
+
+    Raises:
+        ValueError: the items before the checkpoint are not those of then.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int | None, name: str) -> None:
-        check_sampler(sampler, name)
-        self._inner = sampler
-        self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
-        self.seed: int = foreign_seed(sampler, seed)
+    def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
+        super().__init__(lambda start: iter(()))
+        self._sampler, self._epoch, self._seed = sampler, epoch, seed
+        self._rank = _rank_of(sampler)
+        self._length = length_or(sampler, -1)
+        self._begin(checkpoint)
 
-    @property
-    def inner(self) -> Any:
-        """The sampler that this one wraps."""
-        return self._inner
+    def _begin(self, checkpoint: Checkpoint | None) -> None:
+        epoch, seed, sampler = self._epoch, self._seed, self._sampler
+        self._base = self._resumed = self._checksum = 0
+        self._buffer, self._yields_ints, self._ended = [], False, False
+        self._head: list[Any] = []
+        self._stateful: Any = None
+        state, finished = (None, False) if checkpoint is None else (checkpoint.state, checkpoint.finished)
+        if checkpoint is not None and finished and state is not None and checkpoint.epoch <= epoch:
+            # To the end of its epoch by way of the sampler itself, so that it goes on from there to the next one.
+            for _ in start(sampler, checkpoint.epoch, seed, copy.deepcopy(state))[0]:
+                pass
+        if checkpoint is None or checkpoint.epoch != epoch or not checkpoint.items:
+            self._items, self._stateful = start(sampler, epoch, seed)
+            self._good = self._own_state()
+            return
+        self._resumed = checkpoint.items
+        if finished:
+            self._base, self._checksum, self._ended, self._good = checkpoint.items, checkpoint.checksum, True, state
+            return
+        self._items, self._stateful = start(sampler, epoch, seed, copy.deepcopy(state))
+        self._good = self._own_state()
+        if state is not None and self._stateful is not None:
+            self._base, self._checksum = checkpoint.items, checkpoint.checksum
+            return
+        self._jump(checkpoint.items)
+        if checkpoint.rank == self._rank and (self._base, self._checksum) != (checkpoint.items, checkpoint.checksum):
+            raise ValueError(self._refusal(checkpoint))
 
-    def over(self, inner: Any) -> Any:
-        """A copy of this sampler that wraps another one."""
-        twin = copy.copy(self)
-        twin._inner = inner
-        for name in ("sampler", "batch_sampler"):
-            if name in vars(twin):
-                setattr(twin, name, inner)
-        return twin
+    def upto(self, begin: int, end: int) -> int:
+        if begin < self._resumed:  # other ranks had read a little further than the position
+            self._begin(None)
+        return super().upto(begin, end)
 
-    @property
-    def epoch(self) -> int:
-        return self._inner.epoch if self._shares_epoch else self._epoch  # type: ignore[attr-defined]
+    def checkpoint(self) -> Checkpoint:
+        """The position after what has been read."""
+        items = self._base + len(self._buffer)
+        if not self._ended:
+            state = self._own_state()
+            if items == self._length:
+                self._look_ahead()
+            # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
+            if not self._ended:
+                self._good = state
+        return Checkpoint(self._epoch, items, self._checksum, self._rank, self._ended, self._good)
 
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        if self._shares_epoch:
-            self._inner.epoch = epoch  # type: ignore[attr-defined]
+    def _look_ahead(self) -> None:
+        """Whether the sampler ends where its length says; an error counts as an item, and is raised in its turn."""
+        try:
+            ahead = list(islice(self._items, 1))
+        except Exception as error:
+            self._items = _raising(error)
         else:
-            Sampler.epoch.__set__(self, epoch)  # type: ignore[attr-defined]
+            self._ended = not ahead
+            self._items = chain(ahead, self._items)
 
-    @keeps_request
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        tell_epoch(self._inner, self.epoch)
+    def _own_state(self) -> Any:
+        # A copy: some return the dict that they go on changing.
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
-    def _shown_seed(self) -> int | None:
-        return None if find_foreign(self) is None else self.seed
+    def _read(self, count: int) -> list[Any]:
+        items = islice(self._items, count)
+        found = list(items) if self._yields_ints else list(map(_copied, items))
+        self._yields_ints = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
+        self._checksum = zlib.crc32(_encode(found), self._checksum)
+        if not self._head and not self._base:
+            self._head = found  # for the padding of ranks, which wraps round to the epoch's beginning
+        return found
 
-    # True where positions are a rank's, and ``offset`` counts in the global order that ranks share.
-    deals: ClassVar[bool] = False
+    def _jump(self, begin: int) -> None:
+        self._base, self._buffer = self._base + len(self._buffer), []
+        while self._base < begin and not self._ended:
+            wanted = min(_PART, begin - self._base)
+            found = len(self._read(wanted))
+            self._base, self._ended = self._base + found, found < wanted
 
-    def _inner_items(self, epoch: int, start: int = 0, offset: int = 0) -> Iterator[Any]:
-        """Items of the inner sampler: without the first ``offset`` of the global order, and ``start`` more."""
-        if offset and getattr(self._inner, "deals", False):
-            items: Iterator[Any] = self._inner.iter_epoch(epoch, start, offset=offset)  # type: ignore[attr-defined]
-            return items
-        return iter_epoch(self._inner, epoch, self.seed, start + offset)
+    def _again(self, positions: Indices) -> list[Any]:
+        if positions[-1] < len(self._head):
+            return [self._head[position] for position in positions.tolist()]
+        return ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
 
-    def _inner_length(self, epoch: int, offset: int = 0) -> int:
-        if offset and getattr(self._inner, "deals", False):
-            length: int = self._inner.len_epoch(epoch, offset=offset)  # type: ignore[attr-defined]
-            return length
-        return max(len_epoch(self._inner, epoch) - offset, 0)
-
-    def _inner_chunks(self, epoch: int, start: int = 0, offset: int = 0) -> Iterator[Indices]:
-        chunks: Callable[..., Iterator[Indices]] = self._inner.chunks  # type: ignore[attr-defined]
-        if offset and getattr(self._inner, "deals", False):
-            return chunks(epoch, start, offset=offset)
-        return chunks(epoch, start + offset)
+    def _refusal(self, checkpoint: Checkpoint) -> str:
+        name, epoch, items = type(self._sampler).__name__, checkpoint.epoch, checkpoint.items
+        if self._base < items:
+            found = f"yields only {self._base} items in epoch {epoch}, where it had yielded {items}"
+        else:
+            found = f"yields other indices in epoch {epoch} than the {items} that were read before the state was saved"
+        return (
+            f"the state cannot be resumed: the sampler, a {name}, {found}. Make it with the same arguments and the "
+            f"same seed as then; if its order depends on what it yielded before, give it state_dict() and "
+            f"load_state_dict()"
+        )
 
 
-def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
-    """The sampler with other seeds. What the user gave is not changed, because other loaders may read it too.
+class Replay:
+    """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
 
     Args:
-        sampler: any sampler.
-        seed_of: the new seed of a sampler; None: its own.
-
-    Returns:
-        The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
-        sampler of another library is changed: nobody knows how that library's sampler is copied.
+        sampler, seed: as `table_of`.
+        checkpoint: where the first epoch that is read goes on.
     """
-    seed, given = seed_of(sampler), sampler
-    if isinstance(sampler, WrapperSampler) and is_own(sampler):
-        inner = with_seeds(sampler.inner, seed_of)
-        if inner is not sampler.inner:
-            sampler = sampler.over(inner)
-    else:
-        for one in islice(nested(sampler), 1, None):
-            if (other := seed_of(one)) is not None:
-                one.seed = other
-    if seed is not None:
-        sampler = copy.copy(sampler) if sampler is given else sampler
-        sampler.seed = seed
-    return sampler
+
+    def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None) -> None:
+        self.sampler, self._seed, self._checkpoint = sampler, seed, checkpoint
+        self._table: ReplayTable | None = None
+
+    def epoch_table(self, epoch: int) -> Table:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        self._table = ReplayTable(self.sampler, epoch, self._seed, checkpoint)
+        return self._table
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The position after what has been read; None if no epoch was opened."""
+        return None if self._table is None else self._table.checkpoint()
+
+    def len_epoch(self, epoch: int) -> int:
+        return len_epoch(self.sampler, epoch)
 
 
-def find_foreign(sampler: Any) -> Any:
-    """The foreign sampler at the end of a chain of wrappers, or None."""
-    for _ in range(_MAX_NESTING):
+def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
+    """The foreign sampler at the end of a chain of wrappers, or None; and the seed that it is started with."""
+    for _ in range(MAX_NESTING):
         if not (isinstance(sampler, WrapperSampler) and is_own(sampler)):
             break
-        sampler = sampler.inner
-    return None if is_own(sampler) else sampler
+        sampler, seed = sampler.inner, sampler.seed
+    return None if is_own(sampler) else sampler, seed
+
+
+def over_replay(sampler: Any, replay: Replay) -> Any:
+    """The wrappers of a foreign sampler, over its replay."""
+    if isinstance(sampler, WrapperSampler) and is_own(sampler):
+        return sampler.over(over_replay(sampler.inner, replay))
+    return replay
+
+
+def name_of(sampler: Any) -> str:
+    """What an error calls a sampler."""
+    return type(sampler.sampler if isinstance(sampler, Replay) else sampler).__name__
+
+
+def _rank_of(sampler: Any) -> int | None:
+    """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler does."""
+    found = (one.rank for one in nested(sampler) if isinstance(getattr(one, "rank", None), int))
+    return next(found, None)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
+
+
+def _copied(item: Any) -> Any:
+    """A batch of the sampler's own: it may fill its list again for the next batch while this one waits."""
+    if type(item) is list:
+        return [one if type(one) is int else _copied(one) for one in item]
+    return item.copy() if isinstance(item, np.ndarray) else item
+
+
+def _encode(items: list[Any]) -> bytes:
+    """Bytes that depend on the items, not on where one list of them ends and the next begins."""
+    if set(map(type, items)) == {int}:
+        try:
+            numbers = array.array("q", items)
+        except OverflowError:
+            pass
+        else:
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            return numbers.tobytes()
+    return b"".join(map(_encode_one, items))
+
+
+def _encode_one(item: Any) -> bytes:
+    if hasattr(item, "tolist"):
+        item = item.tolist()
+    if isinstance(item, list | tuple):
+        return len(item).to_bytes(8, "little") + _encode(list(item))
+    try:
+        return operator.index(item).to_bytes(8, "little", signed=True)
+    except (TypeError, OverflowError):
+        return repr(item).encode()

@@ -1,12 +1,12 @@
 """The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
 
     sampler, batch_size, last_batch  or  batch_sampler
-        -> dealt out to replicas -> batches -> EpochOrder.read(epoch, place) -> EpochReading
+        -> EpochOrder.read(epoch, place) -> EpochReading
 
 Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
 reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
 has no seed of its own and the loader has one, the order reads a copy of it. ``set_epoch`` may be called on the order,
-or on any of the samplers in it (`sharded_loader.sampling.epochs`).
+or on any of the samplers in it (`sharded_loader.sampling.borrowing`).
 
 What can go wrong: arguments that contradict each other; a state that belongs to another order.
 """
@@ -15,27 +15,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import DrawnSeed, Sampler, check_int
-from sharded_loader.sampling.batches import BatchSampler
-from sharded_loader.sampling.epochs import EpochRequests
-from sharded_loader.sampling.foreign import check_sampler, len_epoch, nested, with_seeds
-from sharded_loader.sampling.reading import EpochReading, Place, Source
-from sharded_loader.sampling.replicas import ReplicaBatchSampler, ReplicaSampler, resolve_replicas
-from sharded_loader.sampling.samplers import RandomSampler, SequentialSampler
-from sharded_loader.sampling.signature import (
-    Signature,
-    arguments,
-    differences,
-    kind,
-    other_arguments,
-    out_of_epoch,
-    own_length,
-)
-from sharded_loader.sampling.splits import SplitSampler
+from sharded_loader.sampling.base import DrawnSeed, Sampler, check_int, is_own, with_seeds
+from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.borrowing import EpochRequests, check_sampler, nested, undisturbed
+from sharded_loader.sampling.foreign import find_foreign, len_epoch
+from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
+from sharded_loader.sampling.reading import EpochReading, Source
+from sharded_loader.sampling.replicas import ReplicaSampler, SplitSampler, resolve_replicas
+from sharded_loader.sampling.state import SUM, Position, Signature, differences, other_arguments, out_of_epoch
 
 
 class EpochOrder:
@@ -91,11 +86,11 @@ class EpochOrder:
         )
         # What is read: the user's sampler, or a copy with other seeds.
         self._read = self._user
-        # By place in the chain: whether a sampler has no seed of its own, but takes the loader's, or that of a state.
+        # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
         self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
         if decides:
             self._reseed([self.seed if seedless else None for seedless in self._seedless])
-        self._arguments = arguments(self._given)
+        self._arguments = _arguments(self._given)
         self._settled = False
         self.arrays = False
         self._next_epoch = 0
@@ -119,18 +114,16 @@ class EpochOrder:
         self.sampler: Any
         self.batch_sampler: Any
         if self.given_batches:
-            self._source = self.batch_sampler = self._read
+            self.batch_sampler = self._read
             _, *inner = self._given
             self.sampler = inner[-1] if inner else None
-            if self.replicated:
-                self._source = ReplicaBatchSampler(self.batch_sampler, *self._asked(), seed=self.seed)
         else:
             self.sampler = indices = self._read if self._user is not None else self._make_sampler(length)
             if self.replicated:
-                truncate = self._last_batch == "discard"
-                indices = ReplicaSampler(self.sampler, *self._asked(), truncate=truncate, seed=self.seed)
+                indices = ReplicaSampler(
+                    self.sampler, lambda: self.replicas(), self._last_batch == "discard", self.seed
+                )
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
-            self._source = self.batch_sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         chains = (self._user, self.batch_sampler, self.sampler)
         listened = [one for chain in chains if chain is not None for one in nested(chain)]
@@ -143,23 +136,36 @@ class EpochOrder:
             )
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
+    def undisturbed(self, but: Any) -> AbstractContextManager[None]:
+        """Inside, the samplers may be read; afterwards those of other libraries are what they were before.
+
+        Args:
+            but: an object that is not copied where a sampler refers to it: the dataset.
+        """
+        found = [*nested(self.batch_sampler), *([] if self.sampler is None else nested(self.sampler))]
+        return undisturbed([one for one in found if not is_own(one)], but)
+
     # -- state ----------------------------------------------------------------------------------------------
 
+    @property
+    def _items(self) -> Any:
+        """The sampler of the global order: of samples, or of batches."""
+        return self.batch_sampler if self.given_batches else self.sampler
+
     def signature(self, epoch: int) -> Signature:
-        """What a place in this order is a place in."""
-        items = self.batch_sampler if self.given_batches else self.sampler
+        """What a position in this order is a position in."""
         return Signature(
             seed=self.seed,
             dataset_length=self.dataset_length,
-            sampler=kind(items),
-            sampler_length=own_length(items, epoch),
+            sampler=_kind(self._items),
+            sampler_length=_own_length(self._items, epoch),
             sampler_seeds=tuple(map(_seed_of, self._given)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
         )
 
-    def differences(self, saved: Signature, place: Place, strict: bool) -> list[str]:
+    def differences(self, saved: Signature, place: Position, strict: bool) -> list[str]:
         """Why a state does not fit; none if `adopt` can make it fit."""
         own = self.signature(place.epoch)
         found = differences(saved, own, strict)
@@ -177,7 +183,7 @@ class EpochOrder:
         return found
 
     def adopt(self, saved: Signature) -> bool:
-        """Take over the seeds of a state that fits; whether they are others than before."""
+        """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
         own = [_seed_of(one) for one in self._given]
         seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
@@ -188,10 +194,6 @@ class EpochOrder:
         return True
 
     # -- replicas -------------------------------------------------------------------------------------------
-
-    def _asked(self) -> tuple[Any, Any]:
-        """What the replica samplers are given: looked up when it matters, the process group may not be up yet."""
-        return (lambda: self.replicas()[0]), (lambda: self.replicas()[1])
 
     def replicas(self) -> tuple[int, int]:
         """``(num_replicas, rank)``, as far as is known now."""
@@ -226,20 +228,17 @@ class EpochOrder:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read(self, epoch: int, place: Place | None = None) -> EpochReading:
+    def read(self, epoch: int, place: Position | None = None) -> EpochReading:
         """The epoch's batches for this rank, from ``place`` on.
 
         What it reads is settled now, not when it is read: `resize` may come in between.
         """
-        replicas, rank = self.replicas()
-        items = self.batch_sampler if self.given_batches else self.sampler
-        size = None if self.given_batches else self.batch_sampler.batch_size
-        source = Source(self._source, items, size, replicas, rank, self.replicated, self.seed, self.arrays)
-        return EpochReading(source, epoch, place, self.signature(epoch))
+        source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
+        return EpochReading(source, epoch, place)
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
-        return len_epoch(self._source, epoch)
+        return self.read(epoch).length()
 
     def _warn_if_ranks_repeat(self) -> None:
         """Inside a process group whose ranks would all read the same samples."""
@@ -256,6 +255,45 @@ class EpochOrder:
             f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
             stacklevel=4,
         )
+
+
+def _arguments(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+    """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
+    return tuple(
+        (f"{type(one).__name__}.{name}", _told(getattr(one, attribute)))
+        for one in samplers
+        if isinstance(one, Sampler) and is_own(one)
+        for name, attribute in one.decided_by
+    )
+
+
+def _told(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
+    checksum = 0
+    for part in parts:
+        array = np.asarray(part)
+        # The same for equal numbers of another dtype; 3 ms for a million weights, once.
+        checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
+    return f"{SUM}{checksum:08x}"
+
+
+def _own_length(sampler: Any, epoch: int) -> int | None:
+    """Items in an epoch; None for samplers of other libraries, which may have another length when they are read."""
+    try:
+        return len_epoch(sampler, epoch) if find_foreign(sampler, 0)[0] is None else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _kind(sampler: Any) -> str:
+    """The classes of a sampler and those inside it; of torch's, with the name of the package: they order otherwise."""
+    names = []
+    for one in nested(sampler):
+        package = type(one).__module__.partition(".")[0]
+        names.append(f"torch.{type(one).__name__}" if package == "torch" else type(one).__name__)
+    return "(".join(names) + ")" * (len(names) - 1)
 
 
 def _seed_of(sampler: Any) -> int | None:

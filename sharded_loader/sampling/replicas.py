@@ -1,36 +1,34 @@
-"""One process per GPU: which part of the global order belongs to this rank.
+"""Which part of an order belongs to whom: to a rank of several processes, or to one of several parts of a dataset.
 
-    resolve_replicas(num_replicas, rank)     ints, "auto" or None -> (num_replicas, rank)
-    ReplicaSampler                           the indices [rank::num_replicas] of a sampler's order
-    ReplicaBatchSampler                      the batches [rank::num_replicas] of a batch sampler's order
+    resolve_replicas(num_replicas, rank)    ints, "auto" or None -> (num_replicas, rank)
+    ReplicaSampler                          the items [rank::num_replicas] of a sampler's order
+    SplitSampler                            one of several contiguous parts of a dataset, shuffled in itself
 
-All ranks read one global order, so they must agree on its seed, and every rank gets the same number of
-items: the end is padded by wrapping round to the beginning of the epoch, or cut off. A run that resumes may
-have another number of ranks: with ``offset`` the first items of the global order are left out and the rest
-is dealt out anew.
+All ranks read one global order, so they must agree on its seed, and every rank gets the same number of items: the end
+is padded by wrapping round to the beginning of the epoch, or cut off. The arithmetic is
+`sharded_loader.sampling.tables.Dealt`. Parts of a split are contiguous, so that each reads its own stretch of a file.
 
-What can go wrong: ranks with different seeds (each then reads its own order, and nobody can notice); a rank
-outside its number of replicas.
+What can go wrong: ranks with different seeds (each then reads its own order, and nobody can notice); a rank outside
+its number of replicas; wrong arguments, rejected in the constructors.
 
-Source of the idea: `torch.utils.data.DistributedSampler`.
+Source of the idea: `torch.utils.data.DistributedSampler`, `gluonnlp.data.SplitSampler`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.environment import integer
-from sharded_loader.sampling.base import Indices, Item_co, check_int, check_start
-from sharded_loader.sampling.foreign import WrapperSampler, has_chunks, is_own, iter_epoch, len_epoch
-from sharded_loader.sampling.tracing import untraced
-
-Count = int | Callable[[], int]
+from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
+from sharded_loader.sampling.foreign import len_epoch, table_of
+from sharded_loader.sampling.shuffle import shuffle
+from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
 
 
 def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -93,208 +91,151 @@ def _from_surroundings(environ: Mapping[str, str]) -> tuple[Any, Any]:
     return replicas, rank
 
 
-class _Dealt(WrapperSampler[Item_co]):
-    """Items [rank::num_replicas] of another sampler's order, equally many for every rank."""
-
-    deals = True
-    shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
-
-    def __init__(
-        self, sampler: Iterable[Any], num_replicas: Count, rank: Count, truncate: bool, seed: int | None, name: str
-    ) -> None:
-        super().__init__(sampler, seed, name)
-        self._asked = (num_replicas, rank)
-        self._truncate = bool(truncate)
-        if not callable(num_replicas) and not callable(rank):
-            self._resolve()
-
-    def _resolve(self) -> tuple[int, int]:
-        replicas, rank = (asked() if callable(asked) else asked for asked in self._asked)
-        return resolve_replicas(replicas, rank)
-
-    @property
-    def num_replicas(self) -> int:
-        """How many ranks there are (asks a callable every time)."""
-        return self._resolve()[0]
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is (asks a callable every time)."""
-        return self._resolve()[1]
-
-    def iter_epoch(self, epoch: int, start: int = 0, *, offset: int = 0) -> Iterator[Any]:
-        """This rank's items from its position ``start`` on.
-
-        Args:
-            epoch: which epoch.
-            start: how many of this rank's items to leave out.
-            offset: how many items of the global order to leave out before the rest is dealt out.
-        """
-        check_start(start)
-        check_start(offset)
-        begin = start * self.num_replicas + offset
-        items = self._inner_items(epoch, begin)
-        if is_own(self._inner):
-            return self._deal(items, begin, self._again(epoch))
-        return self._deal_foreign(items, begin, epoch)
-
-    def _again(self, epoch: int) -> Callable[[int], Any]:
-        """Reads one item of the epoch by its global position, for the padding."""
-        length = len_epoch(self._inner, epoch)
-
-        def read(position: int) -> Any:
-            with untraced():
-                return next(iter_epoch(self._inner, epoch, self.seed, position % length))
-
-        return read
-
-    def _deal(self, items: Iterator[Any], begin: int, again: Callable[[int], Any]) -> Iterator[Any]:
-        """Items of an own sampler, which can be read again at the beginning of the epoch."""
-        replicas, rank = self._resolve()
-        while group := list(islice(items, replicas)):
-            if rank < len(group):
-                if len(group) < replicas and self._truncate:
-                    return
-                yield group[rank]
-            elif not self._truncate:
-                yield again(begin + rank)
-            begin += replicas
-
-    def _deal_foreign(self, items: Iterator[Any], begin: int, epoch: int) -> Iterator[Any]:
-        """Items of a foreign sampler, which is read once: what padding may need is kept.
-
-        Begun in mid-epoch, the sampler is started once more for the padding, after the end.
-        """
-        replicas, rank = self._resolve()
-        head: list[Any] = []
-        group: list[Any] = []
-        seen = begin
-        for item in items:
-            if seen < replicas and not begin:
-                head.append(item)
-            seen += 1
-            group.append(item)
-            if len(group) == replicas:
-                yield group[rank]
-                group = []
-        if group and not self._truncate:
-            if rank < len(group):
-                yield group[rank]
-                return
-            if begin:
-                with untraced():
-                    head = list(islice(self._inner_items(epoch), replicas))
-            yield head[(seen + rank - len(group)) % seen]
-
-    def len_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """How many items this rank has (all ranks the same), after ``offset`` items of the global order."""
-        rest = max(len_epoch(self._inner, epoch) - offset, 0)
-        return rest // self.num_replicas if self._truncate else -(-rest // self.num_replicas)
-
-
-class ReplicaSampler(_Dealt[Any]):
-    """The indices [rank::num_replicas] of another sampler's order.
+class ReplicaSampler(WrapperSampler[Any]):
+    """What one rank reads of another sampler's order: the items [rank::num_replicas], equally many for every rank.
 
     Args:
-        sampler: any sampler, the same on all ranks.
-        num_replicas: how many ranks, or a function without arguments that says so, asked whenever it matters.
-        rank: which of them this is, from 0, or such a function.
+        sampler: any sampler of indices or of batches, the same on all ranks.
+        ask: how many ranks there are, and which is this one. It is asked whenever that matters, because the process
+            group may not be up yet.
         truncate: leave out the end of the epoch that not all ranks get a share of; otherwise pad it by
             wrapping round to the beginning.
-        seed: starts ``sampler`` if it is foreign; must be the same on all ranks. None means 0, so that
-            ranks agree.
-
-    Raises:
-        ValueError: for a rank outside 0 .. num_replicas - 1.
+        seed: starts ``sampler`` if another library made it; the same on all ranks.
 
     Example:
         >>> from sharded_loader.sampling import SequentialSampler
-        >>> [list(ReplicaSampler(SequentialSampler(5), 2, rank)) for rank in range(2)]
+        >>> [list(ReplicaSampler(SequentialSampler(5), lambda: (2, rank))) for rank in range(2)]
         [[0, 2, 4], [1, 3, 0]]
 
     Source of the idea: `torch.utils.data.DistributedSampler`.
     """
 
+    shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
+
     def __init__(
-        self,
-        sampler: Iterable[Any],
-        num_replicas: Count,
-        rank: Count,
-        *,
-        truncate: bool = False,
-        seed: int | None = None,
+        self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
     ) -> None:
-        super().__init__(sampler, num_replicas, rank, truncate, 0 if seed is None else seed, "sampler")
-        self.sampler = sampler
+        super().__init__(sampler, seed, "sampler")
+        self.sampler, self._ask, self._truncate = sampler, ask, truncate
 
     @property
-    def chunkable(self) -> bool:
-        """Whether `chunks` can be used: the inner sampler has chunks."""
-        return has_chunks(self.sampler)
+    def num_replicas(self) -> int:
+        """How many ranks there are, as far as is known now."""
+        return self._ask()[0]
 
-    def iter_epoch(self, epoch: int, start: int = 0, *, offset: int = 0) -> Iterator[Any]:
-        if not self.chunkable:
-            return super().iter_epoch(epoch, start, offset=offset)
-        chunks = self.chunks(epoch, check_start(start), offset=offset)
-        return (index for chunk in chunks for index in chunk.tolist())
+    @property
+    def rank(self) -> int:
+        """Which of them this is, as far as is known now."""
+        return self._ask()[1]
 
-    def chunks(self, epoch: int, start: int = 0, *, offset: int = 0) -> Iterator[Indices]:
-        """This rank's indices from its position ``start`` on, as int64 arrays (inner index samplers only)."""
-        check_start(offset)
-        count = self.len_epoch(epoch, offset=offset)
-        if start >= count:
-            return iter(())
-        replicas, rank = self._resolve()
-        length = len_epoch(self.sampler, epoch)
-        begin = offset + start * replicas
-        last = offset + (count - 1) * replicas + rank
-        dealt = _stride(self._inner_chunks(epoch, begin), rank, replicas, min(last + 1, length) - begin)
-        # At most the last index of a rank lies past the end: it wraps round.
-        return chain(
-            dealt, (last_one[:1] for last_one in islice(self._inner_chunks(epoch, last % length), last >= length))
-        )
+    def epoch_table(self, epoch: int) -> Table:
+        return Dealt(table_of(self.sampler, epoch, self.seed), *self._ask(), truncate=self._truncate)
+
+    def len_epoch(self, epoch: int) -> int:
+        return parts(len_epoch(self.sampler, epoch), self.num_replicas, self._truncate)
 
 
-def _stride(chunks: Iterator[Indices], first: int, step: int, end: int) -> Iterator[Indices]:
-    """Positions ``first``, ``first + step``, ... below ``end`` of the concatenated chunks."""
-    for chunk in chunks:
-        taken = chunk[first : max(end, 0) : step]
-        if len(taken):
-            yield np.ascontiguousarray(taken)
-        first += len(taken) * step - len(chunk)
-        end -= len(chunk)
-
-
-class ReplicaBatchSampler(_Dealt[Any]):
-    """The batches [rank::num_replicas] of another batch sampler's order, equally many for every rank.
+class SplitSampler(Sampler[int]):
+    """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
 
     Args:
-        batch_sampler: any batch sampler, the same on all ranks.
-        num_replicas: how many ranks, or a function without arguments that says so, asked whenever it matters.
-        rank: which of them this is, from 0, or such a function.
-        truncate: leave out batches that not all ranks get a share of; otherwise the first batches of the
-            epoch come again.
-        seed: starts ``batch_sampler`` if it is foreign. None means 0, so that ranks agree.
+        length: number of samples of the whole dataset.
+        num_parts: how many parts.
+        part_index: which of them, from 0.
+        even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
+            are short, random samples of other parts are added.
+        repeat: how many times the part comes in one epoch, in another order each time. A sample that comes again in
+            the epoch has the same `sample_rng`, so it is augmented in the same way.
+        shuffle: whether to shuffle.
+        seed: with the epoch it decides the order and the added samples. None draws one from torch's default
+            generator (only if something is random).
 
     Raises:
-        ValueError: for a rank outside 0 .. num_replicas - 1.
+        TypeError, ValueError: for ``part_index`` outside 0 .. num_parts - 1, more parts than samples, and
+            ``repeat`` or ``num_parts`` below 1.
 
     Example:
-        >>> batches = [[0, 1], [2, 3], [4]]
-        >>> [list(ReplicaBatchSampler(batches, 2, rank)) for rank in range(2)]
-        [[[0, 1], [4]], [[2, 3], [0, 1]]]
+        >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
+        [[0, 1, 2], [3, 4], [5, 6]]
 
-    Source of the idea: `torch.utils.data.DistributedSampler`.
+    Source of the idea: `gluonnlp.data.SplitSampler`.
     """
+
+    decided_by = (
+        ("num_parts", "_parts"),
+        ("even_size", "_even_size"),
+        ("repeat", "_repeat"),
+        ("shuffle", "_shuffle"),
+    )
+    shown = (("part_index", "_part"), *decided_by)
 
     def __init__(
         self,
-        batch_sampler: Iterable[Any],
-        num_replicas: Count,
-        rank: Count,
-        *,
-        truncate: bool = False,
+        length: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        even_size: bool = False,
+        repeat: int = 1,
+        shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        super().__init__(batch_sampler, num_replicas, rank, truncate, 0 if seed is None else seed, "batch_sampler")
-        self.batch_sampler = batch_sampler
+        self._total = check_int("length", length, 0, "give the number of samples, len(dataset)")
+        parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
+        part = check_int("part_index", part_index, 0, "parts count from 0")
+        self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
+        if part >= parts:
+            raise ValueError(f"part_index is {part}, but there are {parts} parts: give 0 to {parts - 1}")
+        if 0 < self._total < parts:
+            raise ValueError(
+                f"{self._total} samples cannot be split into {parts} parts that all have one: give fewer parts"
+            )
+        if even_size:
+            self._size = -(-self._total // parts)
+            self._begin = min(self._size * part, self._total)
+            self._own = min(self._size, self._total - self._begin)
+        else:
+            size, longer = divmod(self._total, parts)
+            self._begin = size * part + min(part, longer)
+            self._own = self._size = size + (part < longer)
+        self._parts, self._part, self._even_size = parts, part, bool(even_size)
+        self._shuffle = bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or self._own < self._size or seed is not None else None
+
+    def epoch_table(self, epoch: int) -> Table:
+        # The part belongs to the key: parts of one size would otherwise be shuffled alike.
+        key = (self.seed, "split sampler", self._part, epoch)
+
+        @lru_cache(maxsize=2)
+        def once(number: int) -> Callable[[Indices], Indices]:
+            """One round of the part: positions in it -> indices."""
+            order = shuffle(self._size, *key, "order", number) if self._shuffle else None
+            extra = self._extra((*key, "extra", number))
+
+            def at(positions: Indices) -> Indices:
+                place = positions if order is None else order(positions)
+                # The last places of a short part are the samples added to it.
+                own = np.minimum(place, self._own - 1) + self._begin
+                return np.where(place < self._own, own, extra[np.maximum(place - self._own, 0)]) if len(extra) else own
+
+            return at
+
+        def order(positions: Indices) -> Indices:
+            found = np.empty_like(positions)
+            rounds = positions // self._size
+            for number in np.unique(rounds).tolist():
+                here = rounds == number
+                found[here] = once(number)(positions[here] % self._size)
+            return found
+
+        return Table(self.len_epoch(epoch), order, BLOCK)
+
+    def _extra(self, key: tuple[int | str | None, ...]) -> Indices:
+        """Samples of other parts, each at most once, that fill a short part (fewer than num_parts)."""
+        missing = self._size - self._own
+        if not missing:
+            return np.zeros(0, dtype=np.int64)
+        others = shuffle(self._total - self._own, *key)(np.arange(missing))
+        return others + np.where(others >= self._begin, self._own, 0)
+
+    def len_epoch(self, epoch: int) -> int:
+        return self._size * self._repeat

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.sampling.base import check_int, check_start
-from sharded_loader.sampling.foreign import WrapperSampler, len_epoch, plain_index
+from sharded_loader.sampling.base import WrapperSampler, check_int
+from sharded_loader.sampling.foreign import len_epoch, table_of
+from sharded_loader.sampling.tables import Indices, Table, plain_index
 
 
 def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
@@ -293,9 +293,8 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         super().__init__(batch_sampler, seed, "batch_sampler")
         self.batch_sampler = batch_sampler
 
-    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[list[int]]]:
-        batches = self._inner_items(epoch, check_start(start))
-        return map(self._split, batches, count(start))
+    def epoch_table(self, epoch: int) -> Table:
+        return _SplitTable(table_of(self.batch_sampler, epoch, self.seed), self._split)
 
     def _split(self, batch: Any, number: int) -> list[list[int]]:
         if is_sharded(batch):
@@ -309,3 +308,17 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
 
     def len_epoch(self, epoch: int) -> int:
         return len_epoch(self.batch_sampler, epoch)
+
+
+class _SplitTable(Table):
+    """The batches of another table, each split into shards."""
+
+    def __init__(self, batches: Table, split: Callable[[Any, int], list[list[int]]]) -> None:
+        self._block = 1
+        self._batches, self._split = batches, split
+
+    def upto(self, begin: int, end: int) -> int:
+        return self._batches.upto(begin, end)
+
+    def at(self, positions: Indices) -> list[list[list[int]]]:
+        return list(map(self._split, self._batches.at(positions), positions.tolist()))

@@ -93,9 +93,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in batches.run.window):
-            loader.pool.wait()
-            with loader._pipeline._lock:
-                loader._pipeline._receive(batches.run)
+            loader._pipeline._wait(batches.run, block=True)
         next(batches)
         assert [entry.begun is not None for entry in batches.run.window][:3] == [True, True, False]
         del batches
@@ -292,14 +290,15 @@ def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine)
 MODULES = ("iterator.py", "pipeline.py", "placement.py", "lane.py")
 
 
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
-    machine: Machine, new_pool: Callable[..., Pool]
+    machine: Machine, new_pool: Callable[..., Pool], step: int
 ) -> None:
     consumer, device = Consumer(machine), machine.devices[0]
     with ShardedDataLoader(dataset(), 1, device=device, pool=new_pool()) as loader:
         line, fired, batches, number = 0, True, iter(loader), 0
         while fired:
-            line += 1
+            line += step
             got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
             for batch in (*got, next(batches)):
                 consumer.use(device, batch, [number])

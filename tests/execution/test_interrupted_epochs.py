@@ -19,9 +19,9 @@ from sharded_loader import ShardedDataLoader, ThreadPool, global_generators, rng
 
 SAMPLING = (
     "reading.py",
-    "tracing.py",
+    "tables.py",
     "foreign.py",
-    "batches.py",
+    "borrowing.py",
     "progress.py",
     "global_generators.py",
     "rng.py",

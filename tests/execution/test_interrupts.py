@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import multiprocess
 import numpy as np
 import pytest
-from injection import InterruptAt, next_interrupted
+from injection import HANDLERS, InterruptAt, next_interrupted
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.execution.pools import link as link_module
 from sharded_loader.execution.pools.base import Pool
-from sharded_loader.execution.pools.link import Link, PortableLink, SocketLink, receive_descriptor, receive_message
 
 
-def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., Pool]) -> None:
-    loader = ShardedDataLoader(range(10_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
-    expected = iter(range(0, 10_000, 3))
+@pytest.fixture(params=HANDLERS)
+def signal_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Signals whose handlers raise; the handlers are in place."""
+    number = getattr(signal, request.param)
+    before = signal.signal(number, HANDLERS[request.param][1])
+    yield request.param
+    signal.signal(number, before)
+
+
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_what_a_signal_raises_at_any_line_of_next_passes_and_no_batch_is_lost(
+    new_pool: Callable[..., Pool], signal_name: str, step: int
+) -> None:
+    interrupt = functools.partial(InterruptAt, name=signal_name)
+    loader = ShardedDataLoader(range(100_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
+    expected = iter(range(0, 100_000, 3))
     with loader:
         iterator = iter(loader)
         assert next(iterator)[0][0] == next(expected)
         line = 1
         while True:
-            got, fired = next_interrupted(iterator, line)
+            got, fired = next_interrupted(iterator, line, interrupt)
             for batch in got:
                 assert batch[0][0] == next(expected)
             if not fired:
@@ -39,8 +48,8 @@ def test_interrupt_at_every_line_of_next_loses_no_batch(new_pool: Callable[..., 
             # The loader goes on, in order, with all that was in flight.
             for _ in range(2):
                 assert next(iterator)[0][0] == next(expected)
-            line += 1
-        assert line > 20
+            line += step
+        assert line > 60
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -142,32 +151,3 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         free = sum(end - start for parts in arena._free for start, end in parts)
         taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends a descriptor")
-@pytest.mark.parametrize("kind", [SocketLink, PortableLink])
-def test_nothing_follows_a_message_whose_sending_was_interrupted(
-    kind: type[Link], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A descriptor that was sent, but not yet taken out of the outbox, went out again: the worker read nonsense."""
-    ours, theirs = multiprocess.Pipe(duplex=True)
-    link = kind(ours)
-    send_descriptors = link_module.send_descriptors
-
-    def interrupted(*arguments: Any) -> int:
-        send_descriptors(*arguments)
-        raise KeyboardInterrupt
-
-    try:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(link_module, "send_descriptors", interrupted)
-            link.send(b"head", descriptor=theirs.fileno())
-        link.send(b"next")
-        link.flush()
-        assert link.torn
-        assert receive_message(theirs).head == b"head"
-        os.close(receive_descriptor(theirs))
-        assert not theirs.poll()
-    finally:
-        link.close()
-        theirs.close()

@@ -24,7 +24,7 @@ from sharded_loader.execution.pools.base import Pool
 from sharded_loader.global_generators import seed_globals, seed_torch, seeded_globals
 from sharded_loader.rng import LABELS, OfBatch, SampleScope, derive_key, key_parts, reading
 
-MAKERS = ("derive_key", "philox", "key_parts")
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled")
 
 # `SplitSampler` says "order" and "extra" behind the label that all of its keys have.
 INNER = {"order": 1, "extra": 1}

@@ -53,11 +53,10 @@ def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Cal
         gc.disable()
         try:
             del second
-            loader._pipeline._ended.append(first.run.number)
-            loader._pipeline._drop_ended()
+            loader._pipeline.drop(first.run.number)
         finally:
             gc.enable()
-        assert not loader._pipeline._ended
+        assert not loader._pipeline._dropped
         assert len(list(loader)) == 20
 
 

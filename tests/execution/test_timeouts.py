@@ -408,22 +408,18 @@ def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> N
 
     pool = ThreadPool(1, timeout=0.05)
     pool.start(Job(Then(), None, 0, "raise"))
-    for seq in range(2):
-        pool.submit(Task(0, seq, 0, 0, ([3 + seq],), False))
+    pool.submit([Task(0, seq, 0, 0, ([3 + seq],), False) for seq in range(2)])
     try:
         found = []
         while not found:
-            pool.wait()
-            results = pool.receive()
-            for result in results:
+            for result in pool.wait():
                 found.append((result.seq, type(result.error)))
                 data.go_on.set()
                 assert at_next.wait(5)
         go_on.set()
         deadline = time.monotonic() + 5
         while (1, type(None)) not in found and time.monotonic() < deadline:
-            pool.wait()
-            found += [(result.seq, type(result.error)) for result in pool.receive()]
+            found += [(result.seq, type(result.error)) for result in pool.wait()]
         assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
     finally:
         go_on.set()

@@ -27,20 +27,6 @@ class Filled:
         return np.full(SHAPE // self.dtype.itemsize, index, self.dtype)
 
 
-class SlowAgain(Filled):
-    """Samples that take longer when they are read a second time."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.read: set[int] = set()
-
-    def __getitem__(self, index: int) -> Any:
-        if index in self.read:
-            time.sleep(0.05)
-        self.read.add(index)
-        return super().__getitem__(index)
-
-
 class DiesInTheMiddle:
     """Batchify that kills its worker, once in the program, when half of the batch that holds ``bad`` is written."""
 

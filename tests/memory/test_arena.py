@@ -24,7 +24,6 @@ from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, Arena, Slot
 from sharded_loader.memory.forks import Fork
 from sharded_loader.memory.limits import Limit
-from sharded_loader.memory.segments import create
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 
@@ -496,12 +495,3 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_segment_that_came_with_a_ctrl_c_is_replaced() -> None:
-    arena = Arena()
-    arena.segments.append(create(0, 4096))  # and then KeyboardInterrupt
-    slot = arena.take(100_000)
-    assert slot is not None
-    assert arena.lend(slot).nbytes >= 100_000
-    arena.close()

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
-from memory_samples import SHAPE, DiesInTheMiddle, Filled, SlowAgain
+from memory_samples import SHAPE, DiesInTheMiddle, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.execution.pools import crew
@@ -467,34 +467,6 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_
         deadline -= 1
         threading.Event().wait(0.05)
     assert deadline  # the workers, and so the memory, have gone too
-
-
-def test_a_task_that_was_sent_twice_is_not_written_into_a_slot_that_is_lent() -> None:
-    # What a Ctrl-C between `link.send` and `handle.tasks[key] = task` leads to.
-    with ShardedDataLoader(SlowAgain(200), BATCH, prefetch=2, pool=ProcessPool(1, start_method="fork")) as loader:
-        pool = loader._pipeline.pool
-        iterator = iter(loader)
-        for _ in range(20):
-            next(iterator)
-        submit, doubled = pool.submit, []
-
-        def twice(task: Any) -> None:
-            submit(task)
-            if task.seq == 30:
-                pool._workers[0].tasks.pop((task.run, task.seq))
-                doubled.append(task)
-                submit(task)
-
-        pool.submit = twice
-        written = []
-        for number, batch in enumerate(iterator, 20):
-            batch.neg_()
-            if number >= 30:
-                written.append((number, batch))
-        right = [is_batch(-batch, BATCH * number) for number, batch in written]
-        written.clear()
-        del batch
-        assert doubled and all(right)
 
 
 # -- a container's small mount --------------------------------------------------------------------------------

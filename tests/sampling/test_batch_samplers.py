@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from sharded_loader.sampling import (
     ShardedBatchSampler,
     SortedBucketSampler,
 )
-from sharded_loader.sampling.permutation import CHUNK
+from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)
 LENGTHS = [(7 * place) % 29 + 1 for place in range(61)]
@@ -101,7 +100,7 @@ def test_every_index_comes_once(kind: str) -> None:
 
 
 class Plain:
-    """A foreign sampler without chunks."""
+    """A sampler of another library."""
 
     def __init__(self, items: list[int]) -> None:
         self.items = items
@@ -151,9 +150,9 @@ def test_rollover_is_indifferent_to_abandoned_epochs() -> None:
     assert list(walked) == list(fresh.iter_epoch(2))
 
 
-@pytest.mark.parametrize("size", [1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_batches_cross_the_boundaries_of_chunks(size: int) -> None:
-    length = 2 * CHUNK + 11
+@pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_batches_cross_the_boundaries_of_blocks(size: int) -> None:
+    length = 2 * BLOCK + 11
     batches = list(BatchSampler(SequentialSampler(length), size))
     assert flat(batches[:1] + batches[-1:])[-1] == length - 1
     assert [len(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)
@@ -253,62 +252,6 @@ def test_budget_batches_are_as_large_as_allowed() -> None:
     assert list(BoundedBudgetSampler([[1, 3], [2, 2]], 6, shuffle=False)) == [[1, 0]]
 
 
-@quick
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=80),
-    size=st.integers(1, 9),
-    buckets=st.integers(1, 6),
-    shards=st.integers(0, 4),
-    last=st.sampled_from(["keep", "discard"]),
-    shuffle=st.booleans(),
-)
-@pytest.mark.filterwarnings("ignore:Some buckets are empty")
-def test_fixed_buckets_hold_every_index_once(
-    lengths: list[int], size: int, buckets: int, shards: int, last: str, shuffle: bool
-) -> None:
-    sampler = FixedBucketSampler(lengths, size, buckets, shuffle=shuffle, num_shards=shards, last_group=last, seed=2)
-    items = list(sampler)
-    assert len(items) == len(sampler)
-    batches = [batch for group in items for batch in group] if shards else items
-    indices = flat(batches)
-    assert len(set(indices)) == len(indices)
-    if not shards or last == "keep":
-        assert sorted(indices) == list(range(len(lengths)))
-    else:
-        assert all(len(group) == shards for group in items)
-    for batch in batches:
-        bucket = {min(key for key in sampler.bucket_keys if key >= lengths[index]) for index in batch}
-        assert len(bucket) == 1
-        assert 0 < len(batch) <= size
-
-
-@pytest.mark.parametrize(
-    "as_given", [tuple, np.array, torch.tensor, iter], ids=["tuple", "array", "tensor", "iterator"]
-)
-def test_bucket_keys_may_be_any_sequence(as_given: Callable[[Any], Any]) -> None:
-    one, pairs = [1, 5, 9, 2], [[1, 2], [5, 5], [9, 8], [2, 9]]
-    assert list(FixedBucketSampler(one, 2, None, as_given([5, 10]))) == list(FixedBucketSampler(one, 2, None, [5, 10]))
-    keys = [[5, 5], [10, 10]]
-    assert list(FixedBucketSampler(pairs, 2, None, as_given(keys))) == list(FixedBucketSampler(pairs, 2, None, keys))
-    assert list(FixedBucketSampler(one, 2, None, as_given([9]))) == list(FixedBucketSampler(one, 2, None, [9]))
-
-
-def test_fewer_batches_than_shards_make_one_group_of_fewer() -> None:
-    for last_group in ("keep", "overlap"):
-        sampler = FixedBucketSampler([5, 5, 5], 2, 1, num_shards=4, last_group=last_group)
-        assert list(sampler) == [[[0, 1], [2]]]
-        assert len(sampler) == 1
-
-
-def test_a_million_lengths_are_sorted_into_buckets_in_a_moment() -> None:
-    lengths = np.random.default_rng(0).integers(1, 500, (1_000_000, 2))
-    begin = time.perf_counter()
-    sampler = FixedBucketSampler(lengths, 64, shuffle=True, seed=1)
-    assert sum(len(batch) for batch in sampler) == 1_000_000
-    # 0.6 s here; the bound is for machines under load.
-    assert time.perf_counter() - begin < 10
-
-
 def test_an_empty_dataset_is_an_empty_epoch() -> None:
     for sampler in (
         BatchSampler(SequentialSampler(0), 3),
@@ -340,17 +283,6 @@ ONE = SequentialSampler(1)
         (lambda: BoundedBudgetSampler([3, 9, 4], 8), ValueError, "sample 1 has 9 tokens.*max_num_tokens=8"),
         (lambda: BoundedBudgetSampler([3, -9], 8), ValueError, r"lengths\[1\] is -9"),
         (lambda: BoundedBudgetSampler([3.5], 8), ValueError, "lengths must be integers"),
-        (lambda: FixedBucketSampler([3, 0], 8), ValueError, r"lengths\[1\] is 0"),
-        (lambda: FixedBucketSampler([[1, 2], [3]], 8), ValueError, "rows of different sizes"),
-        (lambda: FixedBucketSampler([1], 8, last_group="x"), ValueError, "'keep', 'discard' or 'overlap'"),
-        (lambda: FixedBucketSampler([1], 8, num_shards=-1), ValueError, "num_shards must be at least 0"),
-        (lambda: FixedBucketSampler([1], 8, None), ValueError, "neither num_buckets nor bucket_keys"),
-        (lambda: FixedBucketSampler([1], 8, bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
-        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array(5)), TypeError, "give a list"),
-        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([])), ValueError, "give a bucket key"),
-        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([1.5])), TypeError, "give integers"),
-        (lambda: FixedBucketSampler([1, 7], 8, bucket_keys=[5]), ValueError, "sample 1 has length"),
-        (lambda: FixedBucketSampler([[1, 7]], 8, bucket_keys=[5]), ValueError, "1 numbers, but a length has 2"),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from sharded_loader.sampling import (
     FilterSampler,
-    IndexSampler,
     IntervalSampler,
     RandomSampler,
     Sampler,
@@ -26,11 +25,11 @@ from sharded_loader.sampling import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.permutation import CHUNK
+from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)
 
-EVERY_KIND: dict[str, Callable[[int | None], IndexSampler]] = {
+EVERY_KIND: dict[str, Callable[[int | None], Sampler[int]]] = {
     "sequential": lambda seed: SequentialSampler(37, 2),
     "random": lambda seed: RandomSampler(37, seed=seed),
     "subset": lambda seed: SubsetRandomSampler(range(5, 60, 2), seed=seed),
@@ -76,7 +75,10 @@ def test_any_place_of_an_epoch_can_be_reached(kind: str) -> None:
     whole = list(sampler.iter_epoch(1))
     for start in range(len(whole) + 3):
         assert list(sampler.iter_epoch(1, start)) == whole[start:]
-        assert np.concatenate([np.zeros(0, dtype=np.int64), *sampler.chunks(1, start)]).tolist() == whole[start:]
+    table = sampler.epoch_table(1)
+    for step in (1, 2, 7):
+        found = table.at(np.arange(0, len(whole), step))
+        assert found.dtype == np.int64 and found.tolist() == whole[::step]
 
 
 @pytest.mark.parametrize("kind", SHUFFLED)
@@ -210,7 +212,7 @@ def test_keys_with_labels_and_tensors_are_read_by_position(keys: list[Any]) -> N
 
 
 def test_weighted_draws_follow_the_weights() -> None:
-    count = 3 * CHUNK + 17
+    count = 3 * BLOCK + 17
     drawn = Counter(WeightedRandomSampler([0, 1, 0, 3, 6, 0], count, seed=5))
     assert set(drawn) == {1, 3, 4}
     for index, share in ((1, 0.1), (3, 0.3), (4, 0.6)):
@@ -262,10 +264,10 @@ def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> Non
     assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
 
 
-def test_weighted_epoch_jumps_across_chunks() -> None:
-    sampler = WeightedRandomSampler([1, 2, 3], 2 * CHUNK + 9, seed=5)
+def test_weighted_epoch_jumps_across_blocks() -> None:
+    sampler = WeightedRandomSampler([1, 2, 3], 2 * BLOCK + 9, seed=5)
     whole = list(sampler.iter_epoch(0))
-    for start in (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 8):
+    for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8):
         assert list(sampler.iter_epoch(0, start)) == whole[start:]
 
 
@@ -288,7 +290,6 @@ def test_sampling_never_imports_torch_where_a_seed_is_given() -> None:
         "import sys\n"
         "from sharded_loader.sampling import *\n"
         "list(BatchSampler(RandomSampler(9, seed=1), 2)); list(BatchSampler([1, 2], 2)); FixedBucketSampler([1], 1)\n"
-        "resolve_replicas('auto'); is_sharded([1])\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,11 +17,8 @@ from sharded_loader.sampling import (
     BatchSampler,
     SequentialSampler,
     ShardedBatchSampler,
-    check_weights,
-    is_sharded,
-    shard_sizes,
-    split_batch,
 )
+from sharded_loader.sampling.shards import check_weights, is_sharded, shard_sizes, split_batch
 
 quick = settings(max_examples=80, deadline=None)
 some_weights = st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=6).filter(any)

@@ -1,27 +1,44 @@
-"""What every pool is: a few verbs over numbered tasks.
+"""What every pool is: six verbs over numbered tasks.
 
-    Task(run, seq, ...)  --submit, send-->  pool  --receive-->  Result(run, seq, batch | error)
+    start(job)                       start the workers; those that run already are sent the new job
+    submit(tasks)                    give tasks to the workers, at most `room` of them
+    wait(block) -> results           block until something has come; what has come, in any order
+    wake()                           make a `wait` in another thread return
+    cancel(run)                      drop the tasks of a run that have not begun
+    close()                          stop the workers and give everything back; `start` may follow
 
-`run` says which iterator a task belongs to, `seq` which batch of its epoch it is. Results come in any
-order, each task's at least once (a task may be done twice after an interruption: the later result is
-ignored), and a pool never blocks except in `wait`.
+A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
+same. A task may be done twice: the pipeline ignores the second result.
 
-All verbs but `wait` and `wake` are called under the pipeline's lock, by whatever thread happens to drive.
-`wait` is called without it, by one thread at a time; it returns when `receive` may have something, when a
-worker has ended, or after `wake`.
+One thread at a time calls a pool, under the pipeline's lock; only `wake` may come from another thread. A pool need not
+survive an exception that strikes inside a verb, such as a Ctrl-C: the pipeline then calls `close` and `start`, and
+submits again what was in flight. So `close` must work in every state. The exception is the moment in `wait` when the
+pool only waits: `waiting` is True then, and an exception changes nothing.
 
-A pool without workers (`InlinePool`) takes no tasks: it has `read` instead, and the verbs' defaults.
+What can go wrong: the workers cannot work at all (`PoolBroken`). What goes wrong with one task is its result.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.memory.arena import Register
+
+
+class PoolBroken(Exception):
+    """Raised by `Pool.wait`: no worker can do anything. The pool is closed.
+
+    Attributes:
+        error: what the user is told.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Pool(ABC):
@@ -30,13 +47,17 @@ class Pool(ABC):
     Attributes:
         num_workers: how many workers read at the same time; 0 if the caller does.
         group: how many tasks are best submitted together, more than one while batches are cheap.
-        shares_dataset: whether the samples are read from the trainer's own dataset object.
+        room: how many tasks `submit` takes now.
+        shares_dataset: whether the samples are read from the main process's own dataset object.
         empty: gives the memory that batches are put together in, where that is this process's own.
+        waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
     """
 
     num_workers: int = 0
     group: int = 1
+    room: int = 0
     shares_dataset: bool = True
+    waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
     empty: Empty = staticmethod(new_array)
 
@@ -58,27 +79,20 @@ class Pool(ABC):
     def start(self, job: Job) -> None:
         """Start the workers; those that run already are sent the new job before any later task."""
 
-    def capacity(self) -> int:
-        """How many tasks `submit` takes now."""
-        return 0
+    @abstractmethod
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Give tasks to the workers. A task that cannot be given to one has an error as its result."""
 
-    def submit(self, task: Task) -> None:
-        """Give a task to a worker; `send` follows."""
-        raise NotImplementedError(f"{self!r} has no workers")
+    @abstractmethod
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        """Block until results have come, a worker has ended, or somebody calls `wake`; what has come.
 
-    def send(self) -> None:  # noqa: B027
-        """Let the workers have what was submitted."""
+        Args:
+            block: False: only look whether something has come.
 
-    def receive(self) -> Iterable[Result]:
-        """The results that are there, without waiting.
-
-        A result counts as received only when the next one is asked for: if the caller is interrupted while
-        it files one, that one comes again.
+        Raises:
+            PoolBroken: no worker can work.
         """
-        return ()
-
-    def wait(self) -> None:  # noqa: B027
-        """Block until there is something to receive or somebody calls `wake`."""
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""

@@ -24,7 +24,7 @@ from multiprocess import connection
 
 from sharded_loader.execution import worker
 from sharded_loader.execution.board import IDLE, SAMPLE, WORDS, new_board
-from sharded_loader.execution.messages import STACKS, Result, Task, pack_head
+from sharded_loader.execution.messages import STACKS, Task, pack_head
 from sharded_loader.execution.pools.link import Link
 from sharded_loader.execution.pools.starting import is_starting_worker
 from sharded_loader.execution.pools.supervision import Silent
@@ -216,8 +216,6 @@ class WorkerHandle:
         self.silent = Silent()
         self.hung = False
         self.left_behind = False
-        self.counted = False
-        self.given_up: Result | None = None
         self._released = False
         self._killed_at: float | None = None
         self.exitcode: int | None = None

@@ -34,10 +34,10 @@ class Grouping:
 
     Example:
         >>> grouping = Grouping()
-        >>> for _ in range(100): grouping.note(29e-6)
+        >>> for _ in range(100): size = grouping.note(29e-6)
         >>> grouping.size
         10
-        >>> for _ in range(100): grouping.note(5e-3)
+        >>> for _ in range(100): size = grouping.note(5e-3)
         >>> grouping.size
         1
     """
@@ -46,8 +46,9 @@ class Grouping:
         self._mean = GROUP_SECONDS
         self.size = 1
 
-    def note(self, seconds: float) -> None:
-        """A worker took so long for a batch."""
+    def note(self, seconds: float) -> int:
+        """A worker took so long for a batch; how many batches go together from now on."""
         # A batch that took long counts in full: the next ones may do too, and somebody waits for them.
         self._mean = seconds if seconds > 8 * self._mean else self._mean + _MEMORY * (seconds - self._mean)
         self.size = min(MAX_GROUP, max(1, int(GROUP_SECONDS / max(self._mean, 1e-9))))
+        return self.size

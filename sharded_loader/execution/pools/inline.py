@@ -1,15 +1,15 @@
 """No workers: the caller reads, when it waits.
 
-    pipeline.next -> InlinePool.read(task) -> Result
+    submit -> tasks -> wait: Reader.read -> Result
 
-The least there is between a dataset and a loop: nothing to start, nothing in flight, a debugger works. One batch
-is read at a time, whoever asks, because a dataset may not bear two threads. A KeyboardInterrupt in the dataset
-loses nothing: the task stays with the pipeline, which has it read again at the next call.
+The least there is between a dataset and a loop: nothing to start, nothing read ahead, a debugger works. If an exception
+strikes inside the dataset, such as a Ctrl-C, the task stays, and the next `wait` reads it again.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import deque
+from collections.abc import Sequence
 
 from sharded_loader.execution.messages import Job, Result, Task
 from sharded_loader.execution.pools.base import Pool
@@ -26,11 +26,11 @@ class InlinePool(Pool):
     """
 
     num_workers = 0
+    room = 1
 
     def __init__(self) -> None:
         self._reader: Reader | None = None
-        # Reentrant: a dataset may itself iterate over the loader.
-        self._reading = threading.RLock()
+        self._tasks: deque[Task] = deque()
 
     def __repr__(self) -> str:
         return "InlinePool()"
@@ -42,10 +42,27 @@ class InlinePool(Pool):
     def start(self, job: Job) -> None:
         self._reader = Reader(job)
 
-    def read(self, task: Task) -> Result | None:
-        """The batch of a task; None if the pool has been closed."""
-        with self._reading:
-            return None if self._reader is None else self._reader.read(task, empty=self.empty)
+    def submit(self, tasks: Sequence[Task]) -> None:
+        self._tasks.extend(tasks)
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        reader = self._reader
+        if reader is None or not self._tasks or not block:
+            return ()
+        # Out of the queue while it is read: a dataset may itself iterate over the loader.
+        task = self._tasks.popleft()
+        self.waiting = True
+        try:
+            result = reader.read(task, empty=self.empty)
+            self.waiting = False
+        except BaseException:
+            self._tasks.appendleft(task)
+            raise
+        return (result,)
+
+    def cancel(self, run: int) -> None:
+        self._tasks = deque(task for task in self._tasks if task.run != run)
 
     def close(self) -> None:
         self._reader = None
+        self._tasks.clear()

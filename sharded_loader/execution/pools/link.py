@@ -11,10 +11,8 @@ could be made non-blocking, and wherever there is no ``poll``). Its sends block 
 receiver thread needs to take them, which is never long, because that thread does nothing else.
 ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
 
-Interruptions. A KeyboardInterrupt between a system call and the note of what it did leaves the stream at
-an unknown place. `torn` is True in between, and stays True after one: such a link sends and receives nothing more,
-its worker is replaced, and what that had to do is done again. Complete messages lie in `inbox` until the caller has
-dealt with them and takes them out.
+An exception that strikes between a system call and the note of what it did leaves the stream at an unknown place. The
+pipeline then closes the pool, and with it the link.
 
 Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` must stay unchanged until sent.
 """
@@ -31,7 +29,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,19 +53,15 @@ class Message:
     Attributes:
         head: kind, run, seq and the content.
         buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the task.
-        rest: the replies in the content that have not been dealt with; None before the first.
-        result: what the receiver has made of the first of them, so that it is decoded once.
     """
 
     head: Any
     buffers: deque[Any]
-    rest: memoryview | None = None
-    result: Any = None
 
 
 def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
     """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
-    return _COUNT.pack(len(places)) + b"".join(_PLACE.pack(*place) for place in places) + head
+    return b"".join([_COUNT.pack(len(places)), *[_PLACE.pack(*place) for place in places], head])
 
 
 def read_head(frame: Any) -> tuple[list[Any], memoryview]:
@@ -141,7 +135,6 @@ class Link(ABC):
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
-        self.torn = False
         self.ended = False
         Link.live.add(self)
 
@@ -164,7 +157,7 @@ class Link(ABC):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        """Send a message, or as much of it as goes now; nothing if torn. `receive` notices a worker that is gone.
+        """Send a message, or as much of it as goes now. `receive` notices a worker that is gone.
 
         Args:
             head: kind, run, seq and content.
@@ -236,26 +229,19 @@ class SocketLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        if self.torn:
-            return
         frames: list[memoryview] = []
-        first = head_frame(head, piped(buffers) if places is None else places)
+        first = head_frame(head, places if places is not None else piped(buffers) if buffers else ())
         for frame in (memoryview(first), *buffers):
             size = frame.nbytes
             prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
             # One write for a small frame: two would be two system calls and wake the worker twice.
             frames.extend([memoryview(prefix + bytes(frame))] if size < 16384 else [memoryview(prefix), frame])
-        self.torn = True
         self._outbox.extend(frame.cast("B") for frame in frames if frame.nbytes)
         if descriptor is not None:
             self._outbox.append(descriptor)
-        self.torn = False
         self.flush()
 
     def flush(self) -> None:
-        if self.torn:
-            return
-        self.torn = True
         while self._outbox:
             item = self._outbox[0]
             try:
@@ -274,15 +260,10 @@ class SocketLink(Link):
                 self._outbox.popleft()
             else:
                 self._outbox[0] = item[sent:]
-        self.torn = False
 
     def receive(self) -> None:
-        if self.torn:
-            return
-        self.torn = True
         while self._fill():
             self._advance()
-        self.torn = False
 
     def _fill(self) -> bool:
         """Whether the frame (or the size) that is being read is complete."""
@@ -356,9 +337,6 @@ class PortableLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        if self.torn:
-            return
-        self.torn = True
         try:
             send_message(self._conn, head, piped(buffers) if places is None else places, buffers)
             if descriptor is not None:
@@ -366,21 +344,16 @@ class PortableLink(Link):
                     send_descriptors(end, b"\0", [descriptor])
         except OSError:
             pass  # the worker is gone: `receive` finds end-of-file
-        self.torn = False
 
     def flush(self) -> None:
         pass
 
     def receive(self) -> None:
-        if self.torn:
-            return
-        self.torn = True
         try:
             while self._conn.poll():
                 self.inbox.append(receive_message(self._conn))
         except (EOFError, OSError):
             self.ended = True
-        self.torn = False
 
     def close(self) -> None:
         Link.live.discard(self)
@@ -392,28 +365,32 @@ def make_link(conn: Any) -> Link:
     return PortableLink(conn) if PORTABLE else SocketLink(conn)
 
 
-def wait_for_any(links: Iterable[Link], sentinels: Iterable[int], waker: Any, timeout: float | None = None) -> set[int]:
+def wait_for_any(
+    links: Sequence[Link], sentinels: Sequence[int], waker: Any, timeout: float | None = None
+) -> tuple[list[Any], set[int]]:
     """Block until a link can be read (or, with something unsent, written), a worker ended, or `waker` woke.
 
     No longer than ``timeout`` seconds, if that is not None.
 
     Returns:
-        The sentinels of the workers that have ended.
+        The links, and perhaps the waker, that are ready; the sentinels of the workers that have ended.
     """
-    ends = set(sentinels)
     if PORTABLE:
-        watched = [link.waitable for link in links] + [waker]
-        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
-        if sys.platform != "win32" or len(watched) + len(ends) <= 63:
-            watched += ends
         from multiprocess import connection  # which a spawned worker does without
 
-        ready = connection.wait(watched, timeout)
-        return {item for item in ready if isinstance(item, int)}
+        by_waitable = {link.waitable: link for link in links}
+        watched = [*by_waitable, waker]
+        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
+        if sys.platform != "win32" or len(watched) + len(sentinels) <= 63:
+            watched += sentinels
+        found = connection.wait(watched, timeout)
+        return [by_waitable.get(one, one) for one in found], {one for one in found if isinstance(one, int)}
     poller = select.poll()
+    by_number: dict[int, Any] = {waker.fileno(): waker}
     for link in links:
+        by_number[link.waitable] = link
         poller.register(link.waitable, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
-    for sentinel in ends:
+    for sentinel in (*sentinels, waker.fileno()):
         poller.register(sentinel, select.POLLIN)
-    poller.register(waker.fileno(), select.POLLIN)
-    return {fd for fd, _ in poller.poll(None if timeout is None else 1000 * timeout) if fd in ends}
+    numbers = {number for number, _ in poller.poll(None if timeout is None else 1000 * timeout)}
+    return [one for number, one in by_number.items() if number in numbers], numbers.intersection(sentinels)

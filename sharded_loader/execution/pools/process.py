@@ -1,11 +1,10 @@
 """Processes that read: one pipe each, supervised, replaced when interrupted.
 
     trainer                                             worker i (execution/worker.py)
-    submit, send -> a worker's link  =======socket==>   receiver thread -> inbox -> Reader
+    submit -> a worker's link        =======socket==>   receiver thread -> inbox -> Reader
               (and a slot of the arena)                                               | writes
-    receive <- inbox of each link         <==socket==   encoded result      arena slot v
-            <- arrays over the slot, lent out
-    wait    on all links, all sentinels and the waker: the only place that blocks
+    wait <- inbox of each link            <==socket==   encoded result      arena slot v
+         <- arrays over the slot, lent out
 
 How large a slot must be is learned from the batches that have come lately (`memory.sizes`): the first ones, and
 what does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then
@@ -23,8 +22,7 @@ What can go wrong, and what then:
     kill, most of them the kernel's for the process that ends, on two cores with three times as much to do;
   * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
-  * KeyboardInterrupt between a system call and its bookkeeping: the link is torn; the worker is replaced and
-    all its tasks are done again, without an error;
+  * an exception strikes inside a verb (a Ctrl-C): the pipeline closes the pool and starts it again;
   * a reply cannot be unpickled here: that is the error of its batch, and iteration goes on.
 """
 
@@ -33,12 +31,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.errors import Place, as_batch_error, as_exception
 from sharded_loader.execution.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.execution.messages import (
     CANCEL,
@@ -56,7 +55,7 @@ from sharded_loader.execution.messages import (
     unpack_head,
     unpack_reply,
 )
-from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.execution.pools.base import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.crew import Crew, WorkerHandle
 from sharded_loader.execution.pools.grouping import HELD, Grouping
 from sharded_loader.execution.pools.launching import launch, send_segment
@@ -81,6 +80,7 @@ from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.limits import processes_here
 from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.memory.sizes import RecentSizes
+from sharded_loader.memory.slot import Slot
 from sharded_loader.sampling.base import check_int
 
 SLOT_BYTES = 32768
@@ -148,6 +148,7 @@ class ProcessPool(Pool):
         self._grouping = Grouping()
         self._deaths = Deaths(restarts)
         self._requeued: deque[Task] = deque()
+        self._refused: list[Result] = []
         self._ended: set[int] = set()
         self._classes: list[type] = []
 
@@ -223,77 +224,86 @@ class ProcessPool(Pool):
             on_error=new.job.on_error,
             worker_init_fn=new.worker_init_fn,
         )
-        before, self._crew.published = self._crew.published, publish.share(encoded, -next(self._publications))
-        if before is not None:
-            before.close()
+        with uninterrupted():
+            before, self._crew.published = self._crew.published, publish.share(encoded, -next(self._publications))
+            if before is not None:
+                before.close()
         return encoded.modules
 
     @property
-    def group(self) -> int:  # type: ignore[override]
-        return self._grouping.size
+    def room(self) -> int:  # type: ignore[override]
+        room = -len(self._requeued)
+        for handle in self._crew.handles:
+            room += HELD * self.group - len(handle.tasks)
+        return room
 
-    def capacity(self) -> int:
-        held = HELD * self._grouping.size
-        return sum(held - len(handle.tasks) for handle in self._workers) - len(self._requeued)
-
-    def submit(self, task: Task) -> None:
-        group = self._grouping.size
-        handle = min(self._workers, key=lambda handle: len(handle.tasks) // group)
-        own = own_pickle(task, forked=self.start_method == "fork")
-        key = task.run, task.seq
-        slot, wanted = None, self._sizes.wanted
-        # A task that is sent again, after an interruption, may be done twice: only the first has a slot.
-        if key not in handle.slots and wanted >= SLOT_BYTES:
-            # Noted at once, before it is used, and with its worker: free again when that has replied or is reaped.
-            slot = handle.slots[key] = self._crew.arena.take(wanted)
-            if slot is not None:
-                self._send_segments(handle, slot.segment)
-        # Put up for sending before it is noted: an interruption in between makes a batch twice, the other order never.
-        handle.unsent.append((slot, task, own))
-        handle.tasks[key] = task
-
-    def send(self) -> None:
-        for handle in self._workers:
+    def submit(self, tasks: Sequence[Task]) -> None:
+        handles = self._crew.handles
+        for task in tasks:
+            loads = [len(handle.tasks) // self.group for handle in handles]
+            handle = handles[loads.index(min(loads))]
+            try:
+                own = own_pickle(task, forked=self.start_method == "fork")
+                slot = self._take_slot(handle)
+            except Exception as raised:
+                error = as_batch_error(raised, "while the batch was sent to a worker")
+                Place(task.epoch, task.seq).note(error, samples=task.shards[0])
+                self._refused.append(Result(task.run, task.seq, error=error))
+                continue
+            key = task.run, task.seq
+            handle.tasks[key] = task
+            handle.slots[key] = slot
+            handle.unsent.append((slot, task, own))
+        for handle in handles:
             if handle.unsent:
-                # Sent before it is taken out: interrupted in between, they are done twice.
                 handle.link.send(pack_head(TASKS, content=pack_tasks(handle.unsent)))
                 handle.unsent.clear()
 
-    def receive(self) -> Iterator[Result]:
-        for handle in list(self._workers):
-            if not handle.link.torn:
-                handle.link.flush()
-                handle.link.receive()
-            if handle.link.torn:
-                # What it has sent is done again too: a message may have been interrupted in being decoded.
-                self._replace(handle)
-                continue
-            yield from self._take(handle)
-            if handle.link.torn:
-                self._replace(handle)
-            elif handle.link.ended or handle.is_over(self._ended):
-                yield from self._bury(handle)
-        if self._watch.timeout is not None:
-            self._stop_late()
-        while self._requeued and self.capacity() + len(self._requeued) > 0:
-            self.submit(self._requeued[0])
-            self._requeued.popleft()
-        self.send()
+    def _take_slot(self, handle: WorkerHandle) -> Slot | None:
+        """Memory for the next batch, which the worker knows; None if the batch is to go through the pipe."""
+        wanted = self._sizes.wanted
+        slot = self._crew.arena.take(wanted) if wanted >= SLOT_BYTES else None
+        if slot is not None and slot.segment >= handle.segments:
+            for segment in self._crew.arena.segments[handle.segments : slot.segment + 1]:
+                send_segment(handle.link, segment)
+            handle.segments = slot.segment + 1
+        return slot
 
-    def wait(self) -> None:
-        handles, waker = list(self._workers), self._crew.wake_reader
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        handles, waker = self._workers, self._crew.wake_reader
         if not handles:
-            return
+            return ()
+        timeout = self._watch.step if block and not self._refused else 0.0
+        self.waiting = True
         try:
-            self._ended |= wait_for_any(
-                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker, self._watch.step
+            ready, ended = wait_for_any(
+                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker, timeout
             )
+        except (OSError, ValueError):
+            if handles is self._workers:
+                raise
+        self.waiting = False
+        if handles is not self._workers:
+            return ()  # a signal handler has closed the pool
+        self._ended |= ended
+        results, self._refused = self._refused, []
+        for handle in list(handles):
+            link = handle.link
+            if link in ready or handle.sentinel in ended:
+                link.flush()
+                link.receive()
+                self._take(handle, results)
+            if link.ended or ((self._ended or handle.hung) and handle.is_over(self._ended)):
+                self._bury(handle, results)
+        if waker in ready:
             while waker.poll():
                 waker.recv_bytes()
-        except (OSError, EOFError, ValueError):
-            # Workers were closed or replaced under us; the caller looks before it waits again.
-            if handles == self._workers:
-                raise
+        if self._watch.timeout is not None:
+            self._stop_late()
+        if self._requeued:
+            room = self.room + len(self._requeued)
+            self.submit([self._requeued.popleft() for _ in range(min(room, len(self._requeued)))])
+        return results
 
     def wake(self) -> None:
         self._crew.wake()
@@ -308,6 +318,7 @@ class ProcessPool(Pool):
     def close(self) -> None:
         self._crew.close()
         self._requeued.clear()
+        self._refused.clear()
         self._ended.clear()
         self._deaths = Deaths(self.restarts)
         self._new_job = None
@@ -333,59 +344,41 @@ class ProcessPool(Pool):
                 send_segment(link, published.segment)
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
-    def _take(self, handle: WorkerHandle) -> Iterator[Result]:
-        """Deal with the messages of a worker; each leaves the inbox after the caller has filed it."""
+    def _take(self, handle: WorkerHandle, results: list[Result]) -> None:
+        """Deal with the messages of a worker."""
         while handle.link.inbox:
-            message = handle.link.inbox[0]
+            message = handle.link.inbox.popleft()
             kind, _, _, content = unpack_head(message.head)
             if kind == FAILED:
                 self.close()
-                raise decode_error(decode(content))
+                raise PoolBroken(as_exception(decode_error(decode(content)), "while a worker started"))
             if kind == READY:
                 handle.ready = True
                 self._deaths.ready()
             elif kind == CRASHED:
                 handle.last_words = bytes(content).decode(errors="replace")
             else:
-                if message.rest is None:
-                    message.rest = content
-                while len(message.rest):
-                    if message.result is None:
-                        # Decoding lends the slot out, which must not happen twice: torn, if interrupted.
-                        handle.link.torn = True
-                        message.result = self._decode(handle, message.rest, message.buffers)
-                        handle.link.torn = False
-                    result, rest = message.result
-                    yield result
-                    handle.tasks.pop((result.run, result.seq), None)
-                    self._deaths.settle(result.run, result.seq)
-                    message.rest, message.result = rest, None
-            handle.link.inbox.popleft()
+                while len(content):
+                    result, content = self._decode(handle, content, message.buffers)
+                    results.append(result)
 
     def _decode(self, handle: WorkerHandle, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
-        """The first of some results, and the others. Its slot is lent out with it."""
+        """The first of some results, and the others. The batch's slot is lent out with it."""
         run, seq, wanted, count, pickled, rest = unpack_reply(replies)
         self._sizes.note(wanted)
         buffers = [places.popleft() for _ in range(count)]
-        slot = handle.slots.get((run, seq))
+        task, slot = handle.tasks.pop((run, seq), None), handle.slots.pop((run, seq), None)
         if slot is not None:
-            # Also if nothing lies in it: then it comes back at once. And noted last: as long as it is not lent, an
-            # interruption leaves it with its worker (`Crew.free_slots`).
+            # Also if nothing lies in it: then it comes back at once.
             whole, pinned = self._crew.arena.lend(slot), self._crew.arena.is_registered(slot)
             buffers = [_part(whole, place, pinned) if isinstance(place, tuple) else place for place in buffers]
-        handle.slots.pop((run, seq), None)
-        result = decode_result(run, seq, pickled, buffers, handle.tasks.get((run, seq)))
-        self._grouping.note(result.seconds)
+        result = decode_result(run, seq, pickled, buffers, task)
+        self.group = self._grouping.note(result.seconds)
+        self._deaths.settle(run, seq)
         return result, rest
 
-    def _send_segments(self, handle: WorkerHandle, number: int) -> None:
-        """Let the worker know the segments up to this one."""
-        for segment in self._crew.arena.segments[handle.segments : number + 1]:
-            send_segment(handle.link, segment)
-            handle.segments = segment.number + 1
-
     def _replace(self, handle: WorkerHandle) -> None:
-        """A new worker in place of this one; what it had to do is done again."""
+        """A new worker in place of one that has ended; what that had to do is done again."""
         with uninterrupted():
             self._ended.discard(handle.sentinel)
             new = self._launch(handle.number)
@@ -397,40 +390,37 @@ class ProcessPool(Pool):
             if self.start_method != "fork":
                 self._send_job(new.link)
 
-    def _bury(self, handle: WorkerHandle) -> Iterator[Result]:
+    def _bury(self, handle: WorkerHandle, results: list[Result]) -> None:
         """A worker has ended: another takes its place and its tasks, but for one that has killed too many."""
-        if not handle.counted:
-            with uninterrupted():
-                handle.wait(0.0 if handle.hung else 1.0)
-                handle.release()
-                handle.given_up = self._count_death(handle)
-                handle.counted = True
-        if handle.given_up is not None:
-            yield handle.given_up
-            key = handle.given_up.run, handle.given_up.seq
-            self._deaths.settle(*key)
-            handle.tasks.pop(key, None)
+        with uninterrupted():
+            handle.wait(0.0 if handle.hung else 1.0)
+            handle.release()
+        given_up = self._count_death(handle)
+        if given_up is not None:
+            results.append(given_up)
+            self._deaths.settle(given_up.run, given_up.seq)
+            handle.tasks.pop((given_up.run, given_up.seq), None)
         self._replace(handle)
 
     def _count_death(self, handle: WorkerHandle) -> Result | None:
         """The error in place of a batch that is given up.
 
         Raises:
-            WorkerDiedError: workers die without having done anything; the pool is closed.
+            PoolBroken: workers die without having done anything; the pool is closed.
         """
         words = list(handle.board)
         death = Death(handle.number, handle.pid, handle.exitcode, self._crew.oom_kills())
         if not handle.ready:
             if self._deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()
-                raise died_in_start(death, hung=handle.hung, traceback=handle.last_words)
+                raise PoolBroken(died_in_start(death, hung=handle.hung, traceback=handle.last_words))
             self._deaths.tell(death, handle.last_words)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:
             if self._deaths.of_nothing(handle.number):
                 self.close()
-                raise died_idle(death)
+                raise PoolBroken(died_idle(death))
             return None
         key = task.run, task.seq
         if self._deaths.of_batch(task):

@@ -1,6 +1,6 @@
 """Threads that read: one dataset object for all, nothing is pickled, nothing is copied.
 
-    submit -> tasks --> thread i: Reader -> results, bell --> receive
+    submit -> tasks --> thread i: Reader -> results, bell --> wait
 
 For datasets that wait (network, disk) or whose work releases the GIL (decoding, NumPy), and wherever starting
 processes is a burden: notebooks, Windows. The dataset must be safe to read from several threads.
@@ -25,14 +25,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.execution.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.execution.messages import Job, Result, Task
-from sharded_loader.execution.pools.base import Pool, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.execution.pools.base import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.execution.pools.supervision import Silent, Watch, timed_out
 from sharded_loader.execution.reader import Reader
 from sharded_loader.global_generators import free_globals_of, holder_before
@@ -144,6 +144,8 @@ class ThreadPool(Pool):
         if self.started:
             return
         shared = _Shared(self.empty)
+        # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.
+        self.room = 1 << 30
         self._number = next(_pool_numbers)
         shared.seats = [self._seat(shared, number) for number in range(self.num_workers)]
         try:
@@ -166,28 +168,31 @@ class ThreadPool(Pool):
         )
         return seat
 
-    def capacity(self) -> int:
-        # Any number: threads take from one queue, and a task that has not begun can still be dropped.
-        return 1 << 30 if self._shared is not None else 0
-
-    def submit(self, task: Task) -> None:
+    def submit(self, tasks: Sequence[Task]) -> None:
         if self._shared is not None and self._reader is not None:
-            self._shared.live.add(task.run)
-            self._shared.tasks.put((self._reader, task))
+            for task in tasks:
+                self._shared.live.add(task.run)
+                self._shared.tasks.put((self._reader, task))
 
-    def receive(self) -> Iterator[Result]:
+    def wait(self, block: bool = True) -> Sequence[Result]:
         shared = self._shared
         if shared is None:
-            return
+            return ()
+        if block and not shared.results:
+            self.waiting = True
+            with contextlib.suppress(queue.Empty):
+                shared.bell.get(timeout=self._watch.step)
+            self.waiting = False
         if self._watch.timeout is not None:
             self._write_off(shared, self._watch.timeout)
+        results: list[Result] = []
         while shared.results:
-            result = shared.results[0]
+            result = shared.results.popleft()
             if isinstance(result, Exception):
                 self.close()
-                raise result
-            yield result
-            shared.results.popleft()
+                raise PoolBroken(result)
+            results.append(result)
+        return results
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
         """Errors for the batches over which threads stand still; others take their places."""
@@ -215,11 +220,6 @@ class ThreadPool(Pool):
                 shared.seats[shared.seats.index(seat)] = another
                 another.thread.start()
             free_globals_of(seat.thread.ident)
-
-    def wait(self) -> None:
-        if self._shared is not None:
-            with contextlib.suppress(queue.Empty):
-                self._shared.bell.get(timeout=self._watch.step)
 
     def wake(self) -> None:
         if self._shared is not None:

@@ -21,6 +21,8 @@ from sharded_loader.memory.codec import SetApart, decode, is_findable
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 
+_PLAIN = {int, str}
+
 
 class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
@@ -37,7 +39,10 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
         forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
             have the script that they come from: they go by value, as they did with the dataset.
     """
-    if all(isinstance(shard, np.ndarray) or set(map(type, shard)) <= {int, str} for shard in task.shards):
+    for shard in task.shards:
+        if not isinstance(shard, np.ndarray) and not _PLAIN.issuperset(map(type, shard)):
+            break
+    else:
         return None
     try:
         if forked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +17,17 @@ from hypothesis import strategies as st
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
-    ReplicaBatchSampler,
-    ReplicaSampler,
     SequentialSampler,
-    has_chunks,
-    resolve_replicas,
 )
-from sharded_loader.sampling.permutation import CHUNK
+from sharded_loader.sampling.foreign import table_of
+from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
+from sharded_loader.sampling.tables import BLOCK, Dealt
 
 quick = settings(max_examples=60, deadline=None)
 
 
 class Foreign:
-    """No chunks, no pure access."""
+    """No pure access."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -41,7 +40,7 @@ class Foreign:
 
 
 INNER: dict[str, Callable[[int], Any]] = {
-    "with chunks": SequentialSampler,
+    "in constant time": SequentialSampler,
     "own": lambda length: BatchSampler(SequentialSampler(length), 1),
     "foreign": Foreign,
 }
@@ -75,8 +74,8 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
             )
             # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
             expected = [] if truncate and length < replicas else list(reference)
-        sampler = ReplicaSampler(INNER[kind](length), replicas, rank, truncate=truncate)
-        assert has_chunks(sampler) is (kind == "with chunks")
+        sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)
+        assert (sampler.epoch_table(0).block == BLOCK) is (kind != "foreign")
         assert items_of(sampler.iter_epoch(0)) == expected
         assert items_of(sampler.iter_epoch(0, start)) == expected[start:]
         assert len(sampler) == len(expected)
@@ -93,26 +92,28 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
 def test_the_rest_of_an_epoch_can_be_dealt_to_another_number_of_ranks(
     length: int, offset: int, replicas: int, truncate: bool, kind: str
 ) -> None:
-    samplers = [ReplicaSampler(INNER[kind](length), replicas, rank, truncate=truncate) for rank in range(replicas)]
-    shares = [items_of(sampler.iter_epoch(0, offset=offset)) for sampler in samplers]
-    assert {len(share) for share in shares} == {samplers[0].len_epoch(0, offset=offset)}
+    def deal(rank: int) -> Dealt:
+        return Dealt(table_of(INNER[kind](length), 0, 7), replicas, rank, offset, truncate)
+
+    shares = [items_of(deal(rank).items()) for rank in range(replicas)]
+    assert len(set(map(len, shares))) == 1
     dealt = [item for group in zip(*shares, strict=True) for item in group]
     rest = max(length - offset, 0)
     padded = rest // replicas * replicas if truncate else -(-rest // replicas) * replicas
     assert dealt == [(offset + place) % length for place in range(padded)]
-    assert items_of(samplers[0].iter_epoch(0, 2, offset=offset)) == shares[0][2:]
+    assert items_of(deal(0).items(2)) == shares[0][2:]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 1000])
-def test_ranks_stride_over_the_boundaries_of_chunks(replicas: int) -> None:
-    length = 2 * CHUNK + 100
+def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
+    length = 2 * BLOCK + 100
     order = RandomSampler(length, seed=3)
     whole = list(order.iter_epoch(1))
     for rank in {0, 1, replicas - 1}:
         expected = whole[rank::replicas]
         if len(expected) < -(-length // replicas):
             expected.append(whole[(rank + len(expected) * replicas) % length])
-        sampler = ReplicaSampler(order, replicas, rank)
+        sampler = ReplicaSampler(order, partial(resolve_replicas, replicas, rank))
         assert list(sampler.iter_epoch(1)) == expected
         assert list(sampler.iter_epoch(1, len(expected) - 3)) == expected[-3:]
         assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
@@ -127,7 +128,7 @@ def test_batches_are_dealt_in_turn_and_padded_by_wrapping(length: int, size: int
         inner = batches
     padded = [batches[place % len(batches)] for place in range(-(-len(batches) // replicas) * replicas)]
     for rank in range(replicas):
-        sampler = ReplicaBatchSampler(inner, replicas, rank)
+        sampler = ReplicaSampler(inner, partial(resolve_replicas, replicas, rank))
         assert list(sampler.iter_epoch(0)) == padded[rank::replicas]
         assert list(sampler.iter_epoch(0, 1)) == padded[rank::replicas][1:]
         assert len(sampler) == len(padded) // replicas
@@ -135,7 +136,7 @@ def test_batches_are_dealt_in_turn_and_padded_by_wrapping(length: int, size: int
 
 def test_ranks_of_a_foreign_random_sampler_share_one_order() -> None:
     shares = [
-        list(ReplicaSampler(torch_data.RandomSampler(range(12)), 3, rank).iter_epoch(2))  # type: ignore[arg-type]
+        list(ReplicaSampler(torch_data.RandomSampler(range(12)), partial(resolve_replicas, 3, rank)).iter_epoch(2))  # type: ignore[arg-type]
         for rank in range(3)
     ]
     assert sorted(itertools.chain.from_iterable(shares)) == list(range(12))
@@ -143,7 +144,7 @@ def test_ranks_of_a_foreign_random_sampler_share_one_order() -> None:
 
 def test_epoch_is_that_of_the_sampler_inside() -> None:
     inner = RandomSampler(10, seed=1)
-    sampler = ReplicaSampler(inner, 2, 1)
+    sampler = ReplicaSampler(inner, partial(resolve_replicas, 2, 1))
     first = list(sampler)
     assert (sampler.epoch, inner.epoch) == (1, 1)
     sampler.set_epoch(0)
@@ -153,11 +154,11 @@ def test_epoch_is_that_of_the_sampler_inside() -> None:
 def test_replicas_may_be_asked_for_when_they_are_needed() -> None:
     asked: list[str] = []
 
-    def replicas() -> int:
+    def replicas() -> tuple[int, int]:
         asked.append("replicas")
-        return 2
+        return 2, 1
 
-    sampler = ReplicaSampler(SequentialSampler(4), replicas, lambda: 1)
+    sampler = ReplicaSampler(SequentialSampler(4), replicas)
     assert asked == []
     assert list(sampler) == [1, 3]
     assert (sampler.num_replicas, sampler.rank) == (2, 1)
@@ -197,8 +198,7 @@ def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch
         (lambda: resolve_replicas("auto", environ={"WORLD_SIZE": "2", "RANK": "-1"}), "RANK is '-1'.*at least 0"),
         (lambda: resolve_replicas("auto", environ={"WORLD_SIZE": "2", "RANK": ""}), "RANK is missing"),
         (lambda: resolve_replicas("auto", environ={"RANK": "3"}), "RANK is 3, but WORLD_SIZE is missing: set both"),
-        (lambda: ReplicaSampler(SequentialSampler(3), 2, 2), "give 0 to 1"),
-        (lambda: ReplicaSampler(SequentialSampler(3), 2, 0).iter_epoch(0, offset=-1), "must be at least 0"),
+        (lambda: resolve_replicas(2, 2), "give 0 to 1"),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], object], message: str) -> None:

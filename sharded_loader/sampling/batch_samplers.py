@@ -5,27 +5,28 @@
     BoundedBudgetSampler   as many samples as a budget of padded tokens allows
 
 Out: lists of Python ints, one list per batch. Batch k of an epoch is a pure function of (seed, epoch, k).
-With ``last_batch="rollover"`` the epochs are one endless stream cut into batches: of N items each and B to
-a batch, epoch e owns the batches floor(e*N/B) to floor((e+1)*N/B) - 1. These are the batches that Gluon
-gives, but they do not depend on what was iterated before.
+With ``last_batch="rollover"`` the epochs follow each other without end, and are cut into batches. With N items per
+epoch and B items per batch, epoch e owns the batches floor(e*N/B) to floor((e+1)*N/B) - 1. Example: of 5 items in twos
+epoch 0 owns batches 0 and 1, and epoch 1 owns batches 2 to 4. These are the batches that Gluon gives, but they do not
+depend on what was iterated before.
 
-What can go wrong: a foreign sampler whose ``len`` is not the number of items that it yields: ValueError.
+What can go wrong: with rollover, a sampler of another library yields more or fewer items than its ``len``: ValueError.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.sampling.base import Indices, Sampler, check_int, check_start, resolve_seed
-from sharded_loader.sampling.foreign import WrapperSampler, has_chunks, len_epoch, plain_index
-from sharded_loader.sampling.permutation import shuffled
-from sharded_loader.sampling.samplers import sort_order, sortable
+from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
+from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
+from sharded_loader.sampling.shuffle import shuffled, sort_order, sortable
+from sharded_loader.sampling.tables import Batched, Endless, Indices, Stretch, Table, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -77,142 +78,25 @@ class BatchSampler(WrapperSampler[list[int]]):
         """torch's name for ``last_batch == "discard"``."""
         return self.last_batch == "discard"
 
-    def iter_epoch(self, epoch: int, start: int = 0, *, offset: int = 0, arrays: bool = False) -> Iterator[Any]:
-        """The batches of an epoch.
+    def epoch_table(self, epoch: int) -> Table:
+        if self.last_batch != "rollover":
+            return Batched(table_of(self.sampler, epoch, self.seed), self.batch_size, self.drop_last)
+        length = len_epoch(self.sampler, epoch)
+        first, last = self._rollover_bounds(epoch)
+        stretch = Stretch(length, 1, *divmod(first * self.batch_size, max(length, 1)))
+        open_epoch = partial(table_of, self.sampler, seed=self.seed)
+        count = (last - first) * self.batch_size
+        return Batched(Endless(open_epoch, stretch, 0, count, name_of(self.sampler)), self.batch_size)
 
-        Args:
-            epoch: which epoch.
-            start: how many batches to leave out.
-            offset: how many items of ``sampler``'s global order to leave out before the first of those batches
-                (not with ``"rollover"``: see `stretch`).
-            arrays: batches may be int64 arrays instead of lists, for who gathers by them.
-
-        Example:
-            >>> list(BatchSampler([5, 6, 7], 2).iter_epoch(0, arrays=True))
-            [array([5, 6]), array([7])]
-        """
-        check_start(start)
-        size = self.batch_size
-        if self.last_batch == "rollover":
-            first, last = self._rollover_bounds(epoch)
-            first = min(first + start, last)
-            at, begin = divmod(first * size, max(len_epoch(self.sampler, 0), 1))
-            return self.stretch(at, begin, (last - first) * size, arrays=arrays)
-        batches = self._batches(self._items(epoch, start * size, offset), arrays)
-        if self.last_batch == "discard":
-            return (batch for batch in batches if len(batch) == size)
-        return batches
-
-    def stretch(self, epoch: int, start: int, count: int, *, offset: int = 0, arrays: bool = False) -> Iterator[Any]:
-        """Batches of a stretch of the endless stream of epochs; the last is smaller if ``count`` is no multiple.
-
-        Args:
-            epoch: where the stretch begins: in this epoch,
-            start: after this many items of it.
-            count: items in the stretch.
-            offset: as in `iter_epoch`: left out of ``epoch`` before ``start`` counts.
-            arrays: as in `iter_epoch`.
-        """
-        if count <= 0:
-            return iter(())
-        length = len_epoch(self.sampler, 0)
-        if has_chunks(self.sampler):
-            chunks = self._counted(self._inner_chunks(epoch, start, offset), len, epoch, start, offset, length)
-            return self._batches(_cut(chunks, count), arrays)
-        # One item at a time: a foreign sampler is to be read no further than the batch that is asked for.
-        items = self._counted(self._inner_items(epoch, start, offset), _one, epoch, start, offset, length)
-        return self._batches(_lists(islice(items, count), self.batch_size), arrays)
-
-    def len_epoch(self, epoch: int, *, offset: int = 0) -> int:
-        """How many batches an epoch has, after ``offset`` items of ``sampler``'s global order."""
+    def len_epoch(self, epoch: int) -> int:
         if self.last_batch == "rollover":
             first, last = self._rollover_bounds(epoch)
             return last - first
-        items = self._inner_length(epoch, offset)
-        return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
+        return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
 
     def _rollover_bounds(self, epoch: int) -> tuple[int, int]:
         items = len_epoch(self.sampler, epoch)
         return epoch * items // self.batch_size, (epoch + 1) * items // self.batch_size
-
-    def _items(self, epoch: int, start: int, offset: int) -> Iterator[Any]:
-        """Items of one epoch: arrays where the sampler has them, else lists of one batch's size."""
-        if has_chunks(self.sampler):
-            return self._inner_chunks(epoch, start, offset)
-        return _lists(self._inner_items(epoch, start, offset), self.batch_size)
-
-    def _counted(
-        self, parts: Iterator[Any], measure: Callable[[Any], int], epoch: int, start: int, offset: int, length: int
-    ) -> Iterator[Any]:
-        """The endless stream that begins with ``parts``, which have been opened: nothing waits for the first next()."""
-        open_epoch = self._inner_chunks if measure is len else self._inner_items
-        left = self._inner_length(epoch, offset) - start
-        while True:
-            for part in parts:
-                left -= measure(part)
-                yield part
-            if left:
-                raise ValueError(
-                    f"the sampler, a {type(self.sampler).__name__}, yielded {length - left} items in epoch {epoch}, "
-                    f"but its length is {length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
-                )
-            epoch, left = epoch + 1, length
-            parts = open_epoch(epoch)
-
-    def _batches(self, parts: Iterator[Any], arrays: bool) -> Iterator[Any]:
-        batches = self._lists_of(parts, arrays)
-        return map(_to_array, batches) if arrays else batches
-
-    def _lists_of(self, parts: Iterator[Any], arrays: bool) -> Iterator[Any]:
-        size = self.batch_size
-        rest: list[int] = []
-        for part in parts:
-            begin = size - len(rest) if rest else 0
-            if rest:
-                rest.extend(_to_list(part[:begin]))
-                if len(rest) < size:
-                    continue
-                yield rest
-            whole = begin + max(len(part) - begin, 0) // size * size
-            if isinstance(part, np.ndarray):
-                rows = part[begin:whole].reshape(-1, size)
-                yield from rows if arrays else rows.tolist()
-            elif begin < whole:
-                yield part[begin:whole]
-            rest = _to_list(part[whole:])
-        if rest:
-            yield rest
-
-
-def _to_array(batch: Any) -> Any:
-    if type(batch) is list and set(map(type, batch)) == {int}:
-        try:
-            return np.array(batch, np.int64)
-        except OverflowError:
-            return batch  # out of any range: the plan says so
-    return batch
-
-
-def _to_list(part: Any) -> list[int]:
-    items: list[int] = part.tolist() if isinstance(part, np.ndarray) else part
-    return items
-
-
-def _lists(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while part := list(islice(items, size)):
-        yield part if set(map(type, part)) == {int} else [plain_index(item) for item in part]
-
-
-def _one(item: Any) -> int:
-    return 1
-
-
-def _cut(chunks: Iterator[Indices], count: int) -> Iterator[Indices]:
-    """The first ``count`` indices."""
-    while count > 0:
-        chunk = next(chunks)[:count]
-        count -= len(chunk)
-        yield chunk
 
 
 class SortedBucketSampler(Sampler[list[int]]):
@@ -223,7 +107,7 @@ class SortedBucketSampler(Sampler[list[int]]):
         batch_size: samples per batch.
         mult: a bucket has ``int(mult * batch_size)`` samples; at least 1.
         reverse: greatest key first within a bucket.
-        shuffle: fill the buckets at random, and shuffle the batches of a bucket, anew each epoch.
+        shuffle: fill the buckets at random, and shuffle the batches of a bucket, in each epoch again.
         seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
 
     Raises:
@@ -263,22 +147,27 @@ class SortedBucketSampler(Sampler[list[int]]):
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
-    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        return self._batches((self.seed, "sorted bucket", epoch), check_start(start))
-
-    def _batches(self, key: tuple[Any, ...], start: int) -> Iterator[list[int]]:
+    def epoch_table(self, epoch: int) -> Table:
+        key = (self.seed, "sorted bucket", epoch)
         count, size = len(self._keys), self.batch_size
         order = shuffled(count, *key) if self._shuffle else np.arange(count, dtype=np.int64)
-        bucket, skip = divmod(start, -(-self._bucket_size // size))
-        for begin in range(bucket * self._bucket_size, count, self._bucket_size):
+        per_bucket = parts(self._bucket_size, size, cut=False)
+
+        @lru_cache(maxsize=1)
+        def bucket(begin: int) -> tuple[Indices, Indices]:
+            """The indices of a bucket, sorted, and the order of its batches."""
             indices = order[begin : begin + self._bucket_size]
             indices = indices[sort_order(self._keys[indices], self._reverse)]
-            batches = np.arange(-(-len(indices) // size))
-            if self._shuffle:
-                batches = shuffled(len(batches), *key, begin)
-            for batch in batches[skip:].tolist():
-                yield indices[batch * size : (batch + 1) * size].tolist()
-            skip = 0
+            batches = parts(len(indices), size, cut=False)
+            return indices, shuffled(batches, *key, begin) if self._shuffle else np.arange(batches)
+
+        def batch(position: int) -> Any:
+            number, place = divmod(position, per_bucket)
+            indices, batches = bucket(number * self._bucket_size)
+            begin = int(batches[place]) * size
+            return indices[begin : begin + size].tolist()
+
+        return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())))
 
     def len_epoch(self, epoch: int) -> int:
         full, rest = divmod(len(self._keys), self._bucket_size)
@@ -296,7 +185,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         max_num_sentences: most samples of a batch; -1 for no limit.
         required_batch_size_multiple: cut batches that are larger to a multiple of this (8 suits GPUs). The
             last batch, and smaller ones, stay as they are.
-        shuffle: shuffle the batches anew each epoch; without it short samples come first.
+        shuffle: shuffle the batches in each epoch again. Without it, short samples come first.
         seed: with the epoch it decides that order. None draws one from torch's default generator.
 
     Raises:
@@ -321,14 +210,8 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
-        array = np.asarray(lengths)
-        if array.ndim == 2 and array.shape[1]:
-            array = array.max(axis=1)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(
-                f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
-                "give the number of tokens of each sample"
-            )
+        table = length_table(lengths, "give the number of tokens of each sample")
+        array = table.max(axis=1) if table.size else table.reshape(-1)
         if array.size and array.min() < 0:
             index = int(array.argmin())
             raise ValueError(f"lengths[{index}] is {array[index]}: give the number of tokens, 0 or more")
@@ -351,17 +234,35 @@ class BoundedBudgetSampler(Sampler[list[int]]):
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
-    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        return self._batches((self.seed, "budget", epoch), check_start(start))
-
-    def _batches(self, key: tuple[Any, ...], start: int) -> Iterator[list[int]]:
-        count = self.len_epoch(0)
-        batches = shuffled(count, *key) if self._shuffle else np.arange(count)
-        for batch in batches[start:].tolist():
-            yield self._order[self._bounds[batch] : self._bounds[batch + 1]].tolist()
+    def epoch_table(self, epoch: int) -> Table:
+        count = self.len_epoch(epoch)
+        batches = shuffled(count, self.seed, "budget", epoch) if self._shuffle else np.arange(count)
+        order, bounds = self._order, self._bounds
+        return Table(count, lambda at: [order[bounds[n] : bounds[n + 1]].tolist() for n in batches[at].tolist()])
 
     def len_epoch(self, epoch: int) -> int:
         return len(self._bounds) - 1
+
+
+def length_table(lengths: Any, advice: str) -> Indices:
+    """Lengths of samples, of one part or of several, as an int64 array of shape (samples, parts).
+
+    Raises:
+        ValueError: they are something else; ``advice`` ends the message.
+    """
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise ValueError(
+            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
+        ) from None
+    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
+            f"{advice}"
+        )
+    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
+    return table
 
 
 def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling import BucketScheme, IndexSampler, ReplicaBatchSampler, ReplicaSampler
-from sharded_loader.sampling.describing import Described
+from sharded_loader.sampling.base import Described
+from sharded_loader.sampling.bucket_samplers import BucketScheme
+from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
+from sharded_loader.sampling.tables import Table
 
 EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (lambda: SequentialSampler(4, start=3), "SequentialSampler(length=4, start=3)"),
@@ -77,12 +80,12 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
         "BoundedBudgetSampler(length=3, max_num_tokens=6, max_num_sentences=-1, shuffle=True, seed=1)",
     ),
     (
-        lambda: ReplicaSampler(RandomSampler(10, seed=1), 4, 2),
+        lambda: ReplicaSampler(RandomSampler(10, seed=1), partial(resolve_replicas, 4, 2)),
         "ReplicaSampler(RandomSampler(length=10, seed=1), length=3, num_replicas=4, rank=2, truncate=False)",
     ),
     (
-        lambda: ReplicaBatchSampler([[0, 1], [2, 3], [4]], 2, 0),
-        "ReplicaBatchSampler([[0, 1], [2, 3], [4]], length=2, num_replicas=2, rank=0, truncate=False, seed=0)",
+        lambda: ReplicaSampler([[0, 1], [2, 3], [4]], partial(resolve_replicas, 2, 0)),
+        "ReplicaSampler([[0, 1], [2, 3], [4]], length=2, num_replicas=2, rank=0, truncate=False, seed=0)",
     ),
     (lambda: ConstWidthBucket(), "ConstWidthBucket()"),
     (lambda: LinearWidthBucket(), "LinearWidthBucket()"),
@@ -99,7 +102,7 @@ def test_every_sampler_and_scheme_of_the_library_has_its_repr_from_one_place() -
     shown = {shown.partition("(")[0] for _, shown in EVERY_KIND}
     found = [getattr(sharded_loader, name) for name in sharded_loader.__all__]
     found = [one for one in found if isinstance(one, type) and issubclass(one, (Sampler, BucketScheme))]
-    assert {one.__name__ for one in found} - {"Sampler", "IndexSampler", "BucketScheme"} <= shown
+    assert {one.__name__ for one in found} - {"Sampler", "BucketScheme"} <= shown
     assert all(one.__repr__ is Described.__repr__ for one in found)
 
 
@@ -144,11 +147,14 @@ class Unsized(Sampler[int]):
         return iter([1])
 
 
-class Half(IndexSampler):
+class Half(Sampler[int]):
     decided_by = (("width", "_width"), ("seed", "nothing"))
 
     def __init__(self) -> None:
         self._width = 3
+
+    def epoch_table(self, epoch: int) -> Table:
+        raise ValueError("ask later")
 
     def len_epoch(self, epoch: int) -> int:
         raise ValueError("ask later")

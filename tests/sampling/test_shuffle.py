@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling import RandomSampler, permutation
+from sharded_loader.sampling import RandomSampler, shuffle
+from sharded_loader.sampling.tables import BLOCK
 
 
 def chi_square_z(counts: np.ndarray) -> float:
@@ -22,7 +23,7 @@ def chi_square_z(counts: np.ndarray) -> float:
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(1, 3000), key=st.integers())
 def test_bijection_reaches_every_index_once(length: int, key: int) -> None:
-    values = permutation.Bijection(length, key)(np.arange(length, dtype=np.uint64))
+    values = shuffle.Bijection(length, key)(np.arange(length, dtype=np.uint64))
     assert values.dtype == np.int64
     assert sorted(values.tolist()) == list(range(length))
 
@@ -30,13 +31,13 @@ def test_bijection_reaches_every_index_once(length: int, key: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 3000), key=st.integers())
 def test_shuffled_reaches_every_index_once(length: int, key: int) -> None:
-    assert sorted(permutation.shuffled(length, key).tolist()) == list(range(length))
+    assert sorted(shuffle.shuffled(length, key).tolist()) == list(range(length))
 
 
 @pytest.mark.parametrize("in_memory", [2**24, 0])
-@pytest.mark.parametrize("length", [0, 1, 2, 1000, permutation.CHUNK + 5])
-def test_chunks_are_the_same_order_from_any_place(monkeypatch: pytest.MonkeyPatch, in_memory: int, length: int) -> None:
-    monkeypatch.setattr(permutation, "IN_MEMORY", in_memory)
+@pytest.mark.parametrize("length", [0, 1, 2, 1000, BLOCK + 5])
+def test_the_order_is_the_same_from_any_position(monkeypatch: pytest.MonkeyPatch, in_memory: int, length: int) -> None:
+    monkeypatch.setattr(shuffle, "IN_MEMORY", in_memory)
     sampler = RandomSampler(length, seed=3)
     whole = list(sampler.iter_epoch(2))
     assert sorted(whole) == list(range(length))
@@ -59,7 +60,7 @@ def test_huge_shuffles_start_anywhere_at_once(length: int) -> None:
 
 @pytest.mark.parametrize("length", [2**25, 2**25 + 1, 10**8 + 7, 10**12, 2**61 + 3])
 def test_bijection_shows_no_structure_between_neighbours(length: int) -> None:
-    values = permutation.Bijection(length, "structure")(np.arange(100_000, dtype=np.uint64))
+    values = shuffle.Bijection(length, "structure")(np.arange(100_000, dtype=np.uint64))
     place = values / length
     assert abs(chi_square_z(np.histogram(place, bins=256, range=(0, 1))[0])) < 6
     assert abs(chi_square_z(np.bincount(values & 255, minlength=256))) < 6
@@ -79,9 +80,9 @@ def test_over_many_keys_every_index_comes_everywhere_equally_often(make: str) ->
     fixed_points = 0
     for key in range(keys):
         if make == "bijection":
-            order = permutation.Bijection(length, key)(places.astype(np.uint64))
+            order = shuffle.Bijection(length, key)(places.astype(np.uint64))
         else:
-            order = permutation.shuffled(length, key)
+            order = shuffle.shuffled(length, key)
         counts[places, order] += 1
         fixed_points += int((order == places).sum())
     assert abs(chi_square_z(counts.ravel())) < 6
@@ -90,7 +91,7 @@ def test_over_many_keys_every_index_comes_everywhere_equally_often(make: str) ->
 
 
 def test_uniforms_fill_the_unit_interval() -> None:
-    draws = permutation.uniforms(50_000, "uniform")
+    draws = shuffle.uniforms(50_000, "uniform")
     assert draws.dtype == np.float64
     assert 0 <= draws.min() < draws.max() < 1
     assert abs(chi_square_z(np.histogram(draws, bins=100, range=(0, 1))[0])) < 6

@@ -4,23 +4,124 @@ In: the length of every sample. Out: batches (lists of Python ints), or with ``n
 batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
 each bucket and the order of the batches, as a pure function of (seed, epoch).
 
-What can go wrong: a sample longer than every bucket, refused in the constructor.
+What can go wrong: a sample longer than every bucket. The constructor rejects it with an error.
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.sampling.base import Indices, Sampler, check_int, check_start, resolve_seed
-from sharded_loader.sampling.permutation import shuffled
-from sharded_loader.sampling.schemes import BucketScheme, ConstWidthBucket, Key
+from sharded_loader.sampling.base import Described, Sampler, check_int, resolve_seed
+from sharded_loader.sampling.batch_samplers import length_table
+from sharded_loader.sampling.shuffle import shuffled
+from sharded_loader.sampling.tables import Indices, Table
+
+Key = int | tuple[int, ...]
+
+
+class BucketScheme(Described):
+    """Base class: override `keys`, which treats one part's lengths."""
+
+    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
+        """The bucket keys for lengths from ``shortest`` to ``longest``."""
+        raise NotImplementedError(f"{type(self).__name__} makes no buckets: override keys")
+
+    def __call__(
+        self, max_lengths: int | Sequence[int], min_lengths: int | Sequence[int], num_buckets: int
+    ) -> list[Any]:
+        """The bucket keys.
+
+        Args:
+            max_lengths: the greatest length, or one per part.
+            min_lengths: the smallest length, or one per part.
+            num_buckets: how many buckets.
+
+        Returns:
+            ``num_buckets`` ints, or as many tuples of them.
+
+        Raises:
+            TypeError, ValueError: if ``num_buckets`` is not an integer of at least 1.
+        """
+        check_int("num_buckets", num_buckets, 1, "give how many buckets to make")
+        if np.ndim(max_lengths) == 0:
+            return self.keys(int(max_lengths), int(min_lengths), num_buckets)  # type: ignore[arg-type]
+        pairs = zip(max_lengths, min_lengths, strict=True)  # type: ignore[arg-type]
+        return list(
+            zip(*(self.keys(int(longest), int(shortest), num_buckets) for longest, shortest in pairs), strict=True)
+        )
+
+
+class ConstWidthBucket(BucketScheme):
+    """Buckets of one width.
+
+    Example:
+        >>> ConstWidthBucket()(100, 1, 4)
+        [100, 75, 50, 25]
+    """
+
+    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
+        width = max((longest - shortest + 1) // num_buckets, 1)
+        return [max(longest - width * number, shortest) for number in range(num_buckets)]
+
+
+class LinearWidthBucket(BucketScheme):
+    """Buckets whose widths grow by a constant.
+
+    Example:
+        >>> LinearWidthBucket()(100, 1, 4)
+        [12, 32, 61, 100]
+    """
+
+    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
+        growth = 2 * float(longest - shortest - num_buckets) / (num_buckets * (num_buckets + 1))
+        return _end_at(longest, num_buckets, lambda n: shortest + growth * (n * (n + 1) / 2) + n)
+
+
+class ExpWidthBucket(BucketScheme):
+    """Buckets whose widths grow by a factor.
+
+    Args:
+        bucket_len_step: the factor, above 0.
+
+    Raises:
+        ValueError: if ``bucket_len_step`` is not above 0.
+
+    Example:
+        >>> ExpWidthBucket(bucket_len_step=2)(100, 1, 4)
+        [8, 21, 47, 100]
+    """
+
+    decided_by = (("bucket_len_step", "bucket_len_step"),)
+
+    def __init__(self, bucket_len_step: float = 1.1) -> None:
+        if not bucket_len_step > 0:
+            raise ValueError(
+                f"bucket_len_step must be above 0, got {bucket_len_step}: "
+                "it is the width of a bucket over the width of the one before"
+            )
+        self.bucket_len_step = bucket_len_step
+
+    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
+        step = self.bucket_len_step
+        if step == 1:
+            return _end_at(longest, num_buckets, lambda n: shortest + (longest - shortest) * n / num_buckets)
+        first = (longest - shortest) * (step - 1) / (step**num_buckets - 1)
+        return _end_at(longest, num_buckets, lambda n: shortest + first * (step**n - 1) / (step - 1))
+
+
+def _end_at(longest: int, num_buckets: int, edge: Callable[[int], float]) -> list[int]:
+    """The rounded edges of buckets 1 to ``num_buckets``; the last takes the longest whatever the rounding."""
+    keys = [round(edge(number)) for number in range(1, num_buckets + 1)]
+    keys[-1] = max(keys[-1], longest)
+    return keys
+
 
 LAST_GROUP = ("keep", "discard", "overlap")
 _DEFAULT_BUCKETS = 10
@@ -38,7 +139,7 @@ class FixedBucketSampler(Sampler[Any]):
             ``bucket_scheme``.
         ratio: scales up the batches of shorter buckets: a bucket with key K has batches of
             ``max(ratio * batch_size * max(keys) / K, batch_size)`` samples.
-        shuffle: shuffle samples within buckets, and batches, anew each epoch.
+        shuffle: shuffle samples within buckets, and batches, in each epoch again.
         use_average_length: make the batches of each bucket hold about ``batch_size`` tokens
             (mean length plus one standard deviation, per sample).
         num_shards: 0 for plain batches; above, each item is a group of that many batches.
@@ -97,7 +198,11 @@ class FixedBucketSampler(Sampler[Any]):
         last_group: str = "keep",
         seed: int | None = None,
     ) -> None:
-        table = _check_lengths(lengths)
+        table = length_table(lengths, "give the length of each sample")
+        if table.size and table.min() <= 0:
+            index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
+            length = np.asarray(lengths)[index]
+            raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
         check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
@@ -151,47 +256,35 @@ class FixedBucketSampler(Sampler[Any]):
         self.bucket_batch_sizes = [max(int(batch_size / (part.mean() + part.std())), 1) for part in lengths]
 
     def _plan(self) -> None:
-        """All batches as (bucket, place of the first sample in it), the longest bucket first."""
+        """All batches as (bucket, position of the first sample in it), the longest bucket first."""
         buckets = range(len(self._members) - 1, -1, -1)
         begins = [np.arange(0, len(self._members[b]), self.bucket_batch_sizes[b], dtype=np.int64) for b in buckets]
         self._batch_bucket = np.repeat(np.array(buckets, dtype=np.int64), [len(begin) for begin in begins])
         self._batch_begin = np.concatenate([np.zeros(0, dtype=np.int64), *begins])
 
-    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch_table(self, epoch: int) -> Table:
         key = (self.seed, "fixed bucket", epoch)
-        if not self._num_shards:
-            return self._batches(key, check_start(start))
-        return self._groups(key, check_start(start))
-
-    def _batches(self, key: tuple[Any, ...], start: int) -> Iterator[list[int]]:
-        count = len(self._batch_begin)
+        count, shards = len(self._batch_begin), self._num_shards
         order = shuffled(count, *key) if self._shuffle else np.arange(count)
-        opened: dict[int, Indices] = {}
-        for batch in order[start:].tolist():
-            bucket, begin = int(self._batch_bucket[batch]), int(self._batch_begin[batch])
-            members = opened.get(bucket)
-            if members is None:
-                members = self._members[bucket]
-                if self._shuffle:
-                    members = members[shuffled(len(members), *key, bucket)]
-                opened[bucket] = members
-            yield members[begin : begin + self.bucket_batch_sizes[bucket]].tolist()
 
-    def _groups(self, key: tuple[Any, ...], start: int) -> Iterator[list[list[int]]]:
-        shards, groups = self._num_shards, self.len_epoch(0)
-        if start >= groups:
-            return
-        batches = self._batches(key, start * shards)
-        before: list[list[int]] = []
-        for number in range(start, groups):
-            group = list(islice(batches, shards))
-            missing = shards - len(group)
-            if missing and self._last_group == "overlap":
-                if number and not before:
-                    before = next(self._groups(key, number - 1))
-                group = before[len(before) - missing :] + group if before else group
-            yield group
-            before = group
+        @cache
+        def members(bucket: int) -> Indices:
+            found = self._members[bucket]
+            return found[shuffled(len(found), *key, bucket)] if self._shuffle else found
+
+        def batch(number: int) -> Any:
+            bucket, begin = int(self._batch_bucket[number]), int(self._batch_begin[number])
+            return members(bucket)[begin : begin + self.bucket_batch_sizes[bucket]].tolist()
+
+        def group(position: int) -> list[Any]:
+            begin, end = position * shards, min((position + 1) * shards, count)
+            if self._last_group == "overlap":
+                begin = max(min(begin, count - shards), 0)  # the batches before fill the last group
+            return [batch(number) for number in order[begin:end].tolist()]
+
+        if shards:
+            return Table(self.len_epoch(epoch), lambda positions: list(map(group, positions.tolist())))
+        return Table(count, lambda positions: list(map(batch, order[positions].tolist())))
 
     def len_epoch(self, epoch: int) -> int:
         batches = len(self._batch_begin)
@@ -215,33 +308,6 @@ class FixedBucketSampler(Sampler[Any]):
         )
 
 
-def _check_lengths(lengths: Any) -> Indices:
-    """Lengths as an int64 array of shape (samples, parts)."""
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError(
-            "lengths have rows of different sizes: give one integer per sample, or the same number for each"
-        ) from None
-    if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths must be integers of shape (n,) or (n, k), got shape {array.shape} and dtype {array.dtype}: "
-            "give the length of each sample"
-        )
-    table: Indices = array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
-    if array.size and table.min() <= 0:
-        index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
-        raise ValueError(f"lengths must be above 0, but lengths[{index}] is {array[index]}: leave that sample out")
-    return table
-
-
-def _bucket_key(part: Any) -> int:
-    try:
-        return operator.index(part)
-    except TypeError:
-        raise TypeError(f"bucket key {part!r} is no integer: bucket keys are lengths, give integers") from None
-
-
 def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tuple[int, ...]]:
     """Distinct bucket keys in ascending order, each as a tuple of ``parts`` ints."""
     made = set()
@@ -250,7 +316,10 @@ def _check_keys(keys: Sequence[Any] | npt.NDArray[Any], parts: int) -> list[tupl
     except TypeError:
         raise TypeError(f"bucket_keys is {keys!r}: give a list, the greatest length of each bucket") from None
     for key in given:
-        row = tuple(_bucket_key(part) for part in np.atleast_1d(key))
+        try:
+            row = tuple(map(operator.index, np.atleast_1d(key)))
+        except TypeError:
+            raise TypeError(f"bucket key {key!r} is no integer: bucket keys are lengths, give integers") from None
         if len(row) != parts:
             raise ValueError(f"bucket key {key} has {len(row)} numbers, but a length has {parts}: give as many")
         made.add(row)

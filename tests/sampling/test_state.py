@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
 import math
 import pickle
+import random
 import re
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +31,12 @@ from sharded_loader import (
     RandomSampler,
     SequentialSampler,
     ShardedDataLoader,
+    SortedBucketSampler,
     SortedSampler,
+    SplitSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.reading import Place
-from sharded_loader.sampling.signature import Signature
-from sharded_loader.sampling.tracing import Mark
-from sharded_loader.state import dump, parse
+from sharded_loader.sampling.state import Checkpoint, Position, Signature, differences, dump, parse
 
 
 def state_of(loader: ShardedDataLoader, count: int = 2) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def test_dump_and_parse_are_inverse_also_through_json(own_state: Any) -> None:
         Signature(0, 10, "RandomSampler", 10, (), 4, "rollover"),
         Signature(0, 10, "IntervalSampler", 10, (None,), 4, "keep", (("IntervalSampler.interval", 2),)),
     ):
-        for mark in (None, Mark(3, 40, 2**32 - 1, 1, True, own_state)):
-            place = Place(3, -2 if signature.last_batch == "rollover" else 5, mark)
+        for mark in (None, Checkpoint(3, 40, 2**32 - 1, 1, True, own_state)):
+            place = Position(3, -2 if signature.last_batch == "rollover" else 5, mark)
             assert parse(json.loads(json.dumps(dump(place, signature)))) == (place, signature)
 
 
@@ -391,3 +393,92 @@ def test_a_place_outside_of_its_epoch_is_refused_with_rollover_too(kind: str, do
     with pytest.raises(ValueError, match="samples"):
         loader.load_state_dict({**before, "samples": done, "epoch": epoch})
     assert loader.state_dict() == before
+
+
+class Shuffled:
+    """A sampler of another library that draws from the global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(10))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Backwards:
+    """A sampler of another library that goes on by a state of its own."""
+
+    at = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 10:
+            self.at += 1
+            yield 10 - self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+Shuffled.__name__, Backwards.__name__ = "GluonStyle", "Stateful"
+KEYS = [5, 3, 9, 1, 7, 2, 8, 4, 6, 0]
+SAVED_BY_0_1: dict[str, dict[str, Any]] = {
+    "shuffle": {"batch_size": 3, "shuffle": True},
+    "rollover": {"batch_size": 4, "shuffle": True, "last_batch": "rollover"},
+    "ranks": {"batch_size": 2, "shuffle": True, "num_replicas": 2, "rank": 1, "seed": None},
+    "weighted": {"batch_size": 3, "sampler": WeightedRandomSampler(range(10), 9, seed=3)},
+    "split": {"batch_size": 3, "sampler": SplitSampler(10, 3, 2, even_size=True, repeat=3, seed=3)},
+    "batches": {"batch_sampler": SortedBucketSampler(KEYS, 3, 2, shuffle=True, seed=3)},
+    "fixed": {
+        "batch_sampler": FixedBucketSampler(
+            [max(key, 1) for key in KEYS], 2, 2, shuffle=True, seed=3, num_shards=2, last_group="overlap"
+        )
+    },
+    "gluon": {"batch_size": 3, "sampler": Shuffled()},
+    "gluon, rollover": {"batch_size": 4, "sampler": Shuffled(), "last_batch": "rollover"},
+    "list": {"batch_sampler": [[3, 1], [4, 1, 5], [9]]},
+    "stateful": {"batch_size": 3, "sampler": Backwards()},
+}
+
+
+@pytest.mark.parametrize("kind", SAVED_BY_0_1)
+def test_a_state_of_version_0_1_resumes_as_it_did_there(kind: str) -> None:
+    """The states, and the rest of the epoch after each, were written by version 0.1."""
+    saved = json.loads((Path(__file__).parent.parent / "golden" / "states.json").read_text())[kind]
+    loader = ShardedDataLoader(range(10), **{"seed": 7, **SAVED_BY_0_1[kind]})
+    loader.load_state_dict(saved["state"])
+    assert loader.state_dict() == saved["state"]
+    batches = [[one.tolist() for one in batch] if isinstance(batch, list) else batch.tolist() for batch in loader]
+    assert batches == saved["rest"]
+
+
+def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
+    one = Signature(7, 100, "RandomSampler", 100, (3, None), 8, "keep", (("RandomSampler.x", 1),))
+    other = Signature(8, 90, "Other", 90, (4, None), 4, "rollover", (("RandomSampler.x", 2),))
+    state = dump(Position(2, 16), one)
+    assert [name for name in state if name not in ("version", "epoch", "samples")] == [
+        field.name for field in dataclasses.fields(Signature)
+    ]
+    assert differences(one, other) == [
+        "the dataset had 100 samples, and has 90",
+        "the sampler was RandomSampler, and is Other",
+        "batch_size was 8, and is 4",
+        "last_batch was 'keep', and is 'rollover'",
+    ]
+    shorter = dataclasses.replace(one, sampler_length=None, batch_size=4)
+    assert differences(one, shorter, strict=False) == [
+        "the sampler had 100 samples in the epoch, and has an unknown number of"
+    ]
+    assert differences(one, one) == []
+    for name in state:
+        if name != "sampler_arguments":
+            with pytest.raises(ValueError, match=f"has no '{name}'"):
+                parse({key: value for key, value in state.items() if key != name})

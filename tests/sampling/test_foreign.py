@@ -21,12 +21,20 @@ from sharded_loader.sampling import (
     Sampler,
     SequentialSampler,
     ShardedBatchSampler,
-    check_sampler,
-    has_chunks,
-    is_own,
-    iter_epoch,
-    len_epoch,
 )
+from sharded_loader.sampling.base import is_own
+from sharded_loader.sampling.borrowing import check_sampler
+from sharded_loader.sampling.foreign import len_epoch, table_of
+from sharded_loader.sampling.tables import BLOCK
+
+
+def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[Any]:
+    return table_of(sampler, epoch, seed).items(start)
+
+
+def jumps(sampler: Any) -> bool:
+    """Whether any index of an epoch is had in constant time."""
+    return table_of(sampler, 0, 7).block == BLOCK
 
 
 class GluonStyle(Sampler[int]):
@@ -170,18 +178,18 @@ def test_own_and_foreign_are_told_apart() -> None:
             return itertools.islice(super().iter_epoch(epoch, start), 5)
 
     assert is_own(RandomSampler(3, seed=1))
-    assert has_chunks(RandomSampler(3, seed=1))
+    assert jumps(RandomSampler(3, seed=1))
     assert is_own(BatchSampler([1], 1))
-    assert not has_chunks(BatchSampler([1], 1))
+    assert not jumps(BatchSampler([1], 1))
     assert is_own(Pure())
     assert list(iter_epoch(Pure(), 2, 0, start=1)) == [1, 2, 3, 4]
     assert len_epoch(Pure(), 2) == 5
     assert is_own(Halved(9, seed=1))
-    assert not has_chunks(Halved(9, seed=1))
+    assert not jumps(Halved(9, seed=1))
     assert [len(batch) for batch in BatchSampler(Halved(9, seed=1), 3)] == [3, 2]
     for foreign in ([1, 2], range(3), GluonStyle(3), EverySecond(3, seed=1), torch.arange(3)):
         assert not is_own(foreign)
-        assert not has_chunks(foreign)
+        assert not jumps(foreign)
 
 
 def test_gluon_style_samplers_work_by_themselves_and_in_batches() -> None:

@@ -1,0 +1,346 @@
+"""What `state_dict` returns: a position, and what it is a position in. Pure functions.
+
+    Position (where) + Signature (in what)  --dump-->  dict  --parse-->  Position, Signature
+    differences(saved, own, strict)         why a state does not fit a loader, in words
+
+A state is a flat dict of ints, strings and lists of ints, so that JSON, pickle and ``torch.save`` keep it. Its entries
+are ``version``, the fields of `Position` and those of `Signature`. Each field says how it is read from a dict, how it
+is written into one, and how it is compared: a new entry is one line. The position counts in the global order. Nothing
+of the rank, the pool, the workers or the devices is in it.
+
+What can go wrong: a dict that is no state, one of a newer version, one of another loader. The error names the entry.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+VERSION = 1
+
+LARGEST = 2**62
+"""Epochs, samples and batches count up to this: no dataset is longer."""
+
+LEAST_SEED, LARGEST_SEED = -(1 << 128), 1 << 4096
+"""Bounds of seeds. A loader takes any seed from the first on; Python does not show the digits of much larger ones."""
+
+SUM = "crc32 "
+"""How the checksum of an array among the ``sampler_arguments`` begins."""
+
+_ADVICE = "give what state_dict() of a ShardedDataLoader returned"
+
+Reader = Callable[[str, Any], Any]
+T = TypeVar("T")
+
+
+def _optional(read: Reader) -> Reader:
+    return lambda what, value: None if value is None else read(what, value)
+
+
+def _integer(least: int | None = None, most: int = 1 << 64) -> Reader:
+    def read(what: str, value: Any) -> Any:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
+            raise _wrong(what, value, "an integer") from None
+        if least is not None and number < least:
+            raise _wrong(what, value, f"at least {_show(least)}")
+        if number > most:
+            raise _wrong(what, value, f"at most {_show(most)}")
+        return number
+
+    return read
+
+
+def _text(what: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        raise _wrong(what, value, "a string")
+    return value
+
+
+def _seeds(what: str, value: Any) -> tuple[int | None, ...]:
+    if not isinstance(value, list | tuple):
+        raise _wrong(what, value, "a list of integers")
+    read = _optional(_integer(-LARGEST_SEED, LARGEST_SEED))
+    return tuple(read(what, seed) for seed in value)
+
+
+def _arguments(what: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(value, Mapping):
+        raise _wrong(what, value, "a dict")
+    for name, one in value.items():
+        if not isinstance(name, str) or not (one is None or isinstance(one, bool | int | float | str)):
+            raise ValueError(
+                f"{what} has {_show(name)}: {_show(one)}; it must have names, and numbers or strings: {_ADVICE}"
+            )
+    return tuple(value.items())
+
+
+def _anything(what: str, value: Any) -> Any:
+    return value
+
+
+def _entry(read: Reader, differs: str | None = None, write: Callable[[Any], Any] | None = None, **other: Any) -> Any:
+    """A field that is an entry of a state.
+
+    ``read`` checks and converts what a dict has. ``write`` makes what a dict gets (None: the value as it is).
+    ``differs`` is what to say of a loader with another value (None: they are not compared).
+    """
+    return field(metadata={"read": read, "differs": differs, "write": write}, **other)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A position in one epoch of a sampler of another library: the entry ``passed``.
+
+    Attributes:
+        epoch: number of the epoch that the sampler was told.
+        items: how many it had yielded.
+        checksum: CRC-32 of them.
+        rank: of a sampler that yields its rank's part (torch's DistributedSampler); None: the same on all ranks.
+        finished: it had no more.
+        state: its own, or None; of one that is finished, some state before that.
+    """
+
+    epoch: int = _entry(_integer(most=LARGEST))
+    items: int = _entry(_integer(most=LARGEST))
+    checksum: int = _entry(_integer(0, 0xFFFFFFFF))
+    rank: int | None = _entry(_optional(_integer(0)), default=None)
+    finished: bool = _entry(_anything, default=False)
+    state: Any = _entry(_anything, write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where an epoch goes on.
+
+    Attributes:
+        epoch: number of the epoch.
+        done: items of its global order that are done: the entry ``samples``, or ``batches`` if a batch sampler was
+            given. With rollover it is negative while the last samples of the epoch before, which begin this one, are
+            still due.
+        mark: how a sampler of another library gets there; None: by (seed, epoch).
+    """
+
+    epoch: int
+    done: int = 0
+    mark: Checkpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a position is a position in. Two loaders with the same signature have the same batches.
+
+    Attributes:
+        seed: of the loader.
+        dataset_length: or None.
+        sampler: its class, with those inside it.
+        sampler_length: items of the global order; None for samplers of other libraries.
+        sampler_seeds: of the samplers that were given.
+        batch_size, last_batch: None with a given batch sampler.
+        sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
+    """
+
+    seed: int = _entry(_integer(LEAST_SEED, LARGEST_SEED))
+    dataset_length: int | None = _entry(_optional(_integer(0)), "the dataset had {was} samples, and has {now}")
+    sampler: str = _entry(_text, "the sampler was {was}, and is {now}")
+    sampler_length: int | None = _entry(
+        _optional(_integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
+    )
+    sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
+    batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
+    last_batch: str | None = _entry(_optional(_text), "last_batch was {was!r}, and is {now!r}")
+    sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
+
+    @property
+    def unit(self) -> str:
+        """What a position counts."""
+        return "batches" if self.batch_size is None else "samples"
+
+
+def dump(position: Position, signature: Signature) -> dict[str, Any]:
+    """A position as a state: a new dict (5 us).
+
+    Example:
+        >>> signature = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
+        >>> state = dump(Position(3, 40), signature)
+        >>> state["epoch"], state["samples"], parse(state) == (Position(3, 40), signature)
+        (3, 40, True)
+    """
+    state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **_written(signature)}
+    if not signature.sampler_arguments:
+        del state["sampler_arguments"]
+    if position.mark is not None:
+        state["passed"] = _written(position.mark)
+    return state
+
+
+def parse(state: Any) -> tuple[Position, Signature]:
+    """A state as position and signature.
+
+    Args:
+        state: what `dump` returned, also after a way through JSON.
+
+    Raises:
+        TypeError: it is no dict.
+        ValueError: it is no state, or one of a newer version; says which entry is wrong.
+
+    Example:
+        >>> parse({"version": 1, "epoch": 0})
+        Traceback (most recent call last):
+        ...
+        ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is {_show(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+    if "version" not in state:
+        raise ValueError(f"the state has no 'version', its keys are {_show(sorted(map(str, state)))}: {_ADVICE}")
+    version = _read(state, "version", _integer())
+    if version > VERSION:
+        raise ValueError(
+            f"the state is of version {_show(version)}, this sharded_loader reads up to version {VERSION}: update "
+            f"sharded_loader, or begin with set_epoch({_show(state.get('epoch', '...'))})"
+        )
+    signature = _parsed(Signature, state)
+    unit = signature.unit
+    if unit not in state:
+        raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
+    epoch, done = _read(state, "epoch", _integer(most=LARGEST)), _read(state, unit, _integer(-LARGEST, LARGEST))
+    if version < 1 or epoch < 0 or (done < 0 and signature.last_batch != "rollover"):
+        raise ValueError(
+            f"the state has version {_show(version)}, epoch {_show(epoch)}, {unit} {_show(done)}; none can be "
+            f"negative (with last_batch {_show(signature.last_batch)}): {_ADVICE}"
+        )
+    if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
+        raise ValueError(f"the state has {found}: {_ADVICE}")
+    mark = _parse_passed(state.get("passed"))
+    if mark is not None and mark.epoch > epoch:
+        raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
+    return Position(epoch, done, mark), signature
+
+
+def _parse_passed(passed: Any) -> Checkpoint | None:
+    if passed is None:
+        return None
+    if not isinstance(passed, Mapping):
+        raise _wrong("the state's 'passed'", passed, "a dict")
+    mark = _parsed(Checkpoint, passed, "'passed'")
+    if mark.epoch < 0 or mark.items < 0 or not isinstance(mark.finished, bool):
+        raise ValueError(
+            f"the state's 'passed' has epoch {_show(mark.epoch)}, items {_show(mark.items)}, finished "
+            f"{_show(mark.finished)}; the first two cannot be negative, the last is true or false: {_ADVICE}"
+        )
+    return mark
+
+
+def _written(entries: Any) -> dict[str, Any]:
+    found = {}
+    for one in fields(entries):
+        value, write = getattr(entries, one.name), one.metadata["write"]
+        found[one.name] = value if write is None else write(value)
+    return found
+
+
+def _parsed(kind: type[T], state: Mapping[str, Any], inside: str = "") -> T:
+    found = {}
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name in state or inside or one.default is MISSING:
+            found[one.name] = _read(state, one.name, one.metadata["read"], inside)
+    return kind(**found)
+
+
+def _read(state: Mapping[str, Any], name: str, read: Reader, inside: str = "") -> Any:
+    if name not in state:
+        raise ValueError(f"the state{inside and chr(39) + 's ' + inside} has no {name!r}: {_ADVICE}")
+    return read(f"the state's {inside and inside + ' is wrong: its '}{name!r}", state[name])
+
+
+def _wrong(what: str, value: Any, must: str) -> ValueError:
+    return ValueError(f"{what} is {_show(value)}; it must be {must}: {_ADVICE}")
+
+
+def _show(value: Any) -> str:
+    """A value in an error message: short, and whatever its own repr does."""
+    try:
+        text = repr(value)
+    except Exception:  # also an integer of more than 4,300 digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
+    """Why a state does not fit a loader, one phrase each; none if it fits. Seeds are the samplers' affair.
+
+    Args:
+        saved: of the state.
+        own: of the loader.
+        strict: whether another batch size matters.
+
+    Example:
+        >>> one = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
+        >>> other = Signature(7, 90, "RandomSampler", 90, (), 4, "keep")
+        >>> for phrase in differences(one, other): print(phrase)
+        the dataset had 100 samples, and has 90
+        batch_size was 8, and is 4
+    """
+    other = [one for one in fields(Signature) if getattr(saved, one.name) != getattr(own, one.name)]
+    names = {one.name for one in other}
+    if names & {"dataset_length", "sampler"}:
+        names.discard("sampler_length")  # it follows from them
+    if not strict and saved.unit == own.unit:
+        names.discard("batch_size")
+    found = []
+    for one in other:
+        if one.name in names and (text := one.metadata["differs"]) is not None:
+            was, now = (getattr(side, one.name) for side in (saved, own))
+            if one.name.endswith("_length"):
+                was, now = ("an unknown number of" if length is None else length for length in (was, now))
+            found.append(text.format(was=was, now=now, unit=own.unit))
+    return found
+
+
+def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:
+    """Why a position lies outside of its epoch, in words; None if it does not.
+
+    With rollover an epoch may begin with samples of the epochs before it. How many they are depends on the batch sizes
+    and ranks of those epochs, which the state does not tell: at most all samples of them.
+
+    Example:
+        >>> saved = Signature(7, 10, "SequentialSampler", 10, (), 3, "rollover")
+        >>> out_of_epoch(saved, 10, 5, -2), out_of_epoch(saved, 10, 0, -2)
+        (None, 'samples -2, but epoch 0 begins at 0 at the earliest (sampler_length 10)')
+    """
+    if length is None:
+        return None
+    if done > length:
+        return f"{saved.unit} {done}, but the epoch has only {length} (sampler_length)"
+    first = -length * epoch if saved.last_batch == "rollover" else 0
+    if done >= first:
+        return None
+    return f"{saved.unit} {done}, but epoch {epoch} begins at {first} at the earliest (sampler_length {length})"
+
+
+def other_arguments(saved: Signature, own: Signature) -> list[str]:
+    """Which arguments of the given samplers have changed, one phrase each.
+
+    Example:
+        >>> one = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 3),))
+        >>> other = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 2),))
+        >>> other_arguments(one, other)
+        ['interval of the IntervalSampler was 3, and is 2']
+    """
+    now = dict(own.sampler_arguments)
+    found = []
+    for name, was in saved.sampler_arguments:
+        if name in now and now[name] != was:
+            sampler, _, argument = name.partition(".")
+            if isinstance(was, str) and was.startswith(SUM):
+                found.append(f"{argument} of the {sampler}: others than then")
+            else:
+                found.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
+    return found

@@ -1,0 +1,350 @@
+"""One epoch of a sampler as a table: any item by its position, and the arithmetic of positions.
+
+    Table(length, at)                   a sampler of ours: ``at(positions)`` takes the same time for any position
+    Streamed(open)                      an iterator: it is read as far as somebody asks
+    Dealt(table, replicas, rank)        what one rank gets of a table: every R-th item
+    Batched(table, size)                batches of a table's items
+    Endless(open, stretch, rank)        epochs one after the other, as ``last_batch="rollover"`` reads them
+
+Every table answers two questions:
+
+    table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
+    table.at(positions)      the items at these positions: int64, ascending, below what `upto` said
+
+Batches, ranks, resuming and rollover are all arithmetic on positions. A rank computes only the items at its own
+positions: a batch of 256 of 10**12 samples takes 18 us on rank 7 of 4,096
+(26 ms, when it computed the items of all ranks).
+
+The reading that opened a table owns it, and drops it when anything interrupts a call. What can go wrong: a stream of
+another library raises an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+BLOCK = 2**15
+"""How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
+
+
+def parts(count: int, size: int, cut: bool) -> int:
+    """How many parts of ``size`` there are in ``count``; an incomplete last part counts unless ``cut``.
+
+    Example:
+        >>> parts(7, 3, cut=False), parts(7, 3, cut=True)
+        (3, 2)
+    """
+    return count // size if cut else -(-count // size)
+
+
+def plain_index(item: Any) -> Any:
+    """A NumPy or tensor integer as an int; anything else (a key of the user's) as it is."""
+    try:
+        return operator.index(item)
+    except TypeError:
+        return item
+
+
+class Table:
+    """The items of one epoch of a sampler of ours.
+
+    Args:
+        length: how many items there are.
+        at: positions -> an int64 array of indices, or a list of other items.
+        block: how many to ask for at once, where somebody reads them one after the other.
+
+    Example:
+        >>> squares = Table(5, lambda positions: positions**2, block=3)
+        >>> squares.at(np.array([1, 3])), list(squares.items(2)), squares.upto(2, 9)
+        (array([1, 9]), [4, 9, 16], 5)
+    """
+
+    def __init__(self, length: int, at: Callable[[Indices], Any], block: int = 1) -> None:
+        self._length, self._at, self._block = length, at, block
+
+    @property
+    def block(self) -> int:
+        return self._block
+
+    def upto(self, begin: int, end: int) -> int:
+        return min(end, self._length)
+
+    def at(self, positions: Indices) -> Any:
+        return self._at(positions)
+
+    def items(self, start: int = 0) -> Iterator[Any]:
+        """The items from position ``start`` on, indices as Python ints."""
+        while (end := self.upto(start, start + self.block)) > start:
+            block = self.at(np.arange(start, end))
+            yield from block.tolist() if isinstance(block, np.ndarray) else block
+            start = end
+
+
+class Streamed(Table):
+    """The items of an iterator. They are read as far as `upto` asks, and kept until `at` has returned them.
+
+    Args:
+        open: the number of items to leave out -> an iterator over the rest.
+    """
+
+    def __init__(self, open: Callable[[int], Iterator[Any]]) -> None:
+        self._block = 1
+        self._open = open
+        self._items: Any = None  # an iterator, once the epoch is opened
+        self._base = 0  # position of the first item in the buffer
+        self._buffer: list[Any] = []
+        self._ended = False
+
+    def upto(self, begin: int, end: int) -> int:
+        if begin > self._base + len(self._buffer):
+            self._jump(begin)
+        missing = end - self._base - len(self._buffer)
+        if missing > 0 and not self._ended:
+            found = self._read(missing)
+            self._ended = len(found) < missing
+            self._buffer += found
+        return min(end, self._base + len(self._buffer))
+
+    def at(self, positions: Indices) -> list[Any]:
+        first, last = int(positions[0]), int(positions[-1])
+        if first < self._base:
+            return self._again(positions)
+        self.upto(first, last + 1)
+        if last - first + 1 == len(positions):
+            found = self._buffer[first - self._base : last + 1 - self._base]
+        else:
+            found = [self._buffer[position] for position in (positions - self._base).tolist()]
+        del self._buffer[: last + 1 - self._base]
+        self._base = last + 1
+        return found
+
+    def _read(self, count: int) -> list[Any]:
+        if self._items is None:
+            self._items = self._open(self._base)
+        return list(islice(self._items, count))
+
+    def _jump(self, begin: int) -> None:
+        self._items, self._base, self._buffer = None, begin, []
+
+    def _again(self, positions: Indices) -> list[Any]:
+        """Items that were returned before."""
+        return Streamed(self._open).at(positions)
+
+
+class Dealt(Table):
+    """What one rank gets of a table: positions ``rank``, ``rank + replicas``, ... after ``offset``.
+
+    All ranks get equally many items. The last group of ``replicas`` items is filled from the epoch's beginning.
+
+    Args:
+        table, replicas, rank: the global order, how many ranks there are, and which is this one.
+        offset: how many items of the global order to leave out before the rest is dealt.
+        truncate: leave an incomplete last group out.
+
+    Example:
+        >>> five = Table(5, lambda positions: positions, block=8)
+        >>> [list(Dealt(five, 2, rank).items()) for rank in (0, 1)]
+        [[0, 2, 4], [1, 3, 0]]
+    """
+
+    def __init__(self, table: Table, replicas: int, rank: int, offset: int = 0, truncate: bool = False) -> None:
+        self._table, self._replicas, self._rank = table, replicas, rank
+        self._offset, self._truncate = offset, truncate
+
+    @property
+    def block(self) -> int:
+        return self._table.block
+
+    def upto(self, begin: int, end: int) -> int:
+        return parts(self._end(begin, end) - self._offset, self._replicas, self._truncate)
+
+    def _end(self, begin: int, end: int) -> int:
+        # Whole groups, also of a stream: all ranks have read equally far, so they save the same state.
+        return self._table.upto(self._offset + begin * self._replicas, self._offset + end * self._replicas)
+
+    def at(self, positions: Indices) -> Any:
+        wanted = positions * self._replicas + (self._offset + self._rank)
+        end = self._end(int(positions[0]), int(positions[-1]) + 1)
+        if wanted[-1] < end:
+            return self._table.at(wanted)
+        # Only the last one can lie past the end.
+        found = [self._table.at(part) for part in (wanted[:-1], wanted[-1:] % end) if len(part)]
+        return _joined(found)
+
+
+class Batched(Table):
+    """A table's items, ``size`` at a time, as lists of Python ints (or of what else the items are).
+
+    Args:
+        table, size: the items, and how many make a batch.
+        drop_last: leave an incomplete last batch out.
+        arrays: batches of indices may be int64 arrays instead of lists.
+
+    Example:
+        >>> list(Batched(Table(5, lambda positions: positions + 10, block=8), 2).items(1))
+        [[12, 13], [14]]
+    """
+
+    def __init__(self, table: Table, size: int, drop_last: bool = False, arrays: bool = False) -> None:
+        self._table, self._size, self._drop_last, self._arrays = table, size, drop_last, arrays
+
+    @property
+    def block(self) -> int:
+        return max(self._table.block // self._size, 1)
+
+    def upto(self, begin: int, end: int) -> int:
+        return parts(self._table.upto(begin * self._size, end * self._size), self._size, self._drop_last)
+
+    def at(self, positions: Indices) -> list[Any]:
+        size, first, last = self._size, int(positions[0]), int(positions[-1])
+        end = self._table.upto(first * size, (last + 1) * size)
+        if last - first + 1 == len(positions):
+            wanted = np.arange(first * size, end)
+        else:
+            wanted = (positions[:, None] * size + np.arange(size)).ravel()
+            wanted = wanted[wanted < end]
+        items = self._table.at(wanted)
+        if not isinstance(items, np.ndarray):
+            return [self._batch(items[begin : begin + size]) for begin in range(0, len(items), size)]
+        whole = len(items) // size * size
+        rows = items[:whole].reshape(-1, size)
+        batches: list[Any] = list(rows) if self._arrays else rows.tolist()
+        if whole < len(items):
+            batches.append(items[whole:] if self._arrays else items[whole:].tolist())
+        return batches
+
+    def _batch(self, items: list[Any]) -> Any:
+        if set(map(type, items)) != {int}:
+            items = [plain_index(item) for item in items]
+        if self._arrays and set(map(type, items)) == {int}:
+            try:
+                return np.array(items, np.int64)
+            except OverflowError:
+                pass  # out of any range: the plan says so
+        return items
+
+
+class Stretch:
+    """A stretch of the endless sequence of epochs, in steps. One step is one item per rank.
+
+    Args:
+        length: items in an epoch.
+        replicas: how many ranks there are. ``ceil(length / replicas)`` steps are an epoch.
+        epoch, offset: where the stretch begins: after ``offset`` items of this epoch.
+
+    Attributes:
+        steps: steps in a whole epoch.
+        left: steps in the first epoch, after its ``offset``.
+
+    Example:
+        10 items on 3 ranks give 4 steps per epoch. After 4 items of epoch 0 two steps are left. Steps 2 to 5 are
+        epoch 1.
+
+        >>> stretch = Stretch(10, 3, 0, 4)
+        >>> [stretch.where(step) for step in (1, 2, 6)], [stretch.total(step) for step in (1, 2, 3)]
+        ([(0, 0), (1, 2), (2, 6)], [7, 10, 13])
+    """
+
+    def __init__(self, length: int, replicas: int, epoch: int, offset: int) -> None:
+        self.length, self.replicas, self.epoch, self.offset = length, replicas, epoch, offset
+        self.steps = parts(length, replicas, cut=False)
+        self.left = parts(length - offset, replicas, cut=False)
+
+    def where(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the first step of that epoch."""
+        if step < self.left or not self.steps:
+            return self.epoch, 0
+        later = (step - self.left) // self.steps
+        return self.epoch + 1 + later, self.left + later * self.steps
+
+    def steps_before(self, total: int, cut: bool = False) -> int:
+        """How many steps come before item ``total`` of all epochs; an incomplete last step counts unless ``cut``."""
+        epoch, offset = divmod(total, max(self.length, 1))
+        if epoch == self.epoch:
+            return parts(offset - self.offset, self.replicas, cut)
+        return self.left + (epoch - self.epoch - 1) * self.steps + parts(offset, self.replicas, cut)
+
+    def total(self, step: int) -> int:
+        """How many items of all epochs, from epoch 0 on, come before a step."""
+        epoch, first = self.where(step)
+        offset = self.offset if epoch == self.epoch else 0
+        return epoch * self.length + offset + (step - first) * self.replicas
+
+
+class Endless(Table):
+    """What one rank gets of a stretch of epochs.
+
+    Args:
+        open: epoch -> its table. Each epoch is opened when it is needed.
+        stretch, count: where to begin, and how many steps there are.
+        rank: which rank this is.
+        name: what an error calls the sampler.
+
+    Raises:
+        ValueError: an epoch of the sampler has not ``stretch.length`` items.
+    """
+
+    def __init__(
+        self, open: Callable[[int], Table], stretch: Stretch, rank: int, count: int, name: str = "sampler"
+    ) -> None:
+        self._open, self._stretch, self._rank, self._count, self._name = open, stretch, rank, count, name
+        self._epoch = -1  # none is open
+        self._items: Table
+        self._dealt: Table
+
+    @property
+    def block(self) -> int:
+        return 1 if self._epoch < 0 else self._items.block
+
+    def upto(self, begin: int, end: int) -> int:
+        return min(end, self._count)
+
+    def at(self, positions: Indices) -> Any:
+        found = []
+        while len(positions):
+            epoch, first = self._stretch.where(int(positions[0]))
+            self._go_to(epoch)
+            steps = self._stretch.left if epoch == self._stretch.epoch else self._stretch.steps
+            here = positions[: np.searchsorted(positions, first + steps)]
+            self._check(int(here[0]) - first, int(here[-1]) + 1 - first)
+            found.append(self._dealt.at(here - first))
+            positions = positions[len(here) :]
+        return _joined(found)
+
+    def _go_to(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        length = self._stretch.length
+        if epoch > self._epoch >= 0 and self._items.upto(length, length + 1) > length:
+            self._refuse(f"more than {length}")
+        self._items, self._offset = self._open(epoch), self._stretch.offset if epoch == self._stretch.epoch else 0
+        self._dealt = Dealt(self._items, self._stretch.replicas, self._rank, self._offset)
+        self._epoch = epoch
+
+    def _check(self, begin: int, end: int) -> None:
+        """Whether the sampler yields as many items as its length says, as far as these steps of the epoch reach."""
+        replicas = self._stretch.replicas
+        wanted = min(self._offset + end * replicas, self._stretch.length)
+        found = self._items.upto(self._offset + begin * replicas, wanted)
+        if found < wanted:
+            self._refuse(found)
+
+    def _refuse(self, found: Any) -> None:
+        raise ValueError(
+            f"the sampler, a {self._name}, yielded {found} items in epoch {self._epoch}, but its length is "
+            f"{self._stretch.length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
+        )
+
+
+def _joined(found: list[Any]) -> Any:
+    if len(found) == 1:
+        return found[0]
+    return np.concatenate(found) if isinstance(found[0], np.ndarray) else list(chain.from_iterable(found))

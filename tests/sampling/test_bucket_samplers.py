@@ -1,0 +1,104 @@
+"""Batches by buckets of lengths: every index once, each batch from one bucket, whatever the lengths are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batch_samplers import flat
+
+from sharded_loader import FixedBucketSampler
+
+quick = settings(max_examples=50, deadline=None)
+
+
+def test_the_last_group_is_filled_with_the_batches_before() -> None:
+    def groups(last_group: str) -> list[list[list[int]]]:
+        return list(FixedBucketSampler([1] * 10, 2, 1, num_shards=3, last_group=last_group))
+
+    assert groups("keep") == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    assert groups("discard") == [[[0, 1], [2, 3], [4, 5]]]
+    assert groups("overlap") == [[[0, 1], [2, 3], [4, 5]], [[4, 5], [6, 7], [8, 9]]]
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=80),
+    size=st.integers(1, 9),
+    buckets=st.integers(1, 6),
+    shards=st.integers(0, 4),
+    last=st.sampled_from(["keep", "discard"]),
+    shuffle=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:Some buckets are empty")
+def test_fixed_buckets_hold_every_index_once(
+    lengths: list[int], size: int, buckets: int, shards: int, last: str, shuffle: bool
+) -> None:
+    sampler = FixedBucketSampler(lengths, size, buckets, shuffle=shuffle, num_shards=shards, last_group=last, seed=2)
+    items = list(sampler)
+    assert len(items) == len(sampler)
+    batches = [batch for group in items for batch in group] if shards else items
+    indices = flat(batches)
+    assert len(set(indices)) == len(indices)
+    if not shards or last == "keep":
+        assert sorted(indices) == list(range(len(lengths)))
+    else:
+        assert all(len(group) == shards for group in items)
+    for batch in batches:
+        bucket = {min(key for key in sampler.bucket_keys if key >= lengths[index]) for index in batch}
+        assert len(bucket) == 1
+        assert 0 < len(batch) <= size
+
+
+@pytest.mark.parametrize(
+    "as_given", [tuple, np.array, torch.tensor, iter], ids=["tuple", "array", "tensor", "iterator"]
+)
+def test_bucket_keys_may_be_any_sequence(as_given: Callable[[Any], Any]) -> None:
+    one, pairs = [1, 5, 9, 2], [[1, 2], [5, 5], [9, 8], [2, 9]]
+    assert list(FixedBucketSampler(one, 2, None, as_given([5, 10]))) == list(FixedBucketSampler(one, 2, None, [5, 10]))
+    keys = [[5, 5], [10, 10]]
+    assert list(FixedBucketSampler(pairs, 2, None, as_given(keys))) == list(FixedBucketSampler(pairs, 2, None, keys))
+    assert list(FixedBucketSampler(one, 2, None, as_given([9]))) == list(FixedBucketSampler(one, 2, None, [9]))
+
+
+def test_fewer_batches_than_shards_make_one_group_of_fewer() -> None:
+    for last_group in ("keep", "overlap"):
+        sampler = FixedBucketSampler([5, 5, 5], 2, 1, num_shards=4, last_group=last_group)
+        assert list(sampler) == [[[0, 1], [2]]]
+        assert len(sampler) == 1
+
+
+def test_a_million_lengths_are_sorted_into_buckets_in_a_moment() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, (1_000_000, 2))
+    begin = time.perf_counter()
+    sampler = FixedBucketSampler(lengths, 64, shuffle=True, seed=1)
+    assert sum(len(batch) for batch in sampler) == 1_000_000
+    # 0.6 s here; the bound is for machines under load.
+    assert time.perf_counter() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: FixedBucketSampler([3, 0], 8), ValueError, r"lengths\[1\] is 0"),
+        (lambda: FixedBucketSampler([[1, 2], [3]], 8), ValueError, "rows of different sizes"),
+        (lambda: FixedBucketSampler([1], 8, last_group="x"), ValueError, "'keep', 'discard' or 'overlap'"),
+        (lambda: FixedBucketSampler([1], 8, num_shards=-1), ValueError, "num_shards must be at least 0"),
+        (lambda: FixedBucketSampler([1], 8, None), ValueError, "neither num_buckets nor bucket_keys"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array(5)), TypeError, "give a list"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([])), ValueError, "give a bucket key"),
+        (lambda: FixedBucketSampler([1], 8, bucket_keys=np.array([1.5])), TypeError, "give integers"),
+        (lambda: FixedBucketSampler([1, 7], 8, bucket_keys=[5]), ValueError, "sample 1 has length"),
+        (lambda: FixedBucketSampler([[1, 7]], 8, bucket_keys=[5]), ValueError, "1 numbers, but a length has 2"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,153 @@
+"""A loader's order, without a loader: which epoch is next, what a state is compared with, whose seed counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.utils.data as torch_data
+
+from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.state import Position, Signature
+
+
+def order(length: int | None = 10, **given: Any) -> EpochOrder:
+    arguments: dict[str, Any] = dict.fromkeys(("sampler", "last_batch", "batch_sampler", "num_replicas", "rank"))
+    size = None if "batch_sampler" in given else 3
+    return EpochOrder(length, **{**arguments, "batch_size": size, "shuffle": False, "seed": 1, **given})
+
+
+def rest(reading: EpochReading, number: int) -> list[Any]:
+    """The batches of an epoch from a number on."""
+    found = []
+    while (batch := reading.batch(number)) is not None:
+        found.append(batch)
+        number += 1
+    return found
+
+
+def batches(one: EpochOrder, epoch: int = 0, place: Position | None = None) -> list[Any]:
+    reading = one.read(epoch, place)
+    return rest(reading, reading.first)
+
+
+def test_the_batches_of_an_epoch_are_numbered() -> None:
+    assert batches(order()) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert batches(order(last_batch="discard")) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    rolling = order(last_batch="rollover")
+    assert [batches(rolling, epoch) for epoch in range(2)] == [
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+        [[9, 0, 1], [2, 3, 4], [5, 6, 7]],
+    ]
+    assert [rolling.length(epoch) for epoch in range(4)] == [3, 3, 4, 3]
+    assert batches(order(batch_sampler=[[1, 2], [3]])) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_rank_reads_its_part(rank: int) -> None:
+    one = order(num_replicas=3, rank=rank, batch_size=2)
+    expected = [[[0, 3], [6, 9]], [[1, 4], [7, 0]], [[2, 5], [8, 1]]][rank]
+    assert batches(one) == expected == list(one.batch_sampler.iter_epoch(0))
+    assert (one.length(0), one.replicas(), one.read(0).position(1)) == (2, (3, rank), 6 + rank)
+
+
+def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    sampler = RandomSampler(10**12, seed=1)
+    at = sampler._order(0)
+
+    def counted(positions: Any) -> Any:
+        computed.append(len(positions))
+        return at(positions)
+
+    monkeypatch.setattr(sampler, "_order", lambda epoch: counted)
+    one = order(10**12, sampler=sampler, batch_size=256, num_replicas=4096, rank=7)
+    batch = one.read(0).batch(1000)
+    assert len(computed) == 1 and computed[0] == 2**15  # a block of 128 batches
+    assert batch == [next(sampler.iter_epoch(0, (256_000 + step) * 4096 + 7)) for step in range(256)]
+
+
+def test_the_next_epoch_is_what_the_loader_counts_or_a_sampler_was_told() -> None:
+    sampler = RandomSampler(10)
+    one = order(sampler=sampler)
+    one.set_epoch(4)
+    assert one.next_epoch == 4
+    sampler.set_epoch(2)
+    assert (one.next_epoch, one.next_epoch) == (2, 2)
+    with pytest.raises(ValueError, match="epochs count from 0"):
+        one.set_epoch(-1)
+
+
+def test_a_sampler_without_a_seed_takes_the_orders_and_is_not_changed() -> None:
+    sampler = RandomSampler(10)
+    before = sampler.seed
+    one, other = order(sampler=sampler, seed=5), order(sampler=sampler, seed=6)
+    assert sampler.seed == before and batches(one) != batches(other)
+    assert batches(one) == batches(order(sampler=RandomSampler(10, seed=5)))
+
+
+def test_a_signature_says_what_decides_the_order() -> None:
+    assert order(sampler=IntervalSampler(10, 3)).signature(0) == Signature(
+        1,
+        10,
+        "IntervalSampler",
+        10,
+        (None,),
+        3,
+        "keep",
+        (("IntervalSampler.interval", 3), ("IntervalSampler.rollover", True)),
+    )
+    given = BatchSampler(torch_data.RandomSampler(range(10)), 4, seed=2)
+    assert order(batch_sampler=given).signature(0) == Signature(
+        1,
+        10,
+        "BatchSampler(torch.RandomSampler)",
+        None,
+        (2, None),
+        None,
+        None,
+        (("BatchSampler.batch_size", 4), ("BatchSampler.last_batch", "keep")),
+    )
+
+
+def test_a_state_is_adopted_or_says_what_differs() -> None:
+    one, other = order(shuffle=True, seed=5), order(shuffle=True, seed=6)
+    saved = one.signature(0)
+    assert other.differences(saved, Position(0, 3), strict=True) == []
+    assert other.adopt(saved) and not other.adopt(saved)
+    assert batches(other) == batches(one) and other.seed == 5
+    given = order(sampler=RandomSampler(10, seed=7))
+    said = given.differences(order(sampler=RandomSampler(10, seed=8)).signature(0), Position(0), strict=True)
+    assert said == ["the seed of the RandomSampler was 8, and is 7"]
+    said = given.differences(saved, Position(0), strict=True)
+    assert said == ["the sampler was made by the loader, and is given; or the other way round"]
+
+
+def test_a_dataset_of_another_length_makes_the_orders_own_sampler_again() -> None:
+    one = order(shuffle=True)
+    one.set_epoch(3)
+    one.sampler.set_epoch(4)
+    one.resize(12)
+    assert (one.dataset_length, len(one.sampler), one.next_epoch, one.length(4)) == (12, 12, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"batch_size": None}, ValueError, "batch_size must be specified"),
+        ({"batch_sampler": 4}, TypeError, "batch_sampler is 4, a number"),
+        ({"batch_sampler": [[1]], "shuffle": True}, ValueError, "must not be specified if batch_sampler"),
+        ({"sampler": SequentialSampler(3), "shuffle": True}, ValueError, "shuffle must not be specified"),
+        ({"last_batch": "last"}, ValueError, "last_batch is 'last'"),
+        ({"num_replicas": "auto", "rank": 1}, ValueError, "leave out rank=1"),
+        ({"length": None}, TypeError, "the dataset has no __len__"),
+        ({"seed": "x"}, TypeError, "seed must be an integer"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_rejected(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        order(**given)

@@ -1,0 +1,219 @@
+"""One epoch's batches by their numbers: in any order, again, after an interruption, from any position on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.utils.data as torch_data
+from test_order import order, rest
+
+from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler
+from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.state import Position, dump, parse
+
+
+class Pure(Sampler[int]):
+    """A user's own pure sampler."""
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return iter(random.Random(epoch).sample(range(23), 23)[start:])
+
+    def len_epoch(self, epoch: int) -> int:
+        return 23
+
+
+class Gluon:
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(23), 23))
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Reused:
+    """Fills one list again and again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch = [0, 0]
+        for number in range(7):
+            batch[:] = [2 * number, 2 * number + 1]
+            yield batch
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "shuffle": {"shuffle": True},
+    "rollover": {"shuffle": True, "last_batch": "rollover"},
+    "rank": {"shuffle": True, "num_replicas": 2, "rank": 1},
+    "rank, rollover": {"shuffle": True, "num_replicas": 2, "rank": 1, "last_batch": "rollover"},
+    "pure": {"sampler": Pure()},
+    "own batches": {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=2), 4), 2)},
+    "gluon": {"sampler": Gluon()},
+    "gluon, rollover": {"sampler": Gluon(), "last_batch": "rollover"},
+    "gluon, rank": {"sampler": Gluon(), "num_replicas": 3, "rank": 2},
+    "torch batches": {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
+    "batches of torch's": {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, "rollover", seed=2)},
+    "reused list": {"batch_sampler": Reused()},
+    "reused list, rank": {"batch_sampler": Reused(), "num_replicas": 2, "rank": 0},
+}
+FOREIGN = [kind for kind in ORDERS if any(word in kind for word in ("gluon", "torch", "reused"))]
+
+
+def reading(kind: str, epoch: int = 1, place: Position | None = None) -> EpochReading:
+    return order(23, **ORDERS[kind]).read(epoch, place)
+
+
+def whole(one: EpochReading) -> list[Any]:
+    return rest(one, one.first)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
+    expected = whole(reading(kind))
+    one = reading(kind)
+    assert [one.batch(number) for number in range(3)] == expected[:3]
+    assert [one.batch(number) for number in (2, 0, 1)] == [expected[number] for number in (2, 0, 1)]
+    one.forget(2)
+    assert one.batch(1) == expected[1]  # the last one that was delivered may be taken back
+    assert rest(one, 2) == expected[2:]
+    assert one.batch(len(expected)) is None and one.batch(len(expected) + 5) is None
+    assert one.batch(len(expected) - 1) == expected[-1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ORDERS if kind not in FOREIGN])
+def test_batches_of_our_samplers_may_be_asked_in_any_order(kind: str) -> None:
+    expected = whole(reading(kind))
+    for number in (3, 0, 2, 1):
+        assert reading(kind).batch(number) == expected[number]
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
+    expected = whole(reading(kind))
+    one = reading(kind)
+    for number in range(len(expected)):
+        place = one.place(number)
+        assert parse(dump(place, one.signature)) == (place, one.signature)
+        again = reading(kind, 1, place)
+        assert (again.first, whole(again)) == (number, expected[number:])
+        assert one.batch(number) == expected[number]
+        if number:
+            assert again.position(number) == one.position(number)
+    if kind != "reused list" and kind != "reused list, rank":
+        assert one.length() == len(expected)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_batch_comes_at_the_next_call(
+    kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sharded_loader.sampling import foreign
+
+    expected = whole(reading(kind))
+    one = reading(kind)
+    assert one.batch(0) == expected[0]
+    with monkeypatch.context() as patched, pytest.raises(error):
+        patched.setattr(foreign, "_encode", lambda items: (_ for _ in ()).throw(error()))
+        one.batch(1)
+    if error is KeyboardInterrupt:
+        assert rest(one, 1) == expected[1:]
+    else:  # an error ends the epoch
+        assert one.batch(2) is None
+
+
+class Fails:
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(12):
+            if number == self.at:
+                raise KeyError(number)
+            yield number
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("at", [4, 5, 8])
+def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(at: int) -> None:
+    one = order(12, sampler=Fails(at), batch_size=4).read(0)
+    failing = at // 4
+    assert [one.batch(number) for number in range(failing)] == [[0, 1, 2, 3], [4, 5, 6, 7]][:failing]
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            one.batch(failing)
+        assert one.batch(failing + 1) is None
+
+
+def test_an_error_after_the_promised_length_comes_in_its_turn() -> None:
+    class Promises(Fails):
+        def __len__(self) -> int:
+            return self.at
+
+    one = order(12, sampler=Promises(8), batch_size=4).read(0)
+    assert [one.batch(0), one.batch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(KeyError):
+        one.batch(2)
+
+
+def test_a_batch_sampler_that_yields_none_is_named() -> None:
+    one = order(12, batch_sampler=[[1], None]).read(3)
+    assert one.batch(0) == [1]
+    with pytest.raises(TypeError, match="epoch 3, batch 1: the batch sampler yielded None"):
+        one.batch(1)
+
+
+def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None:
+    read: list[int] = []
+
+    class Watched:
+        def __iter__(self) -> Iterator[int]:
+            for number in range(12):
+                read.append(number)
+                yield number
+
+    one = order(12, sampler=Watched(), batch_size=4).read(0)
+    assert read == []
+    one.batch(0)
+    assert read == [0, 1, 2, 3]
+
+
+def test_batches_may_be_arrays() -> None:
+    one = order(23, shuffle=True)
+    one.arrays = True
+    assert [type(batch).__name__ for batch in whole(one.read(0))] == ["ndarray"] * 8
+    assert [batch.tolist() for batch in whole(one.read(0))] == whole(order(23, shuffle=True).read(0))
+
+
+def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_there() -> None:
+    # Of 10 samples in threes one rank ends epoch 0 at 9. In fives it ends at 10.
+    source = order(10, last_batch="rollover", batch_size=5)
+    late = source.read(0, Position(0, 10))
+    assert late.is_over() and late.following() == Position(1, 0)
+    threes = order(10, last_batch="rollover", batch_size=3)
+    over = threes.read(0, Position(0, 10))
+    assert (over.carry, over.batch(over.first), over.length() - over.first) == (Position(1, 0), None, 0)
+    early = threes.read(1, Position(1, -1))
+    assert rest(early, early.first) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [early.place(number).done for number in range(4)] == [-1, 2, 5, 8]
+
+
+def test_a_checkpoint_behind_the_position_is_not_used() -> None:
+    """Other ranks may have read a group further than the position that a state counts."""
+    one = reading("gluon")
+    mark = [one.place(number).mark for number in range(4) if one.batch(number)][3]
+    assert mark is not None and mark.items == 9
+    again = reading("gluon", 1, Position(1, 6, mark))
+    assert whole(again) == whole(reading("gluon"))[2:]
+
+
+def test_a_batch_that_was_forgotten_is_an_error() -> None:
+    one = reading("gluon")
+    [one.batch(number) for number in range(5)]
+    one.forget(4)
+    with pytest.raises(LookupError, match="batch 1 of epoch 1 was forgotten: the first one kept is 3"):
+        one.batch(1)

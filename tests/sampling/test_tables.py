@@ -1,0 +1,163 @@
+"""The arithmetic of positions, on numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Endless, Streamed, Stretch, Table, parts, plain_index
+
+quick = settings(max_examples=40, deadline=None)
+
+
+def numbers(length: int, first: int = 0, block: int = 4) -> Table:
+    return Table(length, lambda positions: positions + first, block)
+
+
+def streamed(length: int, first: int = 0) -> Streamed:
+    return Streamed(lambda start: iter(range(first + start, first + length)))
+
+
+KINDS = {"table": numbers, "stream": streamed}
+
+
+def asked(*positions: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(positions, np.int64)
+
+
+@pytest.mark.parametrize(("count", "whole", "cut"), [(0, 0, 0), (1, 1, 0), (3, 1, 1), (7, 3, 2), (9, 3, 3)])
+def test_parts_of_three(count: int, whole: int, cut: int) -> None:
+    assert (parts(count, 3, False), parts(count, 3, True)) == (whole, cut)
+
+
+def test_a_table_has_any_item_and_ends_where_it_ends() -> None:
+    table = numbers(10, 5)
+    assert table.at(asked(9, 0, 3)).tolist() == [14, 5, 8]
+    assert (table.upto(0, 4), table.upto(8, 12), table.upto(20, 24)) == (4, 10, 10)
+    assert list(table.items(7)) == [12, 13, 14] and list(table.items(10)) == []
+
+
+def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> None:
+    opened: list[int] = []
+    read: list[int] = []
+
+    def open_at(start: int) -> Iterator[int]:
+        opened.append(start)
+        for number in range(start, 10):
+            read.append(number)
+            yield number
+
+    table = Streamed(open_at)
+    assert opened == []
+    assert table.upto(2, 4) == 4 and read == [2, 3] and opened == [2]  # it jumps to the first item that is asked for
+    assert table.at(asked(2, 3)) == [2, 3]
+    assert table.upto(4, 6) == 6 and read == [2, 3, 4, 5]
+    assert table.at(asked(5)) == [5]
+    assert table.at(asked(0, 3)) == [0, 3] and opened == [2, 0]  # what was returned before is read again
+    assert table.upto(8, 20) == 10 and table.at(asked(8, 9)) == [8, 9]
+    assert table.upto(10, 12) == 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@quick
+@given(length=st.integers(0, 40), replicas=st.integers(1, 7), offset=st.integers(0, 45), truncate=st.booleans())
+def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int, offset: int, truncate: bool) -> None:
+    shares = [list(Dealt(KINDS[kind](length), replicas, rank, offset, truncate).items()) for rank in range(replicas)]
+    dealt = [item for group in zip(*shares, strict=True) for item in group]
+    rest = max(length - offset, 0)
+    padded = parts(rest, replicas, truncate) * replicas
+    assert dealt == [(offset + place) % length for place in range(padded)]
+
+
+def test_a_rank_asks_for_its_own_positions_only() -> None:
+    seen: list[int] = []
+
+    def at(positions: Any) -> Any:
+        seen.extend(positions.tolist())
+        return positions
+
+    batches = Batched(Dealt(Table(10**12, at, BLOCK), 4096, 7, 100), 3)
+    assert batches.at(asked(5)) == [[100 + 4096 * step + 7 for step in (15, 16, 17)]]
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@quick
+@given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), start=st.integers(0, 6))
+def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start: int) -> None:
+    slices = [list(range(begin, min(begin + size, length))) for begin in range(0, length, size)]
+    expected = [one for one in slices if len(one) == size or not drop]
+    assert list(Batched(KINDS[kind](length), size, drop).items(start)) == expected[start:]
+    arrays = list(Batched(KINDS[kind](length), size, drop, arrays=True).items(start))
+    assert all(array.dtype == np.int64 for array in arrays)
+    assert [array.tolist() for array in arrays] == expected[start:]
+    whole = asked(*range(0, len(expected), 2))
+    if len(whole):
+        assert Batched(KINDS[kind](length), size, drop).at(whole) == expected[::2]
+
+
+def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None:
+    """The fast path of the loader: of 32,768 indices at once."""
+    assert Batched(numbers(10**6, block=BLOCK), 64).block == 512
+    assert Batched(Dealt(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
+    assert Batched(streamed(10**6), 64).block == 1
+    endless = Batched(Endless(lambda epoch: numbers(10, block=BLOCK), Stretch(10, 1, 0, 0), 0, 100), 4)
+    endless.at(asked(0))
+    assert endless.block == BLOCK // 4
+
+
+def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
+    items = [np.int32(3), np.array(4), True, "key", 2**70, (1, 2)]
+    assert [plain_index(item) for item in items] == [3, 4, 1, "key", 2**70, (1, 2)]
+    table = Batched(Streamed(lambda start: iter(items[start:])), 3, arrays=True)
+    assert [list(batch) for batch in table.items()] == [[3, 4, 1], ["key", 2**70, (1, 2)]]
+
+
+def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
+    """What each rank gets of epochs of different numbers."""
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for epoch in range(epochs):
+        for rank, share in enumerate(shares):
+            share += Dealt(numbers(length, 100 * epoch), replicas, rank).items()
+    return shares
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@quick
+@given(
+    length=st.integers(1, 13),
+    replicas=st.integers(1, 5),
+    size=st.integers(1, 30),
+    skip=st.integers(0, 40),
+)
+def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
+    for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
+        stretch = Stretch(length, replicas, 0, 0)
+        endless = Endless(lambda epoch: KINDS[kind](length, 100 * epoch), stretch, rank, 80)
+        got = list(Batched(endless, size).items(skip // size))
+        assert list(itertools.chain(*got)) == share[skip // size * size : 80]
+        for step in range(0, 80, 7):
+            epoch, first = stretch.where(step)
+            assert share[step] // 100 == epoch and first <= step < first + stretch.steps
+            assert stretch.steps_before(stretch.total(step)) == step
+
+
+def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
+    stretch = Stretch(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
+    assert [stretch.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
+    assert [stretch.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
+    endless = Endless(lambda epoch: numbers(10, 100 * epoch), stretch, 1, 7)
+    assert endless.at(np.arange(7)).tolist() == [105, 108, 201, 204, 207, 200, 301]
+
+
+@pytest.mark.parametrize(("yields", "found"), [(3, "yielded 3 items in epoch 0"), (7, "more than 5 items in epoch 0")])
+def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found: str) -> None:
+    endless = Batched(Endless(lambda epoch: streamed(yields), Stretch(5, 1, 0, 0), 0, 20, "Short"), 2)
+    with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
+        list(endless.items())
