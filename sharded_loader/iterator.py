@@ -95,6 +95,8 @@ class EpochIterator(Iterator[Any]):
         self.placement.check_not_capturing()
         with self._lock:
             run, mark = self.run, None
+            if run is not None:
+                self.pipeline.check_open()
             delivered = 0 if run is None else run.delivered
             try:
                 if run is None:

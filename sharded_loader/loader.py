@@ -229,6 +229,7 @@ class ShardedDataLoader(LoaderAttributes):
         If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
         another library may not yield the batches twice that were planned already.
         """
+        self._pipeline.check_open()
         self._order.settle_replicas()
         pipeline, placement, job = self._source()
         mark = self._progress.mark()

@@ -71,8 +71,6 @@ class Pipeline:
             Whether the step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
             over the loader itself. `end` has to be told.
         """
-        if self.closed or os.getpid() != self._pid:
-            self.check_open()
         inside = self.is_open_step and self.pool.waiting
         if self.is_open_step and not inside:
             self._recover()
@@ -89,16 +87,21 @@ class Pipeline:
             LoaderClosedError: the loader was closed in the middle of the step.
         """
         if self.closed:
-            self.shut()
+            self.fail()
             raise closed_error()
         self.is_open_step = self.pool.waiting = inside
         if inside:
             self.pool.wake()  # the step around this one may wait for what this one has received
 
     def fail(self) -> None:
-        """An exception has left the step. Unless the pool only waited, the next step recovers."""
-        self.is_open_step, self.pool.waiting = not self.pool.waiting, False
-        if self.closed:
+        """An exception has left the step. Unless the pool only waited, the next step recovers.
+
+        If the loader was closed in the middle of the step, what the step has made since is given back. This is done
+        once: afterwards another loader may have the pool.
+        """
+        was_open = self.is_open_step
+        self.is_open_step, self.pool.waiting = not self.closed and not self.pool.waiting, False
+        if self.closed and was_open:
             self.shut()
 
     def _recover(self) -> None:

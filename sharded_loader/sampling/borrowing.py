@@ -9,7 +9,7 @@
 An epoch is started, with its first item, under these conditions:
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
-    2. a ``generator`` of torch's that it carries is exchanged for one seeded by (seed, its own seed, epoch),
+    2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
     3. ``random``, NumPy and torch are seeded by (seed, epoch);
 
 and what was there before is put back. The first item belongs to the start because a generator function runs nothing

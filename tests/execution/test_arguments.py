@@ -248,6 +248,23 @@ def test_the_pool_of_a_closed_loader_serves_another(pool: Pool) -> None:
             make(pool=pool)
 
 
+def test_an_iterator_of_a_closed_loader_leaves_the_pool_to_its_new_loader(pool: Pool) -> None:
+    old = ShardedDataLoader(range(8), 2, pool=pool)
+    left = iter(old)
+    next(left)
+    old.close()
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        workers = getattr(pool, "pids", None)
+        for _ in range(2):
+            with pytest.raises(LoaderClosedError):
+                next(left)
+            assert pool.started
+        assert getattr(pool, "pids", None) == workers
+        assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]
+
+
 def test_the_pool_of_a_loader_that_was_collected_serves_another(pool: Pool) -> None:
     first = make(pool=pool)
     assert next(iter(first)).tolist() == [0, 1, 2, 3]
