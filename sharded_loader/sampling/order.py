@@ -288,7 +288,7 @@ def _own_length(sampler: Any, epoch: int) -> int | None:
 
 
 def _kind(sampler: Any) -> str:
-    """The classes of a sampler and those inside it. A class of torch is named with its package, because its order differs."""
+    """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
     names = []
     for one in nested(sampler):
         package = type(one).__module__.partition(".")[0]
