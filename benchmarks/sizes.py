@@ -26,7 +26,9 @@ FLOORS = (
     ("batching",),
     ("memory",),
     ("sampling", "data", "recordio"),
-    ("engine", "execution", "devices"),
+    ("engine", "devices"),
+    ("workers",),
+    ("pools",),
     ("loader", "iterator", *APART),
 )
 """The lowest floor first. A module imports its own floor and the floors below. Other modules are not checked."""

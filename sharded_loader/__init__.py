@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from sharded_loader.errors import SampleReadError as SampleReadError
     from sharded_loader.errors import WorkerDiedError as WorkerDiedError
     from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
-    from sharded_loader.execution.pools.inline import InlinePool as InlinePool
-    from sharded_loader.execution.pools.process import ProcessPool as ProcessPool
-    from sharded_loader.execution.pools.thread import ThreadPool as ThreadPool
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
     from sharded_loader.parallel import Replicas as Replicas
+    from sharded_loader.pools.inline import InlinePool as InlinePool
+    from sharded_loader.pools.processes import ProcessPool as ProcessPool
+    from sharded_loader.pools.threads import ThreadPool as ThreadPool
     from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
     from sharded_loader.rng import sample_generator as sample_generator
     from sharded_loader.rng import sample_rng as sample_rng
@@ -75,9 +75,9 @@ _HOMES = {
         "WorkerDiedError",
         "WorkerTimeoutError",
     ],
-    "sharded_loader.execution.pools.inline": ["InlinePool"],
-    "sharded_loader.execution.pools.process": ["ProcessPool"],
-    "sharded_loader.execution.pools.thread": ["ThreadPool"],
+    "sharded_loader.pools.inline": ["InlinePool"],
+    "sharded_loader.pools.processes": ["ProcessPool"],
+    "sharded_loader.pools.threads": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
     "sharded_loader.batching.allocation": ["empty"],
     "sharded_loader.parallel": ["Replicas"],

@@ -18,13 +18,13 @@ from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import some
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Split
+from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import add_note
-from sharded_loader.execution.pipeline import Pipeline
-from sharded_loader.execution.plan import Split
-from sharded_loader.execution.pools.base import Pool
-from sharded_loader.execution.pools.inline import InlinePool
-from sharded_loader.execution.pools.process import ProcessPool
-from sharded_loader.execution.pools.thread import ThreadPool
+from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.sampling.shards import check_shares
 
 TORCH_SPELLING = {

@@ -13,9 +13,9 @@ from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_shard_weights
 from sharded_loader.devices.placement import Placement
-from sharded_loader.execution.pipeline import Pipeline
-from sharded_loader.execution.plan import Split
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Split
+from sharded_loader.engine.pool import Pool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import Meter

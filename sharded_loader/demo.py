@@ -30,11 +30,11 @@ from torch import nn
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices.names import accelerators
-from sharded_loader.execution.pools.base import Pool
-from sharded_loader.execution.pools.process import ProcessPool
-from sharded_loader.execution.pools.thread import ThreadPool
+from sharded_loader.engine.pool import Pool
 from sharded_loader.loader import ShardedDataLoader
 from sharded_loader.parallel import Replicas
+from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.rng import sample_rng
 from sharded_loader.stats import LoaderStats
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sharded_loader import demo
-from sharded_loader.execution.pools.process import ProcessPool
 from sharded_loader.loader import ShardedDataLoader
+from sharded_loader.pools.processes import ProcessPool
 
 EVERY = 0.1
 """Seconds between two kills, on average."""

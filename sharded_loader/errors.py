@@ -140,7 +140,7 @@ class SampleError:
     error: BaseException
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where in the stream, and in which worker, something happened."""
 
     epoch: int

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
-from sharded_loader.execution.messages import NOTHING
-from sharded_loader.execution.plan import Split
-from sharded_loader.execution.reader import Reader
-from sharded_loader.execution.run import Run
+from sharded_loader.engine.messages import NOTHING
+from sharded_loader.engine.plan import Split
+from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.run import Run
 
 if TYPE_CHECKING:
     from sharded_loader.loader import ShardedDataLoader

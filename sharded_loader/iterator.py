@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
-from sharded_loader.errors import Place, as_batch_error
-from sharded_loader.execution.messages import NOTHING, Job, Result, Task
-from sharded_loader.execution.pipeline import Pipeline
-from sharded_loader.execution.run import Entry, Run
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.run import Entry, Run
+from sharded_loader.errors import Location, as_batch_error
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
 
@@ -216,7 +216,7 @@ class EpochIterator(Iterator[Any]):
     def _not_placed(run: Run, task: Task, raised: BaseException) -> Result:
         error = as_batch_error(raised, "while the batch was placed")
         # Of an error of an earlier kernel no sample is the cause.
-        Place(run.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
+        Location(run.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
         return Result(task.run, task.seq, error=error)
 
     def _make_room(self, run: Run) -> None:

@@ -1,9 +1,9 @@
 """`ShardedDataLoader`: the arguments, and what becomes of them.
 
     dataset, sampling arguments  -> EpochOrder   which samples, in which order        (sampling/)
-    num_workers, pool            -> Pool         who reads them                       (execution/pools/)
+    num_workers, pool            -> Pool         who reads them                       (pools/)
     devices, pin_memory          -> Placement    where the batches end up             (devices/)
-    all three                    -> Pipeline     keeps batches in flight              (execution/)
+    all three                    -> Pipeline     keeps batches in flight              (engine/)
 
 An iterator is a `Run` of the pipeline and a position. The loader owns the pipeline, the pipeline the pool,
 the pool its workers. Iterators hold the loader, the loader holds no iterator: a loop over a temporary loader
@@ -39,16 +39,16 @@ from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
-from sharded_loader.execution.epochs import begin_epoch, in_epoch
-from sharded_loader.execution.messages import Job, OnError
-from sharded_loader.execution.pipeline import Pipeline
-from sharded_loader.execution.plan import EpochPlan
-from sharded_loader.execution.pools.base import Pool
-from sharded_loader.execution.pools.inline import InlinePool
-from sharded_loader.execution.reader import Reader
-from sharded_loader.execution.run import Run
+from sharded_loader.engine.epochs import begin_epoch, in_epoch
+from sharded_loader.engine.messages import Job, OnError
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import EpochPlan
+from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
+from sharded_loader.pools.inline import InlinePool
 from sharded_loader.progress import KeptRun, Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter

@@ -1,14 +1,14 @@
-"""Where a loader is: the place that `epoch`, `position`, `state_dict` and ``repr`` tell.
+"""Where a loader is: the position that `epoch`, `position`, `state_dict` and ``repr`` tell.
 
     iter(loader)                                                       nothing
     the first next(iterator): begin() -> EpochReading -> Run, then begun(run)
-    each next(iterator): delivered(run)                                the place is that run's
-    load_state_dict: load(state)                                       the place is pending until an epoch begins
+    each next(iterator): delivered(run)                                the position is that run's
+    load_state_dict: load(state)                                       the position is pending until an epoch begins
 
-The place is the first of these that there is: a loaded place that is pending; the run that began or delivered last, if
-its iterator is alive or its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
+The position is the first of these that exists: a loaded position that is pending; the run that began or delivered
+last, if its iterator is alive or its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
 
-Owns the pending place and the table of live iterators. The order knows which epoch is next, a run how much of it was
+Owns the pending position and the table of live iterators. The order knows which epoch is next, a run how much of it was
 delivered.
 """
 
@@ -18,15 +18,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.execution.pipeline import Pipeline
-from sharded_loader.execution.run import Run
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.run import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.state import Position as Place
-from sharded_loader.sampling.state import dump, parse
+from sharded_loader.sampling.state import Position, dump, parse
 
-Mark = tuple[int, Place | None, Run | None]
-"""The next epoch, the pending place in it, and the run that is shown."""
+Mark = tuple[int, Position | None, Run | None]
+"""The next epoch, the pending position in it, and the run that is shown."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class KeptRun:
 
 
 class Progress:
-    """The place of one loader.
+    """The position of one loader.
 
     Args:
         order: the loader's.
@@ -58,7 +57,7 @@ class Progress:
         self._order = order
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._shown: Run | None = None
-        self._pending: Place | None = None
+        self._pending: Position | None = None
         self._length: int | None = None
         self._restarts = False
 
@@ -90,7 +89,7 @@ class Progress:
         run.reading.forget(run.delivered)
 
     def was_over(self, run: Run) -> bool:
-        """The end of a run was seen. Whether its epoch was over already where the loaded place was.
+        """The end of a run was seen. Whether its epoch was over already where the loaded position was.
 
         `load` notices this where the sampler has a length. The next epoch is the one after it. If ``set_epoch`` has
         asked for the run's epoch since, that epoch begins again.
@@ -103,44 +102,45 @@ class Progress:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; if another was, the loaded place is dropped."""
+        """Make ``epoch`` the next one; if another was, the loaded position is dropped."""
         self._order.set_epoch(epoch)
-        self._place()
+        self._loaded()
         self._restarts = True
 
     def begin(self) -> EpochReading:
         """The epoch that begins now.
 
         Raises:
-            ValueError: the dataset has changed its length since a place in it was loaded.
+            ValueError: the dataset has changed its length since a position in it was loaded.
         """
-        place = self._place()
-        moved = place is not None and (place != Place(place.epoch) or self._order.rolls_over)
-        if place is not None and moved and self._length != self._order.dataset_length:
+        position = self._loaded()
+        moved = position is not None and (position != Position(position.epoch) or self._order.rolls_over)
+        if position is not None and moved and self._length != self._order.dataset_length:
             raise ValueError(
-                f"the loaded state is a place in a dataset of {self._length} samples, and loader.refresh() found "
-                f"{self._order.dataset_length}: drop the place with set_epoch({place.epoch + 1}), and begin any epoch"
+                f"the loaded state is a position in a dataset of {self._length} samples, and loader.refresh() found "
+                f"{self._order.dataset_length}: drop the position with "
+                f"set_epoch({position.epoch + 1}), and begin any epoch"
             )
         return self.coming()
 
     def coming(self) -> EpochReading:
-        """The epoch that begins next, from the loaded place on if there is one."""
-        place = self._place()
-        return self._order.read(self._order.next_epoch, place)
+        """The epoch that begins next, from the loaded position on if there is one."""
+        position = self._loaded()
+        return self._order.read(self._order.next_epoch, position)
 
-    def _place(self) -> Place | None:
-        """The loaded place, as long as its epoch is the next one."""
+    def _loaded(self) -> Position | None:
+        """The loaded position, as long as its epoch is the next one."""
         if self._pending is not None and self._pending.epoch != self._order.next_epoch:
             self._pending = None
         return self._pending
 
     @property
     def resumes(self) -> bool:
-        """Whether the next epoch continues at a loaded place."""
-        return self._place() is not None
+        """Whether the next epoch continues at a loaded position."""
+        return self._loaded() is not None
 
     def run(self) -> Run | None:
-        """The run that is at the place, if one is."""
+        """The run that is at the position, if one is."""
         run = self._shown
         if run is None or run.ended or self.resumes:
             return None
@@ -166,19 +166,19 @@ class Progress:
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The place as a state."""
+        """The position as a state."""
         run = self.run()
         if run is not None:
             return dump(run.reading.place(run.delivered), run.reading.signature)
         reading = self.coming()
-        place = reading.place(reading.first)
+        position = reading.place(reading.first)
         ended = self._shown
-        if ended is not None and ended.ended and ended.epoch + 1 == place.epoch:
-            place = ended.reading.after(place)
-        return dump(place, reading.signature)
+        if ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
+            position = ended.reading.after(position)
+        return dump(position, reading.signature)
 
     def load(self, state: Any, strict: bool) -> bool:
-        """Continue at the place of a state.
+        """Continue at the position of a state.
 
         Returns:
             Whether the loader's seeds have changed with it.
@@ -186,8 +186,8 @@ class Progress:
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        place, saved = parse(state)
-        found = self._order.differences(saved, place, strict)
+        position, saved = parse(state)
+        found = self._order.differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
             raise ValueError(
@@ -195,19 +195,19 @@ class Progress:
                 f"was then{hint}"
             )
         changed = self._order.adopt(saved)
-        place = self._settled(place)
-        self._order.set_epoch(place.epoch)
+        position = self._settled(position)
+        self._order.set_epoch(position.epoch)
         self._shown = None
         self._restarts = False
-        self._pending = place
+        self._pending = position
         self._length = saved.dataset_length
         return changed
 
-    def _settled(self, place: Place) -> Place:
-        """The place, or, where no batch of its epoch is left, the beginning of the next epoch."""
-        while (reading := self._order.read(place.epoch, place)).is_over():
-            place = reading.following()
-        return place
+    def _settled(self, position: Position) -> Position:
+        """The position, or, where no batch of its epoch is left, the beginning of the next epoch."""
+        while (reading := self._order.read(position.epoch, position)).is_over():
+            position = reading.following()
+        return position
 
 
 def _only_batch_size(found: list[str], strict: bool) -> bool:

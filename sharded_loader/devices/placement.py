@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.lane import CLOSING_SECONDS, Lane
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import PinnedMemory, Registrar, Undo
 from sharded_loader.devices.streams import Streams, is_capturing, note_late, streams_of
@@ -73,7 +73,7 @@ class Placement:
         self._kinds = kinds if self._pin else {one.type for one in self.asynchronous}
         self.ahead = AHEAD if self.asynchronous else 0
         self._numbers: dict[torch.device, torch.device] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lanes: dict[torch.device, CopyStream] = {}
         self._registrar: Registrar | None = None
         self._memory: PinnedMemory | None = None
 
@@ -220,7 +220,7 @@ class Placement:
                 streams = streams_of(self.numbered(device))
                 if streams is None:
                     return map_leaves(lambda leaf: _to(leaf, device), shards, own="to", skip=ATOMS)
-                lane = self._lanes[device] = Lane(streams)
+                lane = self._lanes[device] = CopyStream(streams)
             return lane, lane.begin(shards)
         except Exception as error:
             _note(error, device)
@@ -247,7 +247,7 @@ def _note(error: Exception, device: torch.device) -> None:
         add_note(error, f"raised while the batch was copied to {device}")
 
 
-def _close(lanes: dict[torch.device, Lane], pid: int) -> bool:
+def _close(lanes: dict[torch.device, CopyStream], pid: int) -> bool:
     if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS

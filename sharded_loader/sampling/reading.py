@@ -1,6 +1,6 @@
 """One epoch's batches for this rank, from any position on, and the position after each of them.
 
-    (Source, epoch, Position or None) -> EpochReading.batch(number) -> a batch     -> execution/plan.py
+    (Source, epoch, Position or None) -> EpochReading.batch(number) -> a batch     -> engine/plan.py
                                          EpochReading.place(delivered) -> Position -> state_dict
 
 A `Position` counts in the global order, which all ranks share: samples, or batches if a batch sampler was given. So

@@ -12,8 +12,8 @@ from samples import halves
 from sharded_loader import ShardedDataLoader, empty
 from sharded_loader.batchify import List, Stack, Tuple
 from sharded_loader.batching.allocation import current_empty
-from sharded_loader.execution.messages import Job, Task
-from sharded_loader.execution.reader import Reader
+from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import SlotWriter
 
 

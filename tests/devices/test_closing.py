@@ -18,10 +18,10 @@ from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices import lane, placement
-from sharded_loader.devices.lane import HOST_AHEAD
+from sharded_loader.devices import copies, placement
+from sharded_loader.devices.copies import HOST_AHEAD
 from sharded_loader.devices.pinning import Registrar
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 from sharded_loader.memory import arena
 from sharded_loader.memory.arena import Arena
 
@@ -162,7 +162,7 @@ def test_a_loader_can_be_closed_after_the_context_broke(
         patch.setattr(SimulatedStreams, "block", broken)
         patch.setattr(Machine, "cudaHostUnregister", lambda self, address: 710)  # the error stays
         loader.close()
-    assert process_pool._crew.arena.segments == []
+    assert process_pool._resources.arena.segments == []
     machine.finish()
     del held, batches
 
@@ -180,7 +180,7 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield hang
     test_ends.set()
     machine.registered.clear()
-    for left in (arena.LEFT_ALONE, lane.LEFT_ALONE):
+    for left in (arena.LEFT_ALONE, copies.LEFT_ALONE):
         left.clear()
     gc.collect()
 
@@ -191,7 +191,7 @@ def test_a_device_that_hangs_is_not_waited_for_without_end(
     loader = ShardedDataLoader(dataset(), 32, devices=machine.devices, pool=process_pool)
     batches = iter(loader)
     held = [next(batches) for _ in range(3)]
-    segments = list(process_pool._crew.arena.segments)
+    segments = list(process_pool._resources.arena.segments)
     hang()
     with pytest.warns(UserWarning, match="has not done its copies within .* stays as it is") as caught:
         loader.close()
@@ -274,7 +274,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
             for _ in loader:  # the device does nothing until the host has to wait for it
                 (one,) = loader._placement._lanes.values()
                 assert len(one.kept) <= HOST_AHEAD <= 4
-            assert (len(one.kept), process_pool._crew.arena.lent) == (0, 0)
+            assert (len(one.kept), process_pool._resources.arena.lent) == (0, 0)
     assert machine.faults == []
 
 

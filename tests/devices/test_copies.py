@@ -17,8 +17,8 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
-from sharded_loader.devices.lane import HOST_AHEAD, Lane
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
+from sharded_loader.engine.pool import Pool
 
 ROWS, WIDTH = 256, 1024
 
@@ -163,7 +163,7 @@ def test_the_user_s_choice_of_stream_is_respected(machine: Machine) -> None:
 def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_there(machine: Machine) -> None:
     device = machine.devices[0]
     other = machine.new_stream(device)
-    lane = Lane(SimulatedStreams(machine, device))
+    lane = CopyStream(SimulatedStreams(machine, device))
     transit = lane.begin([torch.arange(1000)])
     with machine.on(device, other):
         (batch,) = lane.finish(transit)
@@ -181,7 +181,7 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
 
 def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
     device = machine.devices[0]
-    lane = Lane(SimulatedStreams(machine, device))
+    lane = CopyStream(SimulatedStreams(machine, device))
     source = torch.arange(1000)
     abandoned = lane.begin([source])
     del abandoned
@@ -197,7 +197,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a `close` from elsewhere: a copy that nobody has waited for must not be forgotten."""
-    lane = Lane(SimulatedStreams(machine, machine.devices[0]))
+    lane = CopyStream(SimulatedStreams(machine, machine.devices[0]))
     lane.finish(lane.begin([torch.arange(1000)]))
     other = threading.Thread(target=lambda: lane.finish(lane.begin([torch.arange(1000)])))
     block = SimulatedStreams.block

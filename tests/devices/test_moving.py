@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.devices import placement
-from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""
@@ -161,7 +161,7 @@ def _compare(expected: list[float], wrong: list[Any], label: Any) -> Callable[[n
 def test_they_move_on_the_stream_that_they_are_handed_out_on(
     machine: Machine, device: torch.device, kind: str, beside: bool
 ) -> None:
-    lane, other, found = Lane(STREAMS["device"]), machine.new_stream(device), []
+    lane, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
     own = KINDS[kind](torch.arange(1000), torch.zeros(1))
     transit = lane.begin([own, torch.arange(7)] if beside else own)
     assert not any(what == "to" for what, _ in machine.log)
@@ -176,7 +176,7 @@ def test_they_move_on_the_stream_that_they_are_handed_out_on(
 
 
 def test_a_batch_that_is_never_handed_out_moves_nothing(machine: Machine, device: torch.device) -> None:
-    lane = Lane(STREAMS["device"])
+    lane = CopyStream(STREAMS["device"])
     lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
     assert not any(what == "to" for what, _ in machine.log)
 
@@ -184,7 +184,7 @@ def test_a_batch_that_is_never_handed_out_moves_nothing(machine: Machine, device
 def test_a_batch_that_is_handed_out_again_after_an_interruption_has_moved_once(
     machine: Machine, device: torch.device
 ) -> None:
-    lane, other = Lane(STREAMS["device"]), machine.new_stream(device)
+    lane, other = CopyStream(STREAMS["device"]), machine.new_stream(device)
     transit = lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
     (first,) = lane.finish(transit)
     with machine.on(device, other):
@@ -198,7 +198,7 @@ def test_a_batch_that_is_handed_out_again_after_an_interruption_has_moved_once(
 
 def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, device: torch.device) -> None:
     """As torch guards only copies from where a buffer begins."""
-    lane = Lane(STREAMS["device"])
+    lane = CopyStream(STREAMS["device"])
     (moved,) = lane.finish(lane.begin([Ragged(torch.arange(1000), torch.zeros(1))]))
     assert len(lane._moved) == 1
     lane.drain()

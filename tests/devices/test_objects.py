@@ -13,7 +13,7 @@ import torch
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ProcessPool, ShardedDataLoader, empty
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""
@@ -181,7 +181,7 @@ def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) 
         list(loader)
         for batch in loader:
             spans = []
-            for segment in process_pool._crew.arena.segments:
+            for segment in process_pool._resources.arena.segments:
                 whole = np.frombuffer(segment.mapping, np.uint8)
                 spans.append((whole.ctypes.data, whole.nbytes))
                 del whole

@@ -9,7 +9,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices.placement import PAUSE, Placement
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 
 def dataset() -> ArrayDataset:

@@ -16,7 +16,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import pinning
 from sharded_loader.devices.pinning import PinnedMemory, Registrar, address_of, clear_error
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 
 def dataset() -> ArrayDataset:
@@ -35,7 +35,7 @@ def test_a_segment_is_locked_once_and_unlocked_when_the_loader_is_closed(
     with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool) as loader:
         for _ in range(3):
             read_all(machine, loader)
-        assert len(machine.registered) == len(process_pool._crew.arena.segments) > 0
+        assert len(machine.registered) == len(process_pool._resources.arena.segments) > 0
     assert (machine.registered, machine.faults) == ({}, [])
 
 

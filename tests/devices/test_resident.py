@@ -14,7 +14,7 @@ from simulated import Machine
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
 from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import Streams
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:

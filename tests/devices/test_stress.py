@@ -15,9 +15,9 @@ from simulated import Machine
 from stress import rows, stress
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 COUNT, WIDTH = 128, 2048
 
@@ -94,16 +94,16 @@ def test_a_library_that_is_careless_is_found_out(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """The stress sees what it is there to see."""
-    finish = Lane.finish
+    finish = CopyStream.finish
 
-    def careless(lane: Lane, transit: Any) -> Any:
+    def careless(lane: CopyStream, transit: Any) -> Any:
         if broken.startswith("slots"):
             lane.kept.clear()
             return finish(lane, transit)
         transit.finished = True
         return transit.batch
 
-    monkeypatch.setattr(Lane, "finish", careless)
+    monkeypatch.setattr(CopyStream, "finish", careless)
     # Memory that torch pins is guarded; that of slots is not.
     monkeypatch.setattr(Placement, "empty", lambda self, shape, dtype: np.empty(shape, dtype))
     with loader_of(machine, num_workers=2) as loader:

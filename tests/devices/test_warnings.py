@@ -12,10 +12,10 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import names, placement
-from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.streams import is_late
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 
 def dataset() -> ArrayDataset:
@@ -60,10 +60,10 @@ def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
 
 
 def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: Lane, host: Any) -> Any:
+    def begin(self: CopyStream, host: Any) -> Any:
         raise RuntimeError("cannot pin")
 
-    monkeypatch.setattr(Lane, "begin", begin)
+    monkeypatch.setattr(CopyStream, "begin", begin)
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0]) as loader, pytest.raises(RuntimeError) as caught:
         next(iter(loader))
     assert "raised while the batch was copied to privateuseone:0" in notes_of(caught.value)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.devices.lane import Lane
+from sharded_loader.devices.copies import CopyStream
 
 POISON = 0x5A
 SHORT, LONG = 20_000, 800_000
@@ -35,7 +35,7 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def lanes_of(loader: ShardedDataLoader) -> list[Lane]:
+def lanes_of(loader: ShardedDataLoader) -> list[CopyStream]:
     """The lanes of a loader that has delivered something."""
     return list(loader._placement._lanes.values())
 

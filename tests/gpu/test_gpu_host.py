@@ -22,7 +22,7 @@ from on_cuda import (
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices.streams import Streams
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
@@ -118,7 +118,7 @@ def test_device_memory_stays_flat_under_a_host_that_runs_ahead(cuda: torch.devic
 
 
 def test_a_host_far_ahead_holds_a_bounded_number_of_batches(cuda: torch.device) -> None:
-    from sharded_loader.devices.lane import HOST_AHEAD
+    from sharded_loader.devices.copies import HOST_AHEAD
 
     with ShardedDataLoader(images(256, 1 / 32), 2, device=cuda, num_workers=2) as loader:
         for _ in loader:

@@ -14,7 +14,7 @@ import torch
 from on_cuda import SECONDS, Cudart, needs_cuda, sleep
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices import lane, pinning, placement
+from sharded_loader.devices import copies, pinning, placement
 from sharded_loader.devices.pinning import PORTABLE, PinnedMemory, Registrar, address_of, clear_error
 from sharded_loader.devices.streams import Streams
 from sharded_loader.memory import arena
@@ -70,8 +70,8 @@ def test_batches_of_workers_are_copied_out_of_the_segments(cuda: torch.device, p
             patch.setattr(Streams, "pin", pin)
             read_all(loader)
         assert pinned == []
-        assert process_pool._crew.arena.segments
-        for made in process_pool._crew.arena.segments:
+        assert process_pool._resources.arena.segments
+        for made in process_pool._resources.arena.segments:
             assert torch.from_numpy(np.frombuffer(made.mapping, np.uint8)).is_pinned()
 
 
@@ -179,7 +179,7 @@ def test_a_device_that_is_busy_for_long_is_not_waited_for_without_end(
     for address in list(runtime.registered):
         assert int(runtime.cudaHostUnregister(address)) == 0
     del batch, held, batches
-    for left in (arena.LEFT_ALONE, lane.LEFT_ALONE):
+    for left in (arena.LEFT_ALONE, copies.LEFT_ALONE):
         left.clear()
 
 

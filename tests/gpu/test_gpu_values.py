@@ -17,7 +17,7 @@ from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
 from sharded_loader.devices.streams import Streams
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]

@@ -15,9 +15,8 @@ from conftest import PROCESS_POOLS, SPAWNED, covering
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.execution import worker
-from sharded_loader.execution.messages import CANCEL, DEATH, pack_head
-from sharded_loader.execution.pools import link
+from sharded_loader.engine.messages import CANCEL, DEATH, pack_head
+from sharded_loader.workers import link, worker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
 
@@ -39,8 +38,8 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     with ShardedDataLoader(Filled(160), 4, pool=pool) as loader:
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == [4 * number + i for i in range(4)] and batch.shape == (4, SHAPE // 4)
-            assert pool._crew.arena.lent == 0
-        assert number == 39 and len(pool._crew.arena.segments) == 1  # the trainer had one
+            assert pool._resources.arena.lent == 0
+        assert number == 39 and len(pool._resources.arena.segments) == 1  # the trainer had one
     told = [line for line in capfd.readouterr().err.splitlines() if line]
     assert method == "forkserver" or 1 <= len(told) <= 2  # once by each worker (a forkserver's output is elsewhere)
     assert all("through the pipe" in line and "of open files is reached" in line for line in told)

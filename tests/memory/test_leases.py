@@ -24,10 +24,10 @@ from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.execution.pools import crew
 from sharded_loader.memory import forks
 from sharded_loader.memory.arena import Arena, Slot
 from sharded_loader.memory.forks import MOST
+from sharded_loader.workers import resources
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 BACKENDS = ("memfd", "shm", "named") if sys.platform.startswith("linux") else (None,)
@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def arena_of(loader: Any) -> Arena:
-    arena: Arena = loader._pipeline.pool._crew.arena
+    arena: Arena = loader._pipeline.pool._resources.arena
     return arena
 
 
@@ -91,7 +91,7 @@ def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(m
 def test_all_batches_can_be_held(method: str, backend: None) -> None:
     with loader_over(make_pool(method)) as loader:
         batches = list(loader)
-        assert len(loader._pipeline.pool._crew.arena.segments) <= 4
+        assert len(loader._pipeline.pool._resources.arena.segments) <= 4
         assert list(loader)  # another epoch over them
         assert arena_of(loader).nbytes <= 4 * len(batches) * BATCH * SHAPE  # slots are as large as batches
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(batches))
@@ -310,20 +310,20 @@ def test_an_epoch_that_is_broken_off_gives_its_slots_back() -> None:
 @METHODS
 def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_path: Path) -> None:
     with loader_over(make_pool(method), batchify_fn=DiesInTheMiddle(101, tmp_path / "died")) as loader:
-        crew = loader._pipeline.pool._crew
+        owned = loader._pipeline.pool._resources
         iterator = iter(loader)
         got: dict[int, torch.Tensor] = {}
         given_early: list[Slot] = []
-        give, processes = crew.arena.give, {handle.process.pid for handle in crew.handles}
+        give, processes = owned.arena.give, {handle.process.pid for handle in owned.handles}
 
         def checked(slot: Slot) -> None:
             # Of a worker's slots only those come back whose batches have arrived, until it is reaped.
-            for handle in crew.handles:
+            for handle in owned.handles:
                 if slot in handle.slots.values() and handle.process.pid in processes and not handle.has_ended():
                     given_early.append(slot)
             give(slot)
 
-        crew.arena.give = checked
+        owned.arena.give = checked
         for number, batch in enumerate(iterator):
             assert is_batch(batch, BATCH * number)
             got[number] = batch
@@ -334,9 +334,9 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
         got.clear()
         del batch
         assert arena_of(loader).lent == 0
-        free = sum(end - start for parts in crew.arena._free for start, end in parts)
-        writing = sum(slot.nbytes for handle in crew.handles for slot in handle.slots.values())
-        assert free + writing == crew.arena.nbytes
+        free = sum(end - start for parts in owned.arena._free for start, end in parts)
+        writing = sum(slot.nbytes for handle in owned.handles for slot in handle.slots.values())
+        assert free + writing == owned.arena.nbytes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
@@ -413,7 +413,7 @@ def test_forks_beside_a_loader_that_stands_still_do_not_add_up(held: bool) -> No
         arena = arena_of(loader)
         before = psutil.Process().num_fds(), len(arena._returned)
         for _ in range(2 * MOST):  # as os.fork does; a hundred forks of this process would take seconds
-            crew._before_fork()
+            resources._before_fork()
             forks._in_parent()
         descriptors, marks = (MOST, MOST + 1) if held else (0, 0)
         assert psutil.Process().num_fds() <= before[0] + descriptors
@@ -488,7 +488,7 @@ with warnings.catch_warnings():
     with ShardedDataLoader(data, batch_sampler=order, pool=ProcessPool(2, start_method={method!r})) as loader:
         for number, batch in enumerate(loader):
             held.append(batch)
-        arena = loader._pipeline.pool._crew.arena
+        arena = loader._pipeline.pool._resources.arena
         print(len(held), len(arena.segments), arena.nbytes > 38 << 20)
         assert all(
             bool((batch[:, ::512] == batch[:, :1]).all()) and batch[:, 0].tolist() == order[number]

@@ -17,7 +17,7 @@ import pytest
 from conftest import METHODS
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
-from sharded_loader.execution.pools.base import Pool
+from sharded_loader.engine.pool import Pool
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio import files as recordfile
 from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records

@@ -1,0 +1,316 @@
+"""Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
+
+    EpochPlan --fill--> window of entries --dispatch--> pool --wait--> entries filled in --head--> in order
+
+There is no background thread in the main process that would compete for its GIL: planning, dispatch and reordering
+happen inside `next`, under one lock. Iterators in several threads take turns at that lock.
+
+What is in flight is a cache. A run's only truth is how many batches the user has received. One call of ``next`` is one
+step: `begin`, `head`, the placing of the batch, `take`, `end`. If a Ctrl-C, or what a signal handler
+raises, strikes inside a step, `fail` leaves the step open, and the next step throws away everything in flight, starts
+the pool again, and plans from the delivered count. So no statement here depends on the order of the others. While the
+pool only waits, nothing has to be thrown away (`Pool.waiting`).
+
+Owns: the windows. Does not own: the pool's workers (the pool does), batches handed out (the user does).
+What can go wrong: the pool breaks; then every run ends with the pool's error, and a new epoch starts the pool again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+
+from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.run import Entry, Run
+from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
+from sharded_loader.interrupts import note_handlers
+
+CLOSING_SECONDS = 1.0
+"""How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
+
+
+class Pipeline:
+    """The windows of all live iterators of one loader, over one pool.
+
+    Args:
+        pool: reads the batches.
+        prefetch: how many batches of a run are kept in flight. May be changed at any time.
+        lock: the lock of the loader. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
+            handler may use the loader in the middle of a step.
+        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
+
+    Attributes:
+        min_ready: poll the pool only while fewer than this many finished batches wait.
+        is_open_step: a step is under way on this thread's stack, or was interrupted.
+        closed: `close` was called.
+    """
+
+    def __init__(self, pool: Pool, prefetch: int, lock: threading.RLock, *, scale_by_group: bool = False) -> None:
+        self.pool = pool
+        self.prefetch = prefetch
+        self.scale_by_group = scale_by_group
+        self.min_ready = 2
+        self.lock = lock
+        self.is_open_step = False
+        self.closed = False
+        self.is_shut = False
+        self._job: Job | None = None
+        self._runs: dict[int, Run] = {}
+        self._dropped: deque[int] = deque()
+        self._pid = os.getpid()
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Begin a step; throw away what an interrupted step has left.
+
+        Returns:
+            Whether the step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
+            over the loader itself. `end` has to be told.
+        """
+        inside = self.is_open_step and self.pool.waiting
+        if self.is_open_step and not inside:
+            self._recover()
+        self.is_open_step = True
+        self.pool.waiting = False
+        if self._dropped:
+            self._drop()
+        return inside
+
+    def end(self, inside: bool) -> None:
+        """The step is over.
+
+        Raises:
+            LoaderClosedError: the loader was closed in the middle of the step.
+        """
+        if self.closed:
+            self.fail()
+            raise closed_error()
+        self.is_open_step = self.pool.waiting = inside
+        if inside:
+            self.pool.wake()  # the step around this one may wait for what this one has received
+
+    def fail(self) -> None:
+        """An exception has left the step. Unless the pool only waited, the next step recovers.
+
+        If the loader was closed in the middle of the step, what the step has made since is given back. This is done
+        once: afterwards another loader may have the pool.
+        """
+        was_open = self.is_open_step
+        self.is_open_step, self.pool.waiting = not self.closed and not self.pool.waiting, False
+        if self.closed and was_open:
+            self.shut()
+
+    def _recover(self) -> None:
+        for run in self._runs.values():
+            run.window.clear()
+            run.planned = run.delivered
+        self.pool.close()
+        if self._job is not None and self._runs:
+            self.pool.start(self._job)
+
+    # -- runs -----------------------------------------------------------------------------------------------
+
+    def open(self, run: Run, job: Job, *, renew: bool = False) -> None:
+        """Take up a run, in a step: start the pool if it does not run.
+
+        Args:
+            run: the new run.
+            job: what the workers are to read.
+            renew: send ``job`` to workers that run already.
+        """
+        note_handlers()
+        if renew or not self.pool.started:
+            self._job = job
+            self.pool.start(job)
+        self._runs[run.number] = run
+
+    def drop(self, number: int) -> None:
+        """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
+
+        If a step is under way, or was interrupted, the next step drops the run.
+        """
+        self._dropped.append(number)
+        if os.getpid() == self._pid and self.lock.acquire(blocking=False):
+            try:
+                if not self.is_open_step and not self.closed:
+                    self.is_open_step = True
+                    self._drop()
+                    self.is_open_step = False
+            finally:
+                self.lock.release()
+
+    def _drop(self) -> None:
+        while self._dropped:
+            run = self._runs.pop(self._dropped.popleft(), None)
+            if run is not None:
+                run.window.clear()
+                if self.pool.started:
+                    self.pool.cancel(run.number)
+
+    # -- batches --------------------------------------------------------------------------------------------
+
+    def head(self, run: Run) -> Entry | Exception | None:
+        """The run's next batch, finished; None after the last one. Blocks. The batch stays in the window until `take`.
+
+        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
+        """
+        window = run.window
+        while True:
+            if self.closed:
+                return closed_error()
+            if run.dead is not None:
+                failure, run.failure = run.failure, None
+                return failure or RuntimeError(
+                    f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)"
+                )
+            if not self._has_ready(window):
+                self._fill(run, self.depth() or 1)
+                self._dispatch(run)
+                if not window:
+                    return None
+                if not self.pool.started:
+                    self._recover()  # somebody has closed the pool itself
+                    continue
+                self._wait(run, block=window[0].result is None)
+            if window and window[0].result is not None:
+                return window[0]
+
+    def take(self, run: Run) -> None:
+        """The head of the window is going to be handed out: put another batch in flight."""
+        run.window.popleft()
+        self._fill(run, self.depth())
+        self._dispatch(run)
+
+    def finished(self, run: Run, count: int) -> list[Entry]:
+        """Of the ``count`` batches behind the head, those that are finished up to the first that is not."""
+        behind = itertools.islice(run.window, 1, 1 + count)
+        return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
+
+    def depth(self) -> int:
+        """How many batches are kept in flight."""
+        return self.prefetch * self.pool.group if self.scale_by_group else self.prefetch
+
+    def _has_ready(self, window: deque[Entry]) -> bool:
+        if len(window) < self.min_ready:
+            return False
+        for number in range(self.min_ready):  # noqa: SIM110 - a generator would cost more than the rest of `head`
+            if window[number].result is None:
+                return False
+        return True
+
+    def _fill(self, run: Run, depth: int) -> None:
+        """Fill the window, a group of batches at a time; of a small window that the user asked for, one at a time."""
+        window, plan = run.window, run.plan
+        missing = depth - len(window)
+        if missing <= 0 or (missing < min(self.pool.group, depth // 4) and missing != depth):
+            return
+        for _ in range(missing):
+            seq = run.planned
+            planned = plan.task(seq)
+            if planned is None:
+                return
+            if isinstance(planned, Task):
+                window.append(Entry(seq, planned))
+            else:
+                window.append(Entry(seq, None, Result(run.number, seq, error=planned)))
+            run.planned = seq + 1
+
+    def _dispatch(self, current: Run) -> None:
+        """Give waiting tasks to the pool, those that are needed soonest first."""
+        window = current.window
+        if len(self._runs) == 1:
+            # Entries of a run are dispatched in order, so its last one tells.
+            if not window or window[-1].dispatched:
+                return
+            waiting = [(current, entry) for entry in window if not entry.dispatched]
+        else:
+            found = [
+                (distance, run, entry)
+                for run in self._runs.values()
+                for distance, entry in enumerate(run.window)
+                if not entry.dispatched
+            ]
+            found.sort(key=lambda item: item[0])
+            waiting = [item[1:] for item in found]
+            if not waiting:
+                return
+        tasks: list[Task] = []
+        room = self.pool.room
+        for run, entry in waiting:
+            if entry.task is None:
+                entry.dispatched = True  # an error in its place
+                continue
+            if len(tasks) >= room:
+                break
+            try:
+                entry.task = run.plan.split(entry.task)
+                tasks.append(entry.task)
+            except Exception as raised:
+                error = as_batch_error(raised, "while the batch was split into shards")
+                Location(entry.task.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+                entry.result = Result(run.number, entry.seq, error=error)
+            entry.dispatched = True
+        if tasks:
+            self.pool.submit(tasks)
+
+    def _wait(self, current: Run, *, block: bool) -> None:
+        """File what comes from the pool, and dispatch again."""
+        try:
+            results = self.pool.wait(block)
+        except PoolBroken as broken:
+            for run in self._runs.values():
+                run.dead, run.failure = f"{type(broken.error).__name__}: {broken.error}", broken.error
+                run.window.clear()
+            self._runs.clear()
+            return
+        for result in results:
+            filed = self._runs.get(result.run)
+            window = () if filed is None else filed.window
+            number = result.seq - window[0].seq if window else -1
+            if 0 <= number < len(window) and window[number].result is None:
+                window[number].result = result
+        if results:
+            self._dispatch(current)
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the pool. Any thread; twice; while another thread waits in ``next``, which then raises.
+
+        A step that a signal handler closes the loader in ends with a `LoaderClosedError`.
+        """
+        if os.getpid() != self._pid or self.is_shut:
+            return  # a forked child has the object, but not the workers
+        self.closed = True
+        self.pool.wake()
+        turn = self.lock.acquire(timeout=CLOSING_SECONDS)
+        try:
+            self.shut()
+        finally:
+            if turn:
+                self.lock.release()
+
+    def shut(self) -> None:
+        """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
+        self._runs.clear()
+        self.pool.close()
+        self.is_shut = True
+
+    def check_open(self) -> None:
+        """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this loader was made in process {self._pid}, and this is its forked child {os.getpid()}, which has "
+                f"no workers: make a loader in the child"
+            )
+        if self.closed:
+            raise closed_error()
+
+
+def closed_error() -> LoaderClosedError:
+    """What ``next`` and ``iter`` raise after `close`."""
+    return LoaderClosedError("the loader is closed: make a new ShardedDataLoader")

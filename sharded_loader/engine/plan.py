@@ -1,0 +1,166 @@
+"""From a sampler's batches of one epoch to numbered tasks: checked, and split into shards.
+
+    batches (lists of indices, or lists of lists) -> EpochPlan.task(seq) -> Task | the error for that place
+    Task, when it is dispatched -> EpochPlan.split() -> Task with shards
+
+Whatever is wrong with a batch (empty, an index out of range, more shards than devices) is an error at that
+batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
+are not affected.
+
+The plan keeps nothing: after an interruption the pipeline asks again for the batches that were not delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.engine.messages import Task
+from sharded_loader.errors import add_note, as_batch_error
+from sharded_loader.sampling.shards import is_sharded, split_batch
+from sharded_loader.sampling.tables import plain_index
+
+
+@dataclass
+class Split:
+    """How batches become shards. Read for each batch, so a change holds from the next one.
+
+    Attributes:
+        num_shards: into how many shards flat batches are split; None: not at all.
+        max_shards: how many a batch may have, the number of devices; None: any number.
+        weights: shares of the shards; None: equal ones.
+    """
+
+    num_shards: int | None = None
+    max_shards: int | None = None
+    weights: list[float] | None = None
+
+
+class EpochPlan:
+    """The batches of one epoch, one after the other.
+
+    Args:
+        run: which iterator asks.
+        epoch: number of the epoch.
+        batch: ``batch number -> batch``, None after the last one (`EpochReading.batch`).
+        position: ``batch number -> place of its first sample in the global order``.
+        length: samples in the dataset, to check indices against; None: not checked.
+        split: how batches become shards.
+        may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
+            ``sampler`` are indices, tuples among them too.
+    """
+
+    def __init__(
+        self,
+        run: int,
+        epoch: int,
+        batch: Callable[[int], Any],
+        position: Callable[[int], int],
+        length: int | None,
+        split: Split,
+        *,
+        may_shard: bool,
+    ) -> None:
+        self._run = run
+        self._epoch = epoch
+        self._batch = batch
+        self._position = position
+        self._length = length
+        self._split = split
+        self._may_shard = may_shard
+
+    def task(self, seq: int) -> Task | Exception | None:
+        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+        try:
+            batch = self._batch(seq)
+        except Exception as raised:
+            error = as_batch_error(raised, "by the sampler")
+            add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
+            return error
+        if batch is None:
+            return None
+        try:
+            return self._make_task(seq, batch)
+        except Exception as raised:
+            return as_batch_error(raised, "by a batch of the sampler's")
+
+    def _make_task(self, seq: int, batch: Any) -> Task:
+        try:
+            size = -1 if isinstance(batch, (str, bytes)) else len(batch)
+        except TypeError:
+            size = -1
+        if size < 0:
+            raise TypeError(
+                f"{self._where(seq)}: the batch sampler yielded {batch!r} ({type(batch).__name__}); "
+                f"it must yield lists of indices, or lists of such lists (shards)"
+            )
+        if size == 0:
+            raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
+        if type(batch) is np.ndarray and not self._may_shard and batch.dtype == np.int64 and batch.ndim == 1:
+            # A negative index is a large unsigned one; a negative length is none.
+            if self._length is not None and int(np.maximum.reduce(batch.view(np.uint64))) >= self._length:
+                self._check_range(batch.tolist(), seq)
+            return Task(self._run, seq, self._epoch, self._position(seq), (batch,), False)
+        sharded = self._may_shard and is_sharded(batch)
+        if sharded:
+            shards = [_as_list(shard) for shard in batch]
+            for number, shard in enumerate(shards):
+                if not shard:
+                    where = f"{self._where(seq)}, shard {number}"
+                    raise ValueError(
+                        f"{where} is empty: a shard has at least one index, and shard i goes to device i. At the end "
+                        f"of a batch leave empty shards out. Give an empty shard in the middle an index of another one"
+                    )
+                self._check_range(shard, seq, number)
+        else:
+            shards = [_as_list(batch)]
+            self._check_range(shards[0], seq)
+        limit = self._split.max_shards
+        if sharded and limit is not None and len(shards) > limit:
+            raise ValueError(
+                f"{self._where(seq)} has {len(shards)} shards, but there are only {limit} devices: "
+                f"let the batch sampler yield at most {limit} shards, or name more devices"
+            )
+        return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
+
+    def split(self, task: Task) -> Task:
+        """A flat batch as shards, by the weights of this moment; called when it is dispatched."""
+        if task.sharded or self._split.num_shards is None:
+            return task
+        shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
+        return task._replace(shards=tuple(shards), sharded=True)
+
+    def _where(self, seq: int) -> str:
+        return f"epoch {self._epoch}, batch {seq}"
+
+    def _check_range(self, indices: Sequence[Any], seq: int, shard: int | None = None) -> None:
+        length = self._length
+        if length is None:
+            return
+        try:
+            if max(indices) < length and min(indices) >= -length:
+                return
+        except TypeError:
+            return  # keys that are no numbers: the dataset knows them
+        bad = next(index for index in indices if not -length <= index < length)
+        where = self._where(seq) + ("" if shard is None else f", shard {shard}")
+        raise IndexError(
+            f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
+            f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
+        )
+
+
+def _as_list(indices: Any) -> list[Any]:
+    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
+
+    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
+    """
+    if hasattr(indices, "tolist"):
+        found = indices.tolist()
+        return found if isinstance(found, list) else [found]
+    if set(map(type, indices)) == {int}:
+        return list(indices)
+    return [plain_index(index) for index in indices]

@@ -1,0 +1,143 @@
+"""What every pool is: six verbs over numbered tasks.
+
+    start(job)                       start the workers; those that run already are sent the new job
+    submit(tasks)                    give tasks to the workers, at most `room` of them
+    wait(block) -> results           block until something has come; what has come, in any order
+    wake()                           make a `wait` in another thread return
+    cancel(run)                      drop the tasks of a run that have not begun
+    close()                          stop the workers and give everything back; `start` may follow
+
+A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
+same. A task may be done twice: the pipeline ignores the second result.
+
+One thread at a time calls a pool, under the pipeline's lock; only `wake` may come from another thread. A pool need not
+survive an exception that strikes inside a verb, such as a Ctrl-C: the pipeline then calls `close` and `start`, and
+submits again what was in flight. So `close` must work in every state. The exception is the moment in `wait` when the
+pool only waits: `waiting` is True then, and an exception changes nothing.
+
+What can go wrong: the workers cannot work at all (`PoolBroken`). What goes wrong with one task is its result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.memory.arena import Register
+
+
+class PoolBroken(Exception):
+    """Raised by `Pool.wait`: no worker can do anything. The pool is closed.
+
+    Attributes:
+        error: what the user is told.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Pool(ABC):
+    """Reads samples and makes batches of them. One loader owns one pool.
+
+    Attributes:
+        num_workers: how many workers read at the same time; 0 if the caller does.
+        group: how many tasks are best submitted together, more than one while batches are cheap.
+        room: how many tasks `submit` takes now.
+        shares_dataset: whether the samples are read from the main process's own dataset object.
+        empty: gives the memory that batches are put together in, where that is this process's own.
+        waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
+    """
+
+    num_workers: int = 0
+    group: int = 1
+    room: int = 0
+    shares_dataset: bool = True
+    waiting: bool = False
+    worker_init_fn: Callable[[int], Any] | None = None
+    empty: Empty = staticmethod(new_array)
+
+    def use_memory(self, empty: Empty, register: Register) -> None:
+        """Say where batches are to lie; before the pool is started.
+
+        Args:
+            empty: gives the memory that batches are put together in, where that is this process's own.
+            register: to be called with each stretch of shared memory that batches come through.
+        """
+        self.empty = empty
+
+    @property
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether the workers run."""
+
+    @abstractmethod
+    def start(self, job: Job) -> None:
+        """Start the workers; those that run already are sent the new job before any later task."""
+
+    @abstractmethod
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Give tasks to the workers. A task that cannot be given to one has an error as its result."""
+
+    @abstractmethod
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        """Block until results have come, a worker has ended, or somebody calls `wake`; what has come.
+
+        Args:
+            block: False: only look whether something has come.
+
+        Raises:
+            PoolBroken: no worker can work.
+        """
+
+    def wake(self) -> None:  # noqa: B027
+        """Make a `wait` in another thread return."""
+
+    def cancel(self, run: int) -> None:  # noqa: B027
+        """Drop the tasks of this run that have not begun."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the workers and give everything back. The pool may be started again."""
+
+    def closer(self) -> Callable[[], None]:
+        """What `close` does, as a function that holds neither the pool nor its job.
+
+        For finalizers, which are roots of the garbage collector: a job leads to the user's dataset, and that
+        often to the loader.
+        """
+        return _nothing
+
+
+def _nothing() -> None:
+    """There is nothing to close."""
+
+
+def check_num_workers(num_workers: Any) -> int:
+    """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
+    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}; a pool needs at least 1, InlinePool() has none")
+    return int(num_workers)
+
+
+def check_init_fn(worker_init_fn: Any) -> None:
+    """An error if ``worker_init_fn`` cannot be called."""
+    if worker_init_fn is not None and not callable(worker_init_fn):
+        raise TypeError(f"worker_init_fn is {worker_init_fn!r}; it must be a function of the worker's number")
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """``timeout`` of a pool, or an error that says what is wrong."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds, or None")
+    return float(timeout)

@@ -1,1 +1,0 @@
-"""From numbered batches of indices to finished batches, in order: pools of workers and what drives them."""

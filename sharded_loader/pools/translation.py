@@ -1,0 +1,83 @@
+"""The trainer's side of the messages: indices of any kind to send, replies of any kind to read.
+
+    task -> own_pickle -> bytes, where its indices are the user's own objects
+    reply (`messages.pack_reply`) -> decode_result -> Result, its exceptions as exceptions
+
+What cannot be sent or read is the error of its batch.
+"""
+
+from __future__ import annotations
+
+import io
+import types
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from sharded_loader.engine.messages import Result, Task, unpack_result
+from sharded_loader.errors import Location
+from sharded_loader.memory.codec import SetApart, decode, is_findable
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.publish import script_by_value
+
+_PLAIN = {int, str}
+
+
+class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and is_findable(obj):
+            return NotImplemented  # by name, those of ``__main__`` too
+        return super().reducer_override(obj)
+
+
+def own_pickle(task: Task, *, forked: bool) -> bytes | None:
+    """The task's pickle, if it holds keys of the user's own classes; else None.
+
+    Args:
+        task: what a worker is sent.
+        forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
+            have the script that they come from: they go by value, as they did with the dataset.
+    """
+    for shard in task.shards:
+        if not isinstance(shard, np.ndarray) and not _PLAIN.issuperset(map(type, shard)):
+            break
+    else:
+        return None
+    try:
+        if forked:
+            stream = io.BytesIO()
+            _ToForked(stream, protocol=5).dump(task)
+            return stream.getvalue()
+        with script_by_value():
+            return bytes(cloudpickle.dumps(task, protocol=5))
+    except Exception as error:
+        raise TypeError(
+            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
+            f"or strings, or read with threads (thread_pool=True)"
+        ) from error
+
+
+def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:
+    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
+    try:
+        reply = decode(pickled, buffers)
+    except Exception as error:
+        failure = TypeError(
+            f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
+            f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+        )
+        failure.__cause__ = error
+        if task is not None:
+            Location(task.epoch, seq).note(failure, samples=task.shards[0])
+        return Result(run, seq, error=failure)
+    if type(reply) is SetApart:
+        reply = reply.reply
+    if type(reply) is tuple:
+        return unpack_result(run, seq, reply)
+    if reply.error is None and not reply.skipped:
+        return reply.result  # type: ignore[no-any-return]
+    return reply.result._replace(  # type: ignore[no-any-return]
+        error=None if reply.error is None else decode_error(reply.error),
+        skipped=tuple((index, decode_error(error)) for index, error in reply.skipped),
+    )

@@ -1,0 +1,305 @@
+"""What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
+
+    WorkerResources    all of it, also the board (`engine.board`), the pipe (Windows: job object) whose end kills the
+                       workers, the template that forked ones come from, the memory of the published job. It knows no
+                       job, so finalizers may hold it
+    WorkerHandle       one worker: process, link, the tasks and slots that it has in hand
+
+`WorkerResources.close` ends the workers (end-of-file, then SIGKILL, after `BUSY_GRACE` or `CLOSING_GRACE`) and frees a
+slot only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). It is called by the pool, or by a
+finalizer when the loader is garbage. In a process that the user forks it does nothing: the workers are the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from typing import Any
+
+import multiprocess
+from multiprocess import connection
+
+from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, new_board
+from sharded_loader.engine.messages import STACKS, Task, pack_head
+from sharded_loader.interrupts import uninterrupted
+from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
+from sharded_loader.memory.forks import Fork, members
+from sharded_loader.memory.limits import oom_kills
+from sharded_loader.memory.publish import Published
+from sharded_loader.memory.segments import Segment, create
+from sharded_loader.system import open_pidfd
+from sharded_loader.workers import worker
+from sharded_loader.workers.link import Link
+from sharded_loader.workers.starting import is_starting_worker
+from sharded_loader.workers.supervision import Silent
+from sharded_loader.workers.template import Template
+
+CLOSING_GRACE = 0.02
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
+takes apart its copy of the trainer's page tables (4 ms for 150 MB), and then the template's.
+
+`close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and
+39 ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10)."""
+
+BUSY_GRACE = 0.005
+"""The same for those that are in a batch. They would not notice before its end."""
+
+STACKS_GRACE = 1.0
+"""Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
+
+KILLED_GRACE = 3.0
+"""Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
+that does not answer: nothing ends it before that does, so it is left behind."""
+
+
+class WorkerResources:
+    """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.handles: list[WorkerHandle] = []
+        self.max_bytes = max_bytes
+        self.register: Register | None = None
+        self.arena = Arena(max_bytes)
+        self.wake_reader: Any = None
+        self._wake_writer: Any = None
+        self.board: Segment | None = None
+        self.death_reader: int | None = None
+        self._death_writer: int | None = None
+        self.job_object: Any = None
+        self._oom_kills: int | None = None
+        self.template: Template | None = None
+        self.published: Published | None = None
+        self._pid = os.getpid()
+        _in_use.add(self)
+
+    def open(self, num_workers: int) -> None:
+        if self.wake_reader is None:
+            self._pid = os.getpid()
+            self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+            try:
+                self.board = create(0, round_up(num_workers * WORDS * 8, PAGE))
+            except OSError as error:
+                raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+            if sys.platform == "linux":
+                self.death_reader, self._death_writer = os.pipe()
+                self._oom_kills = oom_kills()
+            elif sys.platform == "win32":
+                from sharded_loader.workers.windows_job import JobObject
+
+                with contextlib.suppress(OSError):
+                    self.job_object = JobObject()
+
+    def tie(self, process: Any) -> None:
+        """Windows: have the worker end with this process. Elsewhere it is sent the death pipe."""
+        if self.job_object is not None:
+            with contextlib.suppress(OSError):  # it has ended; or may not, and then its receiver thread has to do
+                self.job_object.add(process.sentinel)
+
+    def oom_kills(self) -> int | None:
+        """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
+        if self._oom_kills is None or (now := oom_kills()) is None:
+            return None
+        return max(0, now - self._oom_kills)
+
+    def wake(self) -> None:
+        if self._wake_writer is not None:
+            self._wake_writer.send_bytes(b"")
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the workers
+        with uninterrupted():
+            self.stop_workers()
+            ends = self.wake_reader, self._wake_writer
+            self.wake_reader = self._wake_writer = None
+            for end in ends:
+                if end is not None:
+                    end.close()
+            self.close_death_pipe()
+            job_object, self.job_object = self.job_object, None
+            if job_object is not None:
+                job_object.close()
+            board, self.board = self.board, None
+            if board is not None:
+                board.close()
+            published, self.published = self.published, None
+            if published is not None:
+                published.close()
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
+            arena.close()
+
+    def close_death_pipe(self) -> None:
+        """Kills the workers that live. In a forked child: its copy of the end must not keep them alive."""
+        ends = self.death_reader, self._death_writer
+        self.death_reader = self._death_writer = None
+        for end in ends:
+            if end is not None:
+                os.close(end)
+
+    def is_at_work(self) -> bool:
+        """Whether a worker has a slot to write to; any thread may ask."""
+        return any(handle.slots for handle in list(self.handles))
+
+    def free_slots(self, handle: WorkerHandle) -> None:
+        """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
+        slots, handle.slots = handle.slots, {}
+        for slot in slots.values():
+            if slot is not None and not slot.lent and not handle.left_behind:
+                self.arena.give(slot)
+
+    def stop_workers(self) -> None:
+        handles, self.handles = self.handles, []
+        template, self.template = self.template, None
+        for handle in handles:
+            handle.link.close()
+        began = time.monotonic()
+        for grace, reluctant in ((BUSY_GRACE, WorkerHandle.is_busy), (CLOSING_GRACE, WorkerHandle.is_alive)):
+            for handle in handles:
+                handle.wait(max(0.0, began + grace - time.monotonic()))
+            # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
+            for handle in handles:
+                if reluctant(handle):
+                    handle.kill()
+        if template is not None:
+            template.finish()  # it reaps what is left while we wait for that
+        for handle in handles:
+            handle.release()
+            self.free_slots(handle)
+        if template is not None:
+            template.close()
+
+
+_in_use: weakref.WeakSet[WorkerResources] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
+    if is_starting_worker():
+        return
+    # Not one that is idle for long: it would not come to the mark.
+    arenas = [resources.arena for resources in members(_in_use) if resources.is_at_work() or resources.arena.has_lent()]
+    if arenas:
+        fork = Fork()
+        for arena in arenas:
+            arena.retire_lent(fork)
+
+
+def _after_fork_in_child() -> None:
+    for resources in list(_in_use):
+        resources.arena.close_descriptors()
+        resources.close_death_pipe()
+        if resources.board is not None:
+            resources.board.close_descriptor()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+class WorkerHandle:
+    """A worker as the trainer sees it. Owns the process object, the link and a descriptor of the process."""
+
+    def __init__(self, number: int, process: Any, link: Link) -> None:
+        self.number = number
+        self.process = process
+        self.pid: int = process.pid
+        self.link = link
+        self.tasks: dict[tuple[int, int], Task] = {}
+        self.slots: dict[tuple[int, int], Slot | None] = {}
+        self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
+        self.segments = 0
+        self.ready = False
+        self.board: Any = new_board()
+        self.silent = Silent()
+        self.hung = False
+        self.left_behind = False
+        self._released = False
+        self._killed_at: float | None = None
+        self.exitcode: int | None = None
+        self.last_words: str | None = None
+        # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
+        # what the dataset forks (`inheritance`). What code in C forks keeps it open after the worker's death.
+        self._pidfd = open_pidfd(process.pid)
+        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
+
+    def has_ended(self) -> bool:
+        """Whether the process is over, whoever may have reaped it."""
+        return self._released or bool(connection.wait([self.sentinel], 0))
+
+    def is_alive(self) -> bool:
+        """Whether the process is not over."""
+        return not self.has_ended()
+
+    def is_busy(self) -> bool:
+        """Whether it is in a batch, and lives."""
+        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
+        if not self._released:
+            if self._killed_at is None:
+                self._killed_at = time.monotonic()
+            with contextlib.suppress(ValueError, OSError):
+                self.process.kill()
+
+    def is_over(self, noted: set[int]) -> bool:
+        """Whether nothing is to be expected of it: it has ended, or was killed for its silence, and even so does not.
+
+        Args:
+            noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
+        """
+        if self.hung and self._killed_at is not None and time.monotonic() - self._killed_at > KILLED_GRACE:
+            return True
+        return self.sentinel in noted and self.has_ended()
+
+    def dump_stacks(self) -> None:
+        """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
+        if worker.STACKS_SIGNAL is None:
+            self.link.send(pack_head(STACKS))
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, worker.STACKS_SIGNAL)
+        self.wait(STACKS_GRACE)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of the process."""
+        if not self._released:
+            connection.wait([self.sentinel], timeout)
+
+    def release(self) -> None:
+        """End the process, if it has not ended, and give back what belongs to it."""
+        if self._released:
+            return
+        try:
+            if self.is_alive():
+                self.kill()
+                assert self._killed_at is not None  # now, or before
+                self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
+                if self.is_alive():
+                    self._leave_behind()
+                    self.process.close()  # what it can be waited for with
+                    return
+            self.process.join()
+            self.exitcode = self.process.exitcode
+            self.process.close()
+        except ValueError:
+            # Somebody else has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
+            # it runs for ever. Its descriptors are closed with the process object.
+            pass
+        finally:
+            self._released = True
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+    def _leave_behind(self) -> None:
+        self.left_behind = True
+        print(
+            f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits inside the "
+            f"kernel, for a disk or a network file system, say. It is left behind",
+            file=sys.stderr,
+            flush=True,
+        )

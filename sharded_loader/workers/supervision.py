@@ -1,0 +1,294 @@
+"""What the death or the silence of a worker means: which batch is to blame, and when to give it up. Policy only.
+
+    Deaths.of_batch(task)  -> this batch has killed enough workers
+    hopeless(...)          -> workers cannot start
+    Watch.observe(workers) -> those that have stood still for too long
+    died, timed_out        -> the errors, with batch, sample, worker, and how to see it again
+
+A batch is made again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
+only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
+stopped (Ctrl-Z) makes a worker late.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sharded_loader.engine.board import SAMPLE, SHARD, phase, sample_in
+from sharded_loader.engine.messages import Task
+from sharded_loader.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
+
+IDLE_DEATHS = 10
+"""So many deaths between batches of workers of the same number are too many, if no batch has come from any since."""
+
+PROVEN = 10
+"""So many times more often may a worker be killed in its start, if another has been seen to start."""
+
+
+START_SECONDS = 600.0
+"""What a worker is given to start, at least: it may import for minutes from a disk far away. One that hangs is known
+by its silence alone."""
+
+
+def hopeless(ended: int, killed: int, limit: int, *, proven: bool) -> bool:
+    """Whether it is no use to start another worker. Counted since any worker was last ready.
+
+    One that ends by itself (an exit code, a segmentation fault) will do so again: ``limit`` of them are enough. One
+    that is killed from outside may have been hit by chance, as were those beside it; so those of each number are
+    counted alone, and generously where workers are known to start. The out-of-memory killer is such a one too: where
+    the dataset never fits, no worker is ever ready, and the error comes after a few.
+
+    Args:
+        ended: starts that have ended by themselves, of all workers.
+        killed: starts of this worker's number that were killed from outside.
+        limit: so many are too many.
+        proven: whether any worker has been ready with the same dataset.
+
+    Example:
+        >>> hopeless(3, 0, 3, proven=True), hopeless(2, 2, 3, proven=False), hopeless(0, 3, 3, proven=True)
+        (True, False, False)
+    """
+    return ended >= limit or killed >= limit * (PROVEN if proven else 1)
+
+
+def is_from_outside(exitcode: int | None) -> bool:
+    """Whether a worker with this exit code was killed by somebody else; if it is not known, it is taken for that."""
+    return exitcode is None or exitcode in _FROM_OUTSIDE
+
+
+_FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
+
+
+class Deaths:
+    """Counts the workers that batches, and starting, have killed.
+
+    Args:
+        restarts: so many deaths are too many; 0 counts as 1.
+
+    Example:
+        >>> deaths = Deaths(2)
+        >>> deaths.in_start(0, 1), deaths.in_start(1, 1)
+        (False, True)
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self._limit = max(1, restarts)
+        self._of_batch: Counter[tuple[int, int]] = Counter()
+        self._ended_in_start = 0
+        self._killed_in_start: Counter[int] = Counter()
+        self._of_nothing: Counter[int] = Counter()
+        self._proven = False
+        self._told: set[str] = set()
+
+    def of_batch(self, task: Task) -> bool:
+        """A worker died over the task; whether it is given up."""
+        key = task.run, task.seq
+        self._of_batch[key] += 1
+        return self._of_batch[key] >= self._limit
+
+    def settle(self, run: int, seq: int) -> None:
+        """The task is done, or has been given up."""
+        if self._of_nothing:
+            self._of_nothing.clear()
+        if self._of_batch:
+            self._of_batch.pop((run, seq), None)
+
+    def of_nothing(self, worker: int) -> bool:
+        """A worker died between batches; whether so many have, with no batch from any, that it is no use."""
+        self._of_nothing[worker] += 1
+        return self._of_nothing[worker] >= IDLE_DEATHS
+
+    def in_start(self, worker: int, exitcode: int | None) -> bool:
+        """A worker died before it could read; whether it is no use to try again."""
+        if is_from_outside(exitcode):
+            self._killed_in_start[worker] += 1
+        else:
+            self._ended_in_start += 1
+        return hopeless(self._ended_in_start, self._killed_in_start[worker], self._limit, proven=self._proven)
+
+    def tell(self, death: Death, traceback: str | None) -> None:
+        """Print why a worker died that is replaced, but only once what many of them say."""
+        if traceback is not None and traceback not in self._told:
+            self._told.add(traceback)
+            print(
+                f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def ready(self) -> None:
+        """A worker has started."""
+        self.new_job()
+        self._proven = True
+
+    def new_job(self) -> None:
+        """What workers get when they start is another from now on."""
+        self._ended_in_start = 0
+        self._killed_in_start.clear()
+        self._proven = False
+
+
+class Silent:
+    """How long one worker that has something to do has stood still, as far as anybody has looked.
+
+    Also between batches: a worker that was stopped there never begins the one that it has been sent.
+    """
+
+    __slots__ = ("_at", "_words", "seconds")
+
+    def __init__(self) -> None:
+        self._words: Any = None
+        self._at = 0.0
+        self.seconds = 0.0
+
+    def observe(self, words: Sequence[int], now: float, step: float) -> float:
+        """Look at where the worker is; how many seconds it has been there.
+
+        Args:
+            words: its board.
+            now: the time, in seconds.
+            step: no more than this is counted between two looks.
+        """
+        place = tuple(words[: SAMPLE + 1])
+        if place != self._words:
+            self._words, self.seconds = place, 0.0
+        else:
+            self.seconds += min(now - self._at, step)
+        self._at = now
+        return self.seconds
+
+
+class Watch:
+    """Looks for workers that stand still.
+
+    Args:
+        timeout: seconds without progress; None: nobody looks.
+
+    Attributes:
+        step: seconds until the next look; None: never.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.step = None if timeout is None else min(1.0, timeout / 8)
+
+    def late(self, workers: Iterable[tuple[Any, Silent, Sequence[int]]]) -> list[Any]:
+        """Those of the workers that have stood still for ``timeout`` seconds; without words, in their start."""
+        if self.timeout is None or self.step is None:
+            return []
+        now, given = time.monotonic(), (max(self.timeout, START_SECONDS), self.timeout)
+        return [who for who, silent, at in workers if silent.observe(at, now, 2 * self.step) >= given[len(at) > 0]]
+
+
+class Death(NamedTuple):
+    """A worker that has ended: number, pid, exit code; and what `WorkerResources.oom_kills` said then."""
+
+    worker: int
+    pid: int
+    exitcode: int | None
+    oom_kills: int | None = None
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} (pid {self.pid}) died: {describe_exit(self.exitcode, self.oom_kills)}"
+
+
+def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
+    """The error for a batch that has killed too many workers.
+
+    Args:
+        death: of the last one.
+        task: the batch.
+        words: the last one's board.
+        deaths: how many there were.
+    """
+    sample = sample_in(task, words)
+    error = WorkerDiedError(
+        f"{death}. {_what(task, words, sample)}{_tries(deaths)}; iteration goes on with the next batch",
+        worker=death.worker,
+        exitcode=death.exitcode,
+        batch=task.seq,
+        epoch=task.epoch,
+        index=sample[0] if sample else None,
+    )
+    _note(error, task, words, sample, f"worker {death.worker} (pid {death.pid})", ", which it may end too")
+    return error
+
+
+def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
+    """The error for workers that cannot start.
+
+    Args:
+        death: of the last one.
+        hung: they were killed because they did not start.
+        traceback: what the last one has said, if anything.
+    """
+    fate, how = f"{death}.", "It had not begun to read: it died while it started"
+    if hung:
+        fate = f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed."
+        how = "It had not begun to read: it hung while it started"
+    more = "its own output on stderr may say more"
+    if traceback is not None:
+        more = f"it raised {(traceback.splitlines() or [''])[-1]}"
+    error = WorkerDiedError(
+        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
+        worker=death.worker,
+        exitcode=death.exitcode,
+    )
+    error.__cause__ = None if traceback is None else WorkerTraceback(traceback)
+    return error
+
+
+def died_idle(death: Death) -> WorkerDiedError:
+    """The error for workers that die again and again although no batch is to blame."""
+    return WorkerDiedError(
+        f"{death}. It was between batches, as were many before it, and no batch has come from any: something else in "
+        f"the worker ends it (a thread of the dataset, a limit)",
+        worker=death.worker,
+        exitcode=death.exitcode,
+    )
+
+
+def timed_out(
+    who: str, timeout: float, task: Task, words: Sequence[int], tries: int, *, killed: bool
+) -> WorkerTimeoutError:
+    """The error for a batch over which workers have stood still.
+
+    Args:
+        who: the worker.
+        timeout: seconds that it was given.
+        task: the batch.
+        words: the worker's board.
+        tries: how many workers stood still.
+        killed: whether it could be stopped; a thread cannot.
+    """
+    sample = sample_in(task, words)
+    fate = "It was killed; its stack is on stderr" if killed else "A thread cannot be stopped; another has its place"
+    error = WorkerTimeoutError(
+        f"{who} made no progress for {timeout:g} s. {_what(task, words, sample)}{_tries(tries)}. {fate}; "
+        f"iteration goes on with the next batch",
+        batch=task.seq,
+        epoch=task.epoch,
+        index=sample[0] if sample else None,
+    )
+    _note(error, task, words, sample, who, ", which may hang too")
+    return error
+
+
+def _what(task: Task, words: Sequence[int], sample: list[Any]) -> str:
+    doing = f"reading sample {sample[0]!r}" if sample else phase(words)
+    return f"It was {doing}, in epoch {task.epoch}, batch {task.seq}"
+
+
+def _tries(count: int) -> str:
+    return "" if count <= 1 else f", which has now stopped {count} workers"
+
+
+def _note(error: BaseException, task: Task, words: Sequence[int], sample: list[Any], who: str, but: str) -> None:
+    shard = words[SHARD] if task.sharded else None
+    indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
+    Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)

@@ -1,0 +1,108 @@
+"""Cheap batches travel in groups; nobody sees it but the clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
+from sharded_loader.engine.messages import TASKS, unpack_head, unpack_tasks
+
+
+def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tasks each message to a worker holds, from here on."""
+    sizes = []
+    for handle in pool._workers:
+        send = handle.link.send
+
+        def spy(head: bytes, *args: Any, send: Any = send, **options: Any) -> None:
+            kind, _, _, content = unpack_head(head)
+            if kind == TASKS:
+                sizes.append(len(unpack_tasks(content)))
+            send(head, *args, **options)
+
+        monkeypatch.setattr(handle.link, "send", spy)
+    return sizes
+
+
+class Rows:
+    """Rows that take ``seconds`` to read."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return np.full(4, index)
+
+
+def is_in_order(loader: Any, count: int) -> bool:
+    return all(batch[0, 0] == loader.batch_size * n for n, batch in zip(range(count), loader, strict=False))
+
+
+def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(Rows(), 4, pool=pool) as loader:
+        assert is_in_order(loader, 1000)
+        sizes = sizes_sent(pool, monkeypatch)
+        assert is_in_order(loader, 1000)
+    assert sum(sizes) == 1000
+    assert sum(sizes) / len(sizes) > 2
+
+
+def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(Rows(0.001), 4, pool=pool) as loader:
+        assert is_in_order(loader, 10)
+        sizes = sizes_sent(pool, monkeypatch)
+        assert is_in_order(loader, 60)
+        # And each worker holds one beyond the one that it does: uneven batches leave nobody idle.
+        assert all(len(handle.tasks) <= 2 for handle in pool._workers)
+    assert set(sizes) <= {1, 2}  # two at the beginning of the epoch, when workers have none
+    assert sum(sizes) / len(sizes) < 1.2
+
+
+def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(Rows(), 4, pool=pool, prefetch=3) as loader:
+        iterator = iter(loader)
+        for number, batch in zip(range(800), iterator, strict=False):
+            assert batch[0, 0] == 4 * number
+            assert len(iterator.run.window) <= 3
+
+
+def test_an_error_in_a_group_is_its_own_batchs_error() -> None:
+    class Bad(Rows):
+        def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+            if index % 40 == 3:
+                raise ValueError(f"sample {index} is bad")
+            return super().__getitem__(index)
+
+    with ShardedDataLoader(Bad(), 4, pool=ProcessPool(2, start_method="fork")) as loader:
+        iterator = iter(loader)
+        for number in range(1000):
+            if number % 10 == 0:
+                with pytest.raises(ValueError, match=f"sample {4 * number + 3} is bad"):
+                    next(iterator)
+            else:
+                assert next(iterator)[0, 0] == 4 * number
+        assert next(iterator, None) is None
+
+
+def test_one_slow_batch_ends_the_grouping() -> None:
+    grouping = Grouping()
+    for _ in range(200):
+        grouping.note(10e-6)
+    assert grouping.size == MAX_GROUP
+    grouping.note(0.05)
+    assert grouping.size == 1
+    grouping.note(GROUP_SECONDS)
+    assert grouping.size == 1

@@ -1,0 +1,503 @@
+"""Bad input: an error that says what happened, where, and what to do; never a hang or silence."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader.batchify import Pad, Stack
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.devices import placement
+from sharded_loader.engine.pool import Pool
+from sharded_loader.errors import notes_of
+
+
+def make(**arguments: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(arguments.pop("dataset", range(10)), **{"batch_size": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler"),
+        ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
+        ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
+        ({"batch_sampler": 4}, TypeError, "num_workers="),
+        ({"last_batch": "drop"}, ValueError, "keep.*discard.*rollover"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": -2}, ValueError, "batch_size"),
+        ({"batch_size": 2.5}, (TypeError, ValueError), "batch_size"),
+        ({"batch_size": True}, (TypeError, ValueError), "batch_size"),
+        ({"on_error": "ignore"}, ValueError, '"raise", "skip", "replace"'),
+        ({"pool": "fibers"}, ValueError, '"inline", "thread", "process"'),
+        ({"pool": "process"}, ValueError, "num_workers"),
+        ({"pool": "thread"}, ValueError, "pool='thread' needs workers: give num_workers="),
+        ({"pool": "thread", "thread_pool": True}, ValueError, "needs workers: give num_workers="),
+        ({"thread_pool": True}, ValueError, "thread_pool=True needs workers: give num_workers="),
+        ({"thread_pool": True, "num_workers": -1}, ValueError, "needs workers: give num_workers="),
+        ({"prefetch": 2.5}, TypeError, "prefetch is 2.5"),
+        ({"prefetch": float("nan")}, TypeError, "prefetch is nan"),
+        ({"prefetch": float("inf")}, TypeError, "prefetch is inf"),
+        ({"pool": InlinePool(), "num_workers": 2}, ValueError, "leave out num_workers"),
+        ({"pool": "process", "thread_pool": True, "num_workers": 1}, ValueError, "contradict"),
+        ({"num_workers": 1.5}, TypeError, "num_workers"),
+        ({"prefetch": "many"}, TypeError, "prefetch"),
+        ({"num_shards": 0}, ValueError, "num_shards"),
+        ({"num_shards": 2, "device": "cpu"}, ValueError, "devices="),
+        ({"num_shards": 3, "devices": ["cpu", "cpu"]}, ValueError, "only 2 devices"),
+        ({"shard_weights": [1, 2]}, ValueError, "num_shards="),
+        ({"num_shards": 2, "shard_weights": [1, 2, 3]}, ValueError, "3"),
+        ({"num_shards": 2, "shard_weights": [1, -1]}, ValueError, "negative|-1"),
+        ({"num_shards": 2, "shard_weights": [0, 0]}, ValueError, "zero"),
+        ({"num_shards": 2, "shard_weights": [1, float("nan")]}, ValueError, "nan"),
+        ({"device": "cpu", "devices": ["cpu"]}, ValueError, "not both"),
+        ({"device": 0}, ValueError, "index or a count"),
+        ({"devices": 2}, ValueError, "index or a count"),
+        ({"devices": []}, ValueError, "empty"),
+        ({"devices": "cpu"}, TypeError, "list"),
+        ({"device": "gpu"}, ValueError, "this process sees: cpu"),
+        ({"device": "auto"}, ValueError, 'devices="auto" means all'),
+        ({"device": "cuda:99"}, ValueError, "this process sees: cpu"),
+        ({"devices": ["cpu", "cuda:99"]}, ValueError, "this process sees: cpu"),
+        ({"devices": [99]}, ValueError, "this process sees: cpu"),
+        ({"device": 1.5}, TypeError, "device"),
+        ({"num_replicas": 2}, ValueError, "rank"),
+        ({"rank": 0}, ValueError, "num_replicas"),
+        ({"num_replicas": 2, "rank": 2}, ValueError, "0 to 1"),
+        ({"num_replicas": 2, "rank": -1}, ValueError, "rank"),
+        ({"seed": "abc"}, (TypeError, ValueError), "seed"),
+        ({"batchify_fn": 3}, TypeError, "batchify_fn"),
+        ({"sampler": (i for i in range(3))}, TypeError, "one-shot"),
+        ({"dataset": 3}, TypeError, "__getitem__"),
+        ({"dataset": list}, TypeError, r"the class list itself: give an object of it, list\(\.\.\.\)"),
+        ({"batch_sampler": 4}, TypeError, "batch_sampler is 4, a number.*num_workers="),  # torch's positions
+        ({"resident": True}, ValueError, "resident"),
+        ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
+        ({"shufle": True}, TypeError, "did you mean 'shuffle'"),
+        ({"batchify_fn": Stack}, TypeError, r"Stack\(\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_constructor(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "ours"),
+    [
+        ("collate_fn", "batchify_fn"),
+        ("drop_last", "last_batch"),
+        ("prefetch_factor", "prefetch"),
+        ("generator", "seed"),
+        ("persistent_workers", "live as long"),
+        ("worker_init_fn", "ProcessPool"),
+        ("timeout", "ProcessPool"),
+        ("multiprocessing_context", "start_method"),
+        ("pin_memory_device", "device"),
+        ("in_order", "order"),
+        ("snapshot_every_n_steps", "state_dict"),
+        ("auto_reload", "Gluon's; here: no argument for it"),
+        ("pin_device_id", "device"),
+        ("try_nopython", "no argument for it"),
+        ("collate_fnn", "did you mean 'collate_fn', which is torch's; here: batchify_fn="),
+    ],
+)
+def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=ours):
+        make(**{keyword: None})
+
+
+def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
+    with pytest.raises(TypeError) as caught:
+        make(collate_fn=None, auto_reload=False, shufle=True, zzz=1, timeout=3)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "ShardedDataLoader has none of these 5 arguments:"
+    assert [line.split("'")[1] for line in lines[1:]] == ["collate_fn", "auto_reload", "shufle", "zzz", "timeout"]
+    for line, advice in zip(
+        lines[1:],
+        ("batchify_fn=", "no argument for it", "did you mean 'shuffle'?", "help(", "ProcessPool"),
+        strict=True,
+    ):
+        assert advice in line
+    with pytest.raises(TypeError, match="has no argument 'zzz'; see help"):
+        make(zzz=1)
+
+
+def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() -> None:
+    ours = inspect.signature(ShardedDataLoader.__init__).parameters
+    theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    foreign = [name for name in theirs if name not in ours]
+    with pytest.raises(TypeError) as caught:
+        make(**dict.fromkeys(foreign))
+    assert all("torch's; here: " in line for line in str(caught.value).splitlines()[1:])
+
+
+def test_counts_of_batches_may_be_whole_floats_as_in_gluon() -> None:
+    with make(prefetch=2.0, num_workers=1, thread_pool=True) as loader:
+        assert loader.prefetch == 2 and type(loader.prefetch) is int
+        loader.prefetch = np.float32(5)  # type: ignore[assignment]
+        assert loader.prefetch == 5
+        loader.device_prefetch = 1.0  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="device_prefetch is 1.5"):
+            loader.device_prefetch = 1.5  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LOCAL_WORLD_SIZE", "abc"),
+        ("LOCAL_WORLD_SIZE", "2.0"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("LOCAL_WORLD_SIZE", "-4"),
+        ("SHARDED_LOADER_MEMORY", "ram"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named_before_the_first_epoch(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+        make(num_workers=1)
+    if name == "LOCAL_WORLD_SIZE":
+        with make(pool=ProcessPool(1, max_bytes=1 << 20)) as loader:  # nobody asks
+            assert len(list(loader)) == 3
+
+
+def test_a_wrong_environment_variable_of_mid_epoch_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ProcessPool(1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "abc")
+    with (
+        make(pool=pool, dataset=np.zeros((64, 100_000))) as loader,
+        pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "x"), ("RANK", "7"), ("WORLD_SIZE", "0")])
+def test_wrong_variables_of_the_ranks_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(name, value)
+    loader = make(num_replicas="auto")
+    with pytest.raises(ValueError, match=name):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: ProcessPool(0), ValueError, "at least 1"),
+        (lambda: ProcessPool("2"), TypeError, "num_workers"),  # type: ignore[arg-type]
+        (lambda: ProcessPool(1, start_method="forks"), ValueError, "'spawn'"),
+        (lambda: ProcessPool(1, worker_init_fn=3), TypeError, "worker_init_fn"),  # type: ignore[arg-type]
+        (lambda: ProcessPool(1, restarts=-1), ValueError, "restarts"),
+        (lambda: ProcessPool(1, restarts=True), TypeError, "restarts"),
+        (lambda: ProcessPool(1, timeout=0), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=-1.5), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=float("inf")), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=float("nan")), ValueError, "positive number of seconds"),
+        (lambda: ProcessPool(1, timeout=True), TypeError, "timeout is True"),
+        (lambda: ProcessPool(1, timeout="3"), TypeError, "timeout is '3'"),  # type: ignore[arg-type]
+        (lambda: ThreadPool(-1), ValueError, "at least 1"),
+        (lambda: ThreadPool(1, timeout=0), ValueError, "positive number of seconds"),
+        (lambda: ThreadPool(1, timeout=False), TypeError, "timeout is False"),
+    ],
+)
+def test_wrong_pools_are_refused(build: Callable[[], Pool], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_pool_serves_one_loader() -> None:
+    pool = ThreadPool(1)
+    with make(pool=pool), pytest.raises(ValueError, match=r"another loader, which is not closed.*close\(\)"):
+        make(pool=pool)
+
+
+def test_the_pool_of_a_closed_loader_serves_another(pool: Pool) -> None:
+    first = make(pool=pool, dataset=np.arange(10_000 * 8).reshape(8, 10_000))
+    iterator = iter(first)
+    held = next(iterator)
+    before = held.clone()
+    first.close()
+    with make(pool=pool, dataset=np.arange(10_000 * 8).reshape(8, 10_000) * -1) as second:
+        for _ in range(3):
+            batches = list(second)
+            assert [int(batch[0, 1]) for batch in batches] == [-1, -40_001]
+        first.close()
+        del first
+        with pytest.raises(LoaderClosedError):
+            next(iterator)
+        del iterator
+        gc.collect()
+        assert len(list(second)) == 2
+        assert torch.equal(held, before)
+        with pytest.raises(ValueError, match="not closed"):
+            make(pool=pool)
+
+
+def test_an_iterator_of_a_closed_loader_leaves_the_pool_to_its_new_loader(pool: Pool) -> None:
+    old = ShardedDataLoader(range(8), 2, pool=pool)
+    left = iter(old)
+    next(left)
+    old.close()
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        workers = getattr(pool, "pids", None)
+        for _ in range(2):
+            with pytest.raises(LoaderClosedError):
+                next(left)
+            assert pool.started
+        assert getattr(pool, "pids", None) == workers
+        assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_the_pool_of_a_loader_that_was_collected_serves_another(pool: Pool) -> None:
+    first = make(pool=pool)
+    assert next(iter(first)).tolist() == [0, 1, 2, 3]
+    del first
+    gc.collect()
+    with make(pool=pool, dataset=range(10, 20)) as second:
+        assert [batch.tolist() for batch in second] == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
+
+
+def test_a_loader_that_could_not_be_made_does_not_keep_the_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pool), "use_memory", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(pool=pool)
+    gc.collect()
+    with make(pool=pool) as loader:
+        assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_neither_pickled_nor_copied_and_says_what_to_do(take: Callable[[Any], Any]) -> None:
+    loader = make()
+    with pytest.raises(TypeError, match="from the same arguments"):
+        take(loader)
+    assert len(list(loader)) == 3
+
+
+def test_a_distributed_sampler_and_num_replicas_would_share_twice() -> None:
+    sampler = torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="twice"):
+        make(sampler=sampler, num_replicas=2, rank=0)
+
+
+def test_an_iterable_dataset_is_refused_by_name() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+        make(dataset=Stream())
+
+
+class IterableDataset:
+    """Another library's, named as torch's."""
+
+
+class Half(IterableDataset):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Whole(Half):
+    def __len__(self) -> int:
+        return 10
+
+
+class Torchs(torch.utils.data.IterableDataset[int]):
+    """As litdata's and mosaicml's: a stream, and indexed as well."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was read as a stream")
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class OnlyTorchs(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+
+class OnlyOurs(Dataset):
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("dataset", [Whole(), Torchs()], ids=["named so", "torch's"])
+def test_a_dataset_with_indices_is_accepted_whatever_its_base_is_called(pool: Pool, dataset: Any) -> None:
+    with make(dataset=dataset, pool=pool, shuffle=True, seed=1) as loader:
+        assert sorted(index for batch in loader for index in batch.tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("dataset", [IterableDataset(), Half(), Stream()], ids=["named so", "no length", "torch's"])
+def test_a_stream_without_indices_or_length_is_refused_with_advice(dataset: Any) -> None:
+    with pytest.raises(TypeError, match=r"is an IterableDataset.*with __getitem__ and __len__ \(or list\(dataset\)"):
+        make(dataset=dataset, sampler=[1, 2])
+
+
+@pytest.mark.parametrize("dataset", [OnlyTorchs(), OnlyOurs()])
+def test_a_getitem_that_only_the_base_class_has_is_none(dataset: Any) -> None:
+    with pytest.raises(TypeError, match="has no __getitem__"):
+        make(dataset=dataset)
+
+
+class Lengthy:
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return 10
+
+
+def test_a_bug_in_the_length_of_a_dataset_comes_through_with_a_note() -> None:
+    with pytest.raises(ZeroDivisionError, match="in the user's code") as caught:
+        make(dataset=Lengthy(ZeroDivisionError("in the user's code")), sampler=[1, 2])
+    assert any("len(dataset)" in note and "Lengthy" in note for note in notes_of(caught.value))
+
+
+@pytest.mark.parametrize("error", [TypeError("unknown yet"), NotImplementedError("unknown yet")])
+def test_a_dataset_that_says_it_has_no_length_needs_a_sampler_and_tells_the_cause(error: Exception) -> None:
+    with pytest.raises(TypeError, match=f"its __len__ raised {type(error).__name__}: unknown yet.*sampler"):
+        make(dataset=Lengthy(error))
+    with make(dataset=Lengthy(error), sampler=[3, 1, 2]) as loader:
+        assert [batch.tolist() for batch in loader] == [[3, 1, 2]]
+        assert "? samples" in repr(loader)
+
+
+def test_a_repr_does_not_raise_where_a_length_has_broken_since() -> None:
+    dataset = Lengthy(ValueError("unreachable"))
+    error, dataset.error = dataset.error, None
+    loader = make(dataset=dataset)
+    dataset.error = error
+    assert repr(loader).startswith("ShardedDataLoader(? samples")
+
+
+def test_pin_memory_without_an_accelerator_warns_once_and_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", list)
+    with pytest.warns(UserWarning, match="no accelerator"):
+        loader = make(pin_memory=True)
+    assert len(list(loader)) == 3
+
+
+# -- batches that are wrong: an error at their place, the others come -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([3, 10], IndexError, "epoch 0, batch 1: the sampler yielded index 10, but the dataset has 10 samples"),
+        ([-11], IndexError, "index -11"),
+        ([[1], [12]], IndexError, "batch 1, shard 1: .* index 12"),
+        ([], ValueError, "epoch 0, batch 1 is empty"),
+        ([[1], []], ValueError, "epoch 0, batch 1, shard 1 is empty"),
+        ([[1], [2], [3]], ValueError, "batch 1 has 3 shards, but there are only 2 devices"),
+        (5, TypeError, "batch 1: the batch sampler yielded 5"),
+    ],
+)
+def test_a_wrong_batch_is_an_error_at_its_place(pool: Pool, bad: Any, error: type[Exception], message: str) -> None:
+    with ShardedDataLoader(range(10), batch_sampler=[[0, 1], bad, [2]], pool=pool, devices=["cpu", "cpu"]) as loader:
+        iterator = iter(loader)
+        assert [shard.tolist() for shard in next(iterator)] == [[0], [1]]
+        with pytest.raises(error, match=message):
+            next(iterator)
+        assert [[shard.tolist() for shard in shards] for shards in iterator] == [[[2]]]
+
+
+def test_ragged_samples_name_the_field_the_shapes_and_pad(pool: Pool) -> None:
+    data = [{"id": i, "tokens": np.arange(i + 1)} for i in range(4)]
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        with pytest.raises(ValueError, match=r"\(1,\).*\(2,\).*\['tokens'\].*Pad"):
+            next(iter(loader))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.deep = {"lock": threading.Lock()}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_dataset_that_cannot_be_pickled_names_the_attribute_and_the_ways_out(method: str) -> None:
+    with make(dataset=Holder(), pool=ProcessPool(1, start_method=method)) as loader:
+        with pytest.raises(TypeError, match=r"dataset\.deep\['lock'\] \(lock\)") as caught:
+            next(iter(loader))
+        assert 'start_method="fork"' in str(caught.value)
+        assert "thread_pool=True" in str(caught.value)
+
+
+def test_a_dataset_that_cannot_be_pickled_works_under_fork_and_in_threads() -> None:
+    for pool in (ProcessPool(1, start_method="fork"), ThreadPool(1)):
+        with make(dataset=Holder(), pool=pool) as loader:
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
+
+
+def test_a_batch_that_cannot_leave_its_process_says_so(process_pool: ProcessPool) -> None:
+    def batchify(samples: list[int]) -> Any:
+        return threading.Lock() if 0 in samples else samples
+
+    with make(pool=process_pool, batchify_fn=batchify) as loader:
+        iterator = iter(loader)
+        with pytest.raises(TypeError, match="cannot leave its worker process.*thread_pool=True") as caught:
+            next(iterator)
+        assert "batch 0" in caught.value.__notes__[0]
+        assert len(list(iterator)) == 2
+
+
+def test_use_after_close_says_so(pool: Pool) -> None:
+    loader = make(pool=pool)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    loader.close()
+    for use in (lambda: next(iterator), lambda: iter(loader), loader.peek, lambda: loader.read(1), loader.refresh):
+        with pytest.raises(LoaderClosedError, match="is closed"):
+            use()
+    assert repr(loader) == "ShardedDataLoader(closed)"
+
+
+def test_pad_for_samples_with_fields_says_what_to_write() -> None:
+    data = [(np.arange(i + 1), i) for i in range(4)]
+    with (
+        make(dataset=data, batchify_fn=Pad()) as loader,
+        pytest.raises(ValueError, match=r"Tuple\(Pad\(\), Stack\(\)\)"),
+    ):
+        next(iter(loader))

@@ -1,0 +1,294 @@
+"""An epoch begins when its first batch is asked for. An iterator that gave no batch leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.utils.data as torch_data
+from conftest import covering, make_pool
+from samples import Bad, boom
+from test_resume import SAMPLERS, batches, stream, through_json
+
+from sharded_loader import BatchSampler, RandomSampler, ShardedDataLoader
+from sharded_loader.engine.pool import Pool
+from sharded_loader.errors import LoaderClosedError
+
+
+def make(pool: Any = None, **options: Any) -> ShardedDataLoader:
+    options = {"batch_size": 4, "shuffle": True, "seed": 7} | options
+    return ShardedDataLoader(range(23), pool=pool, **options)
+
+
+EXPECTED = stream(make(), 4)
+
+
+def test_to_make_an_iterator_changes_nothing(pool: Pool) -> None:
+    with make(pool) as loader:
+        state = loader.state_dict()
+        iterators = [iter(loader) for _ in range(3)]
+        assert not pool.started
+        assert (loader.epoch, loader.position, len(loader), loader.state_dict()) == (0, 0, 6, state)
+        del iterators
+        iter(loader)
+        gc.collect()
+        assert (loader.epoch, loader.state_dict()) == (0, state)
+        assert stream(loader, 2) == EXPECTED[:2]
+
+
+def test_iterators_begin_epochs_in_the_order_of_their_first_batches(pool: Pool) -> None:
+    with make(pool) as loader:
+        first, second, third = iter(loader), iter(loader), iter(loader)
+        got = {2: batches(third, 1), 0: batches(first, 1)}
+        del second
+        assert got == {2: EXPECTED[0][:1], 0: EXPECTED[1][:1]}
+        assert (loader.epoch, loader.position) == (1, 1)
+        assert batches(third) == EXPECTED[0][1:]
+        assert batches(first) == EXPECTED[1][1:]
+        assert batches(loader) == EXPECTED[2]
+
+
+WHERE: dict[str, Callable[[ShardedDataLoader], Any]] = {
+    "loader": lambda loader: loader,
+    "sampler": lambda loader: loader.sampler,
+    "batch_sampler": lambda loader: loader.batch_sampler,
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+def test_set_epoch_between_iter_and_the_first_next_counts(kind: str, where: str) -> None:
+    with make(make_pool(kind)) as loader:
+        iterator = iter(loader)
+        WHERE[where](loader).set_epoch(2)
+        assert batches(iterator) == EXPECTED[2]
+        assert batches(loader) == EXPECTED[3]
+
+
+def test_a_state_loaded_between_iter_and_the_first_next_counts() -> None:
+    loader = make()
+    batches(iter(loader), 2)
+    state = loader.state_dict()
+    other = make()
+    iterator = iter(other)
+    other.load_state_dict(state)
+    assert batches(iterator) == EXPECTED[0][2:]
+
+
+def test_an_iterator_that_gave_nothing_does_not_lose_a_loaded_position(pool: Pool) -> None:
+    with make(pool) as loader:
+        batches(iter(loader), 2)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        for _ in range(3):
+            iter(loader)
+        gc.collect()
+        assert (loader.epoch, loader.position, loader.state_dict()) == (0, 2, state)
+        assert batches(loader) == EXPECTED[0][2:]
+
+
+def test_a_break_is_a_position_that_iterators_without_batches_leave_alone() -> None:
+    with make() as loader:
+        for _ in loader:
+            break
+        iter(loader)
+        assert (loader.epoch, loader.position) == (0, 1)
+        state = loader.state_dict()
+        assert batches(loader) == EXPECTED[1]
+        loader.load_state_dict(state)
+        assert batches(loader) == EXPECTED[0][1:]
+
+
+def test_a_dataset_that_has_changed_between_iter_and_the_first_next_is_read_as_it_is_then() -> None:
+    data = list(range(5))
+    with ShardedDataLoader(data, 2, num_workers=1, thread_pool=True) as loader:
+        iterator = iter(loader)
+        data.append(5)
+        loader.refresh()
+        assert batches(iterator) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_closed_loader_gives_no_iterator_and_no_first_batch(pool: Pool) -> None:
+    loader = make(pool)
+    iterator = iter(loader)
+    loader.close()
+    with pytest.raises(LoaderClosedError):
+        next(iterator)
+    with pytest.raises(LoaderClosedError):
+        iter(loader)
+
+
+def test_an_error_in_place_of_the_first_batch_is_a_batch(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 8, pool=pool) as loader:
+        iterator = iter(loader)
+        with pytest.raises(Exception, match="went wrong"):
+            next(iterator)
+        assert (loader.epoch, loader.position) == (0, 1)
+        assert [len(batch) for batch in iterator] == [8, 4]
+        assert loader.epoch == 1
+
+
+class Starts:
+    """A ``worker_init_fn`` that fails the first time."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, worker: int) -> None:
+        self.times += 1
+        if self.times == 1:
+            raise OSError("not yet")
+
+
+@pytest.mark.parametrize("again", ["the same iterator", "another one"])
+def test_an_epoch_whose_workers_did_not_start_has_not_begun(again: str) -> None:
+    with make(make_pool("thread", 1, worker_init_fn=Starts())) as loader:
+        iterator = iter(loader)
+        with pytest.raises(Exception, match="not yet"):
+            next(iterator)
+        assert (loader.epoch, loader.position, loader.state_dict()["samples"]) == (0, 0, 0)
+        assert batches(iterator if again == "the same iterator" else iter(loader)) == EXPECTED[0]
+        assert batches(loader) == EXPECTED[1]
+
+
+def test_an_epoch_without_batches_counts_when_its_end_is_seen() -> None:
+    """Two samples rolled over into batches of three: of three epochs the first has no batch."""
+    loader = ShardedDataLoader(range(2), 3, last_batch="rollover")
+    assert [batches(loader) for _ in range(4)] == [[], [[0, 1, 0]], [[1, 0, 1]], []]
+    iterator = iter(loader)
+    assert loader.epoch == 4
+    assert batches(iterator) == [[0, 1, 0]]
+
+
+# -- the end of an epoch ------------------------------------------------------------------------------------
+
+
+class Counts:
+    """A sampler without a length whose order comes from ``set_epoch``."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index * 5 + self.epoch) % 12 for index in range(12)])
+
+
+class CountsBatches(Counts):
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        return iter([indices[:5], indices[5:6], indices[6:]])
+
+
+ENDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"batch_size": 5, "shuffle": True},
+    "discard": lambda: {"batch_size": 5, "shuffle": True, "last_batch": "discard"},
+    "rollover": lambda: {"batch_size": 5, "shuffle": True, "last_batch": "rollover"},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(12, seed=3), 5, "discard")},
+    "torch": lambda: {"batch_size": 5, "sampler": torch_data.RandomSampler(range(12))},
+    "torch, discard": lambda: {
+        "batch_size": 5,
+        "sampler": torch_data.RandomSampler(range(12)),
+        "last_batch": "discard",
+    },
+    "torch batches": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(12, seed=3), 5, True)},
+    "ranks": lambda: {"batch_size": 5, "shuffle": True, "num_replicas": 2, "rank": 1},
+    "ranks, discard": lambda: {
+        "batch_size": 5,
+        "shuffle": True,
+        "num_replicas": 2,
+        "rank": 1,
+        "last_batch": "discard",
+    },
+    "without a length": lambda: {"batch_size": 5, "sampler": Counts()},
+    "without a length, discard": lambda: {"batch_size": 5, "sampler": Counts(), "last_batch": "discard"},
+    "batches without a length": lambda: {"batch_sampler": CountsBatches()},
+}
+
+
+@covering(1, pool=["inline", "thread"], kind=ENDS)
+@pytest.mark.parametrize("told", [None, "next", "same"])
+def test_a_state_from_the_end_of_an_epoch_begins_the_next_one(pool: str, kind: str, told: str | None) -> None:
+    def build() -> ShardedDataLoader:
+        return ShardedDataLoader(range(12), seed=5, pool=make_pool(pool, 1), **ENDS[kind]())
+
+    with build() as loader:
+        expected = stream(loader, 4)
+    with build() as loader:
+        batches(loader)
+        iterator = iter(loader)
+        assert batches(iterator, len(expected[1])) == expected[1]
+        state = through_json(loader.state_dict())
+    with build() as loader:
+        loader.load_state_dict(state)
+        if "without" not in kind:
+            assert (loader.epoch, loader.position) == (2, 0)
+        if told is not None:
+            loader.set_epoch({"next": 2, "same": 1}[told])
+        assert stream(loader, 2) == (expected[1:3] if told == "same" else expected[2:])
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_look_at_a_state_from_an_epochs_end_changes_nothing(kind: str) -> None:
+    def build() -> ShardedDataLoader:
+        return ShardedDataLoader(range(40), seed=5, **SAMPLERS[kind]())
+
+    expected = stream(build(), 3)
+    loader = build()
+    batches(iter(loader), len(expected[0]))
+    other = build()
+    other.load_state_dict(through_json(loader.state_dict()))
+    repr(other), other.epoch, other.position, iter(other)
+    other.load_state_dict(through_json(other.state_dict()))
+    assert stream(other, 2) == expected[1:]
+
+
+# -- threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "fork" if sys.platform != "win32" else "spawn"])
+def test_a_thread_may_look_at_a_loader_while_others_begin_epochs(kind: str) -> None:
+    """Every epoch is begun by one thread, and is whole."""
+    interval = sys.getswitchinterval()
+    epochs = 24
+    expected = sorted(map(repr, stream(make(), epochs)))
+    got: list[str] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def loop(loader: ShardedDataLoader) -> None:
+        try:
+            for _ in range(epochs // 4):
+                got.append(repr(batches(loader)))
+        except BaseException as error:
+            errors.append(error)
+
+    def look(loader: ShardedDataLoader) -> None:
+        try:
+            while not done.is_set():
+                iter(loader)
+                repr(loader), loader.state_dict(), loader.epoch, loader.position, len(loader)
+        except BaseException as error:
+            errors.append(error)
+
+    with make(make_pool(kind, 2)) as loader:
+        threads = [threading.Thread(target=loop, args=(loader,)) for _ in range(4)]
+        watcher = threading.Thread(target=look, args=(loader,))
+        try:
+            sys.setswitchinterval(1e-5)
+            for thread in (*threads, watcher):
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            done.set()
+            watcher.join()
+            sys.setswitchinterval(interval)
+    assert not errors
+    assert sorted(got) == expected

@@ -1,0 +1,128 @@
+"""Random loaders do what a loader that is too simple to be wrong does; and what such cases have found."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch.utils.data as torch_data
+from samples import Bad, Boom, boom
+
+from sharded_loader import BatchSampler, ShardedDataLoader
+from sharded_loader.engine.pool import Pool
+from sharded_loader.sampling import reading
+from sharded_loader.sampling.foreign import table_of
+from tests import fuzz, naive
+
+BLOCK = 100
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
+    for case in range(20):
+        fuzz.run_case(1000 * (1 + part) + case, processes=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(20))
+def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None:
+    for case in range(BLOCK):
+        fuzz.run_case(1_000_000 + BLOCK * part + case)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("shares", lambda count, shards, weights: [count] + [0] * (shards - 1)),
+        ("collate", lambda samples: samples),
+    ],
+)
+def test_the_comparison_notices_other_batches(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(naive, name, wrong)
+    monkeypatch.setattr(fuzz.fuzz_cases, name, wrong)
+    with pytest.raises(fuzz.Difference, match=r"again: python -m tests.fuzz --case \d+"):
+        for case in range(100):
+            fuzz.run_case(case, processes=False)
+
+
+def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "table_of", lambda items, epoch, seed: table_of(items, epoch + 1, seed))
+    with pytest.raises(fuzz.Difference):
+        for case in range(100):
+            fuzz.run_case(case, processes=False)
+
+
+# -- found by such cases ---------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_was_raised_keeps_no_iterator_alive(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=1, rank=0) as loader:
+        loader.set_epoch(3)
+        iterator = iter(loader)
+        with pytest.raises(Boom):
+            for _ in range(8):
+                next(iterator)
+        alive = weakref.ref(iterator)
+        del iterator
+        gc.collect()
+        assert alive() is None
+        assert all(error.__traceback__ is None for _, error in loader.skipped)
+
+
+@pytest.mark.parametrize("last_batch", ["discard", "rollover"])
+def test_the_end_of_given_batches_of_another_librarys_sampler_is_the_next_epochs_beginning(last_batch: str) -> None:
+    def make() -> ShardedDataLoader:
+        batches = BatchSampler(torch_data.RandomSampler(range(58)), 5, last_batch, seed=1)
+        return ShardedDataLoader(range(58), batch_sampler=batches, seed=0)
+
+    loader, resumed = make(), make()
+    iterator = iter(loader)
+    for _ in range(len(loader)):
+        next(iterator)
+    resumed.load_state_dict(loader.state_dict())
+    assert (resumed.epoch, resumed.position) == (1, 0)
+    resumed.set_epoch(0)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in make()]
+
+
+def test_a_loaded_beginning_of_an_epoch_is_told_until_it_is_used_although_an_older_iterator_delivers() -> None:
+    loader = ShardedDataLoader(range(8), 2, shuffle=True, seed=1)
+    loader.set_epoch(4)
+    state = loader.state_dict()
+    loader.set_epoch(0)
+    older = iter(loader)
+    next(older)
+    loader.load_state_dict(state)
+    next(older)
+    assert (loader.epoch, loader.position) == (4, 0) and loader.state_dict() == state
+    next(iter(loader))
+    assert (loader.epoch, loader.position) == (4, 1)
+
+
+def test_a_loaded_beginning_of_an_epoch_fits_a_dataset_that_has_grown() -> None:
+    data = list(range(8))
+    loader = ShardedDataLoader(data, 2)
+    list(loader)
+    loader.load_state_dict(loader.state_dict())
+    data.append(8)
+    loader.refresh()
+    assert (loader.epoch, len(list(loader))) == (1, 5)
+
+
+def test_with_rollover_a_state_fits_after_the_batch_size_has_changed(pool: Pool) -> None:
+    def make(batch_size: int, **reading: Any) -> ShardedDataLoader:
+        return ShardedDataLoader(range(10), batch_size, last_batch="rollover", **reading)
+
+    first, second = make(100), make(4)
+    for _ in range(3):
+        assert list(first) == []  # an epoch has fewer samples than a batch: they are due in the next one
+    second.load_state_dict(first.state_dict(), strict=False)
+    batches = iter(second)
+    done = [next(batches).tolist() for _ in range(2)]
+    with make(4, pool=pool) as third:
+        third.load_state_dict(second.state_dict())
+        rest = [batch.tolist() for batch in third]
+    assert sum(done + rest, []) == [*range(10)] * 4

@@ -1,0 +1,806 @@
+"""Epochs, iterators, and everything that a loader answers between batches, over every pool."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samples import Bad, Gate, Told, Uneven, boom
+from torch.utils.data import DistributedSampler
+
+from sharded_loader import (
+    ArrayDataset,
+    BatchSampler,
+    FixedBucketSampler,
+    InlinePool,
+    LoaderClosedError,
+    RandomSampler,
+    SequentialSampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    ThreadPool,
+)
+from sharded_loader.engine.pool import Pool
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------
+
+
+def test_each_iter_is_the_next_epoch_and_set_epoch_replays_any(pool: Pool) -> None:
+    with ShardedDataLoader(range(20), 6, shuffle=True, seed=1, pool=pool) as loader:
+        assert (loader.epoch, loader.position) == (0, 0)
+        first = lists(loader)
+        assert (loader.epoch, loader.position) == (1, 0)
+        second = lists(loader)
+        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(20))
+        assert first != second
+        loader.set_epoch(0)
+        assert loader.epoch == 0
+        assert lists(loader) == first
+        assert lists(loader) == second
+
+
+def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
+    loader = ShardedDataLoader(range(20), 6)
+    for number, _ in enumerate(loader):
+        assert (loader.epoch, loader.position) == (0, number + 1)
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.position) == (1, 1)
+    loader.set_epoch(2)  # what is pending anyway: nothing changes
+    assert (loader.epoch, loader.position) == (1, 1)
+    iter(loader)  # to make an iterator changes nothing either
+    assert (loader.epoch, loader.position) == (1, 1)
+    next(iter(loader))
+    assert (loader.epoch, loader.position) == (2, 1)
+
+
+SET_EPOCH: list[Callable[[ShardedDataLoader], Any]] = [
+    lambda loader: loader,
+    lambda loader: loader.sampler,
+    lambda loader: loader.batch_sampler,
+    lambda loader: loader.batch_sampler.sampler,
+]
+
+
+@pytest.mark.parametrize("where", SET_EPOCH)
+@pytest.mark.parametrize("replicas", [{}, {"num_replicas": 2, "rank": 1}])
+def test_set_epoch_works_wherever_libraries_call_it(where: Callable[..., Any], replicas: dict[str, int]) -> None:
+    def epochs(count: int) -> list[Any]:
+        loader = ShardedDataLoader(range(20), 6, shuffle=True, seed=1, **replicas)
+        return [lists(loader) for _ in range(count)]
+
+    expected = epochs(4)
+    loader = ShardedDataLoader(range(20), 6, shuffle=True, seed=1, **replicas)
+    where(loader).set_epoch(3)
+    assert loader.epoch == 3
+    assert lists(loader) == expected[3]
+    where(loader).set_epoch(1)
+    assert lists(loader) == expected[1]
+    assert lists(loader) == expected[2]
+
+
+@pytest.mark.parametrize("calls_set_epoch", [False, True])
+def test_torch_s_distributed_sampler_reads_another_order_every_epoch(calls_set_epoch: bool) -> None:
+    def sampler(rank: int) -> DistributedSampler[int]:
+        return DistributedSampler(range(20), num_replicas=2, rank=rank, seed=3)  # type: ignore[arg-type]
+
+    loader = ShardedDataLoader(range(20), 5, sampler=sampler(1))
+    reference = sampler(1)
+    for epoch in range(3):
+        if calls_set_epoch:
+            loader.sampler.set_epoch(epoch)
+        reference.set_epoch(epoch)
+        assert sum(lists(loader), []) == list(reference)
+    loader.sampler.set_epoch(0)
+    reference.set_epoch(0)
+    assert sum(lists(loader), []) == list(reference)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "1"])
+def test_a_wrong_epoch_is_refused(epoch: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="epoch"):
+        ShardedDataLoader(range(4), 2).set_epoch(epoch)
+
+
+def test_an_abandoned_rollover_epoch_changes_nothing(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 4, last_batch="rollover", pool=pool) as loader:
+        for _ in loader:
+            break
+        assert lists(loader) == [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_several_iterators_each_have_their_own_epoch(pool: Pool) -> None:
+    with ShardedDataLoader(range(30), 4, shuffle=True, seed=2, pool=pool) as loader:
+        expected = [lists(loader) for _ in range(3)]
+        loader.set_epoch(0)
+        iterators = [iter(loader) for _ in range(3)]
+        found: list[list[Any]] = [[], [], []]
+        for step in range(8):
+            for number in (2, 0, 1) if step % 2 else (0, 1, 2):
+                found[number].append(next(iterators[number]).tolist())
+        assert found == expected
+        assert [next(iterator, None) for iterator in iterators] == [None] * 3
+
+
+def test_iterators_in_several_threads(pool: Pool) -> None:
+    with ShardedDataLoader(range(200), 4, pool=pool) as loader:
+        iterators = [iter(loader) for _ in range(4)]
+        found: list[list[int]] = [[] for _ in iterators]
+
+        def consume(number: int) -> None:
+            for batch in iterators[number]:
+                found[number].extend(batch.tolist())
+
+        threads = [threading.Thread(target=consume, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == [list(range(200))] * 4
+
+
+def test_no_wake_up_is_lost_between_threads() -> None:
+    for _ in range(30):
+        with ShardedDataLoader(range(200), 4, pool=ThreadPool(2)) as loader:
+            threads = [threading.Thread(target=list, args=(iter(loader),)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert not any(thread.is_alive() for thread in threads)
+
+
+def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> None:
+    with ShardedDataLoader(range(300), 3, pool=pool) as loader:
+        iterator = iter(loader)
+        found: list[int] = []
+
+        def consume() -> None:
+            for batch in iterator:
+                found.extend(batch.tolist())
+
+        threads = [threading.Thread(target=consume) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(found) == list(range(300))
+
+
+# -- life -----------------------------------------------------------------------------------------------------
+
+
+def test_a_temporary_loader_works_and_ends_with_its_loop(new_pool: Callable[..., Pool]) -> None:
+    found = []
+    for batch in ShardedDataLoader(range(10), 4, pool=new_pool()):
+        found.append(batch.tolist())
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    for batch in ShardedDataLoader(range(10), 4, pool=new_pool()):
+        assert batch.tolist() == [0, 1, 2, 3]
+        break
+
+
+def test_a_loader_is_freed_without_the_garbage_collector(new_pool: Callable[..., Pool]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pool = new_pool()
+        loader = ShardedDataLoader(range(10), 4, pool=pool)
+        iterator = iter(loader)
+        next(iterator)
+        alive = weakref.ref(loader)
+        del loader, iterator
+        assert alive() is None
+        assert not (pool.num_workers and pool.started)
+    finally:
+        gc.enable()
+
+
+def test_break_cancels_what_has_not_begun() -> None:
+    gate = Gate(free=0)
+    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50)
+    iterator = iter(loader)
+    next(iterator)
+    for _ in range(3):  # the first sample, and the one at which each thread now waits
+        gate.begun.acquire()
+    del iterator
+    gate.open_for_all()
+    assert lists(loader) == [[i] for i in range(100)]
+    assert gate.reads == 3 + 100
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["fork", "spawn"])
+def test_break_cancels_what_waits_in_a_worker_process(name: str, tmp_path: Path) -> None:
+    from conftest import make_pool
+
+    read, go_on = tmp_path / "read", tmp_path / "go on"
+
+    class Noted(Uneven):
+        def __getitem__(self, index: int) -> int:
+            import time
+
+            with read.open("a") as file:
+                file.write(f"{index} ")
+            while index and not go_on.exists():
+                time.sleep(0.01)
+            return index
+
+    with ShardedDataLoader(Noted(), 1, pool=make_pool(name, 1), prefetch=3) as loader:
+        next(iter(loader))
+        loader.set_epoch(0)
+        again = iter(loader)
+        go_on.touch()
+        assert next(again).tolist() == [0]
+    before = read.read_text().split()[1:]
+    # What was running ends, what waited does not begin.
+    assert before[: before.index("0")] in ([], ["1"])
+
+
+def test_close_wakes_a_thread_that_waits(worker_pool: Pool) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    class Never:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            import time
+
+            time.sleep(1 if isinstance(worker_pool, ThreadPool) else 1000)
+            return index
+
+    loader = ShardedDataLoader(Never(), 1, pool=worker_pool)
+    iterator = iter(loader)
+
+    def consume() -> None:
+        started.set()
+        try:
+            next(iterator)
+        except LoaderClosedError:
+            ended.set()
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    started.wait()
+    loader.close()
+    thread.join(10)
+    assert ended.is_set()
+
+
+def test_the_context_manager_closes(pool: Pool) -> None:
+    with ShardedDataLoader(range(4), 2, pool=pool) as loader:
+        next(iter(loader))
+    assert not pool.started
+    with pytest.raises(LoaderClosedError):
+        iter(loader)
+
+
+def test_workers_live_as_long_as_the_loader(process_pool: Any) -> None:
+    with ShardedDataLoader(range(8), 2, pool=process_pool) as loader:
+        list(loader)
+        pids = process_pool.pids
+        list(loader)
+        assert process_pool.pids == pids
+        assert len(set(pids)) == 2
+
+
+# -- what can be changed --------------------------------------------------------------------------------------
+
+
+def test_prefetch_bounds_what_is_in_flight_and_may_change() -> None:
+    gate = Gate()
+    gate.open_for_all()
+    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=3)
+    iterator = iter(loader)
+    next(iterator)
+    for _ in range(4):
+        gate.begun.acquire(timeout=10)
+    assert not gate.begun.acquire(timeout=0.1)  # one delivered, three in flight
+    loader.prefetch = 6
+    next(iterator)
+    for _ in range(4):
+        gate.begun.acquire(timeout=10)
+    assert not gate.begun.acquire(timeout=0.1)
+    loader.prefetch = None  # type: ignore[assignment]
+    assert loader.prefetch == 4
+    loader.close()
+
+
+def test_default_prefetch_is_two_per_worker() -> None:
+    assert ShardedDataLoader(range(4), 2, num_workers=3, thread_pool=True).prefetch == 6
+    assert ShardedDataLoader(range(4), 2).prefetch == 0
+
+
+def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: Pool) -> None:
+    with ShardedDataLoader(range(100), 10, pool=pool, num_shards=2, prefetch=2) as loader:
+        sizes = []
+        for number, shards in enumerate(loader):
+            sizes.append([len(shard) for shard in shards])
+            if number == 2:
+                loader.shard_weights = [4, 1]
+                assert loader.shard_weights == [4, 1]
+            if number == 6:
+                with pytest.raises(ValueError, match="weights"):
+                    loader.shard_weights = [1, 1, 1]
+    assert sizes[:3] == [[5, 5]] * 3
+    assert sizes[5:] == [[8, 2]] * 5
+
+
+def test_refresh_sends_a_changed_dataset(pool: Pool) -> None:
+    data = [1, 2, 3]
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        assert lists(loader) == [[1, 2], [3]]
+        data.append(4)
+        data[0] = 10
+        loader.refresh()
+        assert len(loader) == 2
+        assert lists(loader) == [[10, 2], [3, 4]]
+        assert loader.epoch == 2
+
+
+# -- what it answers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "batch_size"), [(0, 3), (9, 3), (10, 3), (2, 3)])
+def test_lengths_are_right(length: int, batch_size: int) -> None:
+    for last_batch in ("keep", "discard", "rollover"):
+        loader = ShardedDataLoader(range(length), batch_size, last_batch=last_batch)
+        for _ in range(4):
+            assert len(loader) == len(list(loader.batch_sampler.iter_epoch(loader.epoch)))
+            expected = len(loader)
+            assert len(list(loader)) == expected
+
+
+def test_an_iterator_has_the_length_of_its_epoch() -> None:
+    """torch's iterators count so, and tqdm asks for it."""
+    loader = ShardedDataLoader(range(10), 4, last_batch="rollover")
+    assert [len(loader), len(iter(loader))] == [2, 2]
+    iterator = iter(loader)
+    assert [len(iterator) for _ in iterator] == [2, 2]
+    assert [len(loader), len(iter(loader))] == [3, 3]
+    assert len(list(iter(loader))) == 3
+
+
+def test_an_iterator_without_a_length_is_still_an_iterator() -> None:
+    iterator = iter(ShardedDataLoader(range(4), 2, sampler=WithoutLength()))
+    with pytest.raises(TypeError, match="WithoutLength, has no length"):
+        len(iterator)
+    assert iterator
+    assert [batch.tolist() for batch in list(iterator)] == [[0, 1], [2]]
+    assert iter(ShardedDataLoader([], 2))
+
+
+class WithoutLength:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_peek_is_the_first_batch_and_changes_nothing(pool: Pool) -> None:
+    with ShardedDataLoader(range(20), 6, shuffle=True, seed=4, pool=pool, num_shards=2) as loader:
+        peeked = [shard.tolist() for shard in loader.peek()]
+        assert not pool.started
+        assert (loader.epoch, loader.position) == (0, 0)
+        assert [shard.tolist() for shard in next(iter(loader))] == peeked
+    with pytest.raises(IndexError, match="no batches"):
+        ShardedDataLoader([], 2).peek()
+    with pytest.raises(Exception, match="went wrong"):
+        ShardedDataLoader(Bad(boom), 8).peek()
+
+
+def test_read_gives_a_sample_of_any_epoch(new_pool: Callable[..., Pool]) -> None:
+    from samples import Draws
+
+    with ShardedDataLoader(Draws(), 20, seed=9, pool=new_pool()) as loader:
+        for epoch in range(2):
+            (own, tensor, shared), *_ = [next(iter(loader))]
+            sample = loader.read(7, epoch=epoch)
+            np.testing.assert_array_equal(sample[0], own[7])
+            assert torch.equal(sample[1], tensor[7])
+            np.testing.assert_array_equal(sample[2], shared[7])
+
+
+def test_stats_count_samples_and_waiting() -> None:
+    loader = ShardedDataLoader(range(10), 4, num_workers=1, thread_pool=True)
+    assert loader.stats().samples_per_second == 0
+    list(loader)
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (3, 10)
+    assert 0 < stats.waiting_seconds <= stats.seconds
+    assert 0 < stats.waiting_share <= 1
+    assert stats.samples_per_second > 0
+    assert "10 samples in 3 batches" in str(stats)
+
+
+def test_repr_tells_what_a_batch_looks_like_and_where_it_is() -> None:
+    dataset = ArrayDataset(image=np.zeros((10, 3), np.float32), label=np.arange(10))
+    loader = ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"])
+    assert "none read yet" in repr(loader)
+    next(iter(loader))
+    text = repr(loader)
+    for part in ("10 samples", "3 batches of 4", "on cpu, cpu", "InlinePool()", "epoch 0, at batch 1"):
+        assert part in text
+    assert "{'image': float32[2, 3], 'label': int64[2]}" in text
+
+
+def test_the_attributes_that_other_libraries_read() -> None:
+    data = list(range(10))
+    loader = ShardedDataLoader(data, 4, last_batch="discard", num_workers=2, thread_pool=True)
+    assert loader.dataset is data
+    assert (loader.batch_size, loader.num_workers, loader.prefetch, loader.drop_last) == (4, 2, 4, True)
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    assert not isinstance(loader, torch.utils.data.DataLoader)
+    assert not hasattr(loader, "_iterator")
+
+
+def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10), torch.arange(10.0))
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SubsetRandomSampler([1, 3, 5, 7]), 2, False)
+    with ShardedDataLoader(data, batch_sampler=sampler, pool=pool, seed=1) as loader:
+        first = [[part.tolist() for part in batch] for batch in loader]
+        assert sorted(sum((batch[0] for batch in first), [])) == [1, 3, 5, 7]
+        assert all([float(i) for i in batch[0]] == batch[1] for batch in first)
+        loader.set_epoch(0)
+        assert [[part.tolist() for part in batch] for batch in loader] == first
+
+
+def test_own_samplers_decide_shards(pool: Pool) -> None:
+    sampler = ShardedBatchSampler(BatchSampler(RandomSampler(20, seed=1), 6), 2, costs=list(range(20)))
+    with ShardedDataLoader(range(20), batch_sampler=sampler, pool=pool, devices=["cpu", "cpu"]) as loader:
+        batches = [[shard.tolist() for shard in shards] for shards in loader]
+    assert sorted(i for shards in batches for shard in shards for i in shard) == list(range(20))
+    assert all(len(shards) == 2 for shards in batches)
+
+
+# -- ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard"])
+@pytest.mark.parametrize("length", [0, 3, 10, 11, 12])
+def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: str, length: int) -> None:
+    order = sum(lists(ShardedDataLoader(range(length), 1, shuffle=True, seed=0)), [])
+
+    class Order:
+        def __init__(self) -> None:
+            self.order = order
+
+        def __len__(self) -> int:
+            return length
+
+    for rank in range(4):
+        reference = DistributedSampler(
+            Order(),  # type: ignore[arg-type]
+            num_replicas=4,
+            rank=rank,
+            shuffle=False,
+            drop_last=last_batch == "discard",
+        )
+        loader = ShardedDataLoader(range(length), 1, shuffle=True, num_replicas=4, rank=rank, last_batch=last_batch)
+        assert sum(lists(loader), []) == ([order[i] for i in reference] if length else [])
+
+
+def test_num_replicas_auto_reads_the_environment_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedDataLoader(range(10), 5, num_replicas="auto")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert lists(loader) == [[1, 3, 5, 7, 9]]
+    assert len(loader) == 1
+
+
+def test_batches_of_a_batch_sampler_are_dealt_out_too() -> None:
+    batches = [[0, 1], [2], [3, 4]]
+    found = [lists(ShardedDataLoader(range(5), batch_sampler=batches, num_replicas=2, rank=rank)) for rank in range(2)]
+    assert found == [[[0, 1], [3, 4]], [[2], [0, 1]]]
+
+
+# -- datasets that are told their epoch -----------------------------------------------------------------------
+
+
+def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        for epoch in range(3):
+            assert sum(lists(loader), []) == [100 * epoch + i for i in range(12)]
+        loader.set_epoch(7)
+        assert loader.peek().tolist() == [700, 701, 702, 703]
+        assert loader.read(3, epoch=5) == 503
+        assert sum(lists(loader), []) == [700 + i for i in range(12)]
+
+
+def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        old = iter(loader)
+        next(old)
+        new = iter(loader)
+        assert next(old).tolist() == [4, 5, 6, 7]  # the new one has begun nothing yet
+        assert next(new).tolist() == [100, 101, 102, 103]
+        if pool.shares_dataset:
+            with pytest.raises(RuntimeError, match="epoch 0 cannot go on: epoch 1 was begun"):
+                next(old)
+        else:
+            assert next(old).tolist() == [8, 9, 10, 11]
+
+
+def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_pool: Any) -> None:
+    class Nested:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            (inner,) = ShardedDataLoader(range(4), 4, num_workers=index, pool=None if index else "inline")
+            return inner
+
+    with ShardedDataLoader(Nested(), 1, pool=process_pool) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [[0, 1, 2, 3]]
+        with pytest.raises(RuntimeError, match="a worker process, which may have none of its own.*num_workers=0"):
+            next(iterator)
+
+
+def test_loaders_may_nest() -> None:
+    class Outer:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return int(sum(batch.sum() for batch in ShardedDataLoader(range(index + 1), 2)))
+
+    assert lists(ShardedDataLoader(Outer(), 3, pool=InlinePool())) == [[0, 1, 3]]
+
+
+def test_nothing_is_warned_of_in_ordinary_use(pool: Pool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ShardedDataLoader(range(10), 4, pool=pool, devices=["cpu", "cpu"], num_replicas=1) as loader:
+            list(loader)
+
+
+def test_read_and_peek_leave_the_epoch_that_threads_read_alone() -> None:
+    with ShardedDataLoader(Told(), 1, pool=ThreadPool(2)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(RuntimeError, match="cannot read in epoch 7 while threads read epoch 0"):
+            loader.read(0, epoch=7)
+        with pytest.raises(RuntimeError, match="cannot read in epoch 1"):
+            loader.peek()
+        assert loader.read(3) == 3
+        assert sum(lists(iterator), []) == list(range(1, 12))
+        assert loader.peek().tolist() == [100]
+
+
+def test_an_iterator_that_has_ended_stays_ended(pool: Pool) -> None:
+    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
+        first = iter(loader)
+        list(first)
+        next(iter(loader))
+        assert next(first, "ended") == "ended"
+
+
+def test_an_older_iterator_goes_on_after_refresh(pool: Pool) -> None:
+    data = list(range(8))
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        old = iter(loader)
+        assert next(old).tolist() == [0, 1]
+        data.append(8)
+        loader.refresh()
+        new = iter(loader)
+        assert next(new).tolist() == [0, 1]
+        assert lists(old) == [[2, 3], [4, 5], [6, 7]]
+        assert lists(new) == [[2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_refresh_keeps_the_epoch_that_a_sampler_was_told() -> None:
+    loader = ShardedDataLoader(range(8), 2, shuffle=True, seed=1)
+    loader.sampler.set_epoch(5)
+    loader.refresh()
+    assert loader.epoch == 5
+
+
+class Silent:
+    """A sampler that is told its epoch and does not show it."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return iter([(i + self._epoch) % 10 for i in range(4)])
+
+
+def test_a_sampler_that_does_not_show_its_epoch_is_listened_to() -> None:
+    loader = ShardedDataLoader(range(10), 4, sampler=Silent())
+    assert lists(loader) == [[0, 1, 2, 3]]
+    assert lists(loader) == [[1, 2, 3, 4]]
+    loader.sampler.set_epoch(5)
+    assert loader.epoch == 5
+    assert lists(loader) == [[5, 6, 7, 8]]
+    assert lists(loader) == [[6, 7, 8, 9]]
+
+
+def test_set_epoch_reaches_through_nested_samplers() -> None:
+    inner = DistributedSampler(range(12), num_replicas=2, rank=0, seed=1)  # type: ignore[arg-type]
+    batches = torch.utils.data.BatchSampler(inner, 2, False)
+    loader = ShardedDataLoader(range(12), batch_sampler=ShardedBatchSampler(batches, 2))
+    assert loader.sampler is inner
+
+    def epoch() -> list[int]:
+        return [int(i) for shards in loader for shard in shards for i in shard]
+
+    first, second = epoch(), epoch()
+    assert first != second
+    loader.sampler.set_epoch(0)
+    assert (loader.epoch, epoch()) == (0, first)
+
+
+def test_the_epoch_in_progress_is_shown_whatever_comes_next() -> None:
+    loader = ShardedDataLoader(range(8), 4)
+    for _ in loader:
+        loader.set_epoch(9)
+        assert (loader.epoch, loader.position) == (0, 1)
+        break
+    assert (loader.epoch, loader.position) == (9, 0)
+
+
+def test_weights_hold_from_the_next_batch_dispatched_not_planned() -> None:
+    loader = ShardedDataLoader(range(400), 10, pool=ThreadPool(1), num_shards=2, prefetch=1)
+    iterator = iter(loader)
+    loader.prefetch = 30
+    next(iterator)
+    loader.shard_weights = [9, 1]
+    sizes = [[len(shard) for shard in shards] for shards in iterator]
+    assert sizes[-1] == [9, 1]
+    loader.close()
+
+
+def test_indices_of_a_sampler_are_indices_tuples_too() -> None:
+    class Grid:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, place: tuple[int, int]) -> int:
+            return 10 * place[0] + place[1]
+
+    loader = ShardedDataLoader(Grid(), 2, sampler=[(0, 1), (1, 2), (2, 0)])
+    assert lists(loader) == [[1, 12], [20]]
+
+
+def test_a_share_of_0_must_come_last() -> None:
+    with pytest.raises(ValueError, match="come last"):
+        ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[0, 1])
+    assert [len(shards) for shards in ShardedDataLoader(range(4), 2, num_shards=2, shard_weights=[1, 0])] == [1, 1]
+
+
+def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedDataLoader(range(10), 5, num_replicas="auto")
+    assert (len(loader), "2 batches" in repr(loader)) == (2, True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert len(loader) == 1
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [1, 3, 5, 7, 9]
+    monkeypatch.delenv("WORLD_SIZE")
+    assert (len(loader), lists(loader)) == (1, [[1, 3, 5, 7, 9]])
+    with pytest.raises(ValueError, match="rank"):
+        ShardedDataLoader(range(10), 5, num_replicas="auto", rank=1)
+
+
+def test_the_default_batchify_given_by_name_reads_in_bulk_too() -> None:
+    from sharded_loader import default_batchify_fn
+
+    class InBulkOnly(ArrayDataset):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("read one by one")
+
+        def get_batch(self, indices: Any) -> Any:
+            return super().get_batch(indices)
+
+    loader = ShardedDataLoader(InBulkOnly(np.arange(4)), 4, batchify_fn=default_batchify_fn)
+    assert lists(loader) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "fork", "spawn"])
+def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
+    import signal
+    import time
+
+    from conftest import make_pool
+
+    class Slow(Uneven):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.3)
+            return index
+
+    loader = ShardedDataLoader(Slow(), 1, pool=make_pool(kind))
+    before = signal.signal(signal.SIGALRM, lambda *_: loader.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(LoaderClosedError):
+            for _ in loader:
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"sampler": RandomSampler(100), "batch_size": 5},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(100), 5)},
+        lambda: {"batch_sampler": FixedBucketSampler(list(range(1, 101)), 5, shuffle=True)},
+    ],
+)
+def test_ranks_agree_on_the_order_of_samplers_that_were_given_no_seed(make: Callable[[], dict[str, Any]]) -> None:
+    parts = [lists(ShardedDataLoader(range(100), num_replicas=2, rank=rank, **make())) for rank in range(2)]
+    assert sorted(set(sum(parts[0] + parts[1], []))) == list(range(100))
+    again = [lists(ShardedDataLoader(range(100), seed=7, **make())) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
+    sampler.set_epoch(3)
+    loader = ShardedDataLoader(range(20), 5, sampler=sampler)
+    assert loader.epoch == 3
+    expected = list(sampler)
+    assert sum(lists(loader), []) == expected
+
+
+def test_what_cannot_be_changed_says_so() -> None:
+    loader = ShardedDataLoader(range(4), 2)
+    for name in ("batch_size", "drop_last", "sampler", "batch_sampler", "num_workers", "seed"):
+        with pytest.raises(AttributeError):
+            setattr(loader, name, 3)
+
+
+@pytest.mark.slow
+def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> None:
+    import subprocess
+    import sys
+    import textwrap
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, warnings
+        import torch.distributed as dist
+        from sharded_loader import ShardedDataLoader, SplitSampler
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+        def count(**options):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loader = ShardedDataLoader(range(10), 5, **options)
+                batches = [batch.tolist() for _ in range(2) for batch in loader]
+            return sum("one of 2 ranks" in str(w.message) for w in caught), batches[0]
+        assert count(sampler=SplitSampler(10, 2, rank))[0] == 0  # which shares out too
+        print(count()[0], count(num_replicas=1)[0], *count(num_replicas="auto"))
+        dist.barrier()
+        dist.destroy_process_group()
+        """)
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert answers == ["1 0 0 [0, 2, 4, 6, 8]\n", "1 0 0 [1, 3, 5, 7, 9]\n"]

@@ -1,0 +1,107 @@
+"""Weeks of training: what comes with every epoch goes with it, and numbers are wide enough."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import multiprocess
+import pytest
+from conftest import make_pool
+
+from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader.engine.messages import _REPLY, CANCEL, pack_head, pack_reply
+from sharded_loader.engine.pool import Pool
+from sharded_loader.memory.codec import Encoded
+from sharded_loader.workers.link import send_message
+from sharded_loader.workers.worker import _Worker
+
+
+def test_threads_remember_only_the_runs_that_are_alive() -> None:
+    with ShardedDataLoader(range(8), 2, pool=ThreadPool(1)) as loader:
+        for _ in range(5):
+            for _ in loader:
+                break
+        held = iter(loader)
+        next(held)
+        shared = loader.pool._shared  # type: ignore[attr-defined]
+        assert shared.live == {held.run.number}
+
+
+def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
+    ours, theirs = multiprocess.Pipe()
+    worker = _Worker(theirs, 0, 1)
+    worker._finished.set()
+    for run in range(5):
+        send_message(ours, pack_head(CANCEL, run), (), ())
+    ours.close()
+    worker.run(None)  # until the pipe's end
+    theirs.close()
+    assert not worker._cancelled
+
+
+def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Callable[[], Pool]) -> None:
+    pool = new_pool()
+    with ShardedDataLoader(range(40), 2, prefetch=2, pool=pool) as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        loader._pipeline._runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
+        second.itself = second  # type: ignore[attr-defined]
+        gc.disable()
+        try:
+            del second
+            loader._pipeline.drop(first.run.number)
+        finally:
+            gc.enable()
+        assert not loader._pipeline._dropped
+        assert len(list(loader)) == 20
+
+
+class Collects:
+    """The collector comes when this goes."""
+
+    def __del__(self) -> None:
+        gc.collect()
+
+
+def test_a_reply_may_hold_more_than_four_gigabytes() -> None:
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return 5 << 30
+
+    reply = pack_reply(1, 2, 3, Encoded(Huge(), (), ()))
+    assert _REPLY.unpack_from(reply)[-1] == 5 << 30
+
+
+@pytest.mark.parametrize("name", ["inline", "thread", "fork"])
+def test_a_signal_handler_may_ask_how_far_it_is_at_any_line(name: str) -> None:
+    """As one for SIGUSR1 does, which prints the counts, or for SIGTERM, which saves the state."""
+    asked = 0
+
+    def ask(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal asked
+        if event == "line" and not asking:
+            asked += 1
+            asking.append(True)
+            loader.stats(), loader.state_dict(), repr(loader), len(loader)
+            asking.clear()
+        return ask if "sharded_loader" in frame.f_code.co_filename else None
+
+    def loop() -> None:
+        sys.settrace(ask)
+        for batch in loader:
+            got.append(batch.tolist())
+        sys.settrace(None)
+
+    asking: list[bool] = []
+    got: list[list[int]] = []
+    with ShardedDataLoader(range(8), 2, pool=make_pool(name)) as loader:
+        thread = threading.Thread(target=loop, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert asked > 200

@@ -1,0 +1,361 @@
+"""P4, P8: a worker that dies loses no batch; a sample that kills its workers is one error that names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import METHODS, PROCESS_POOLS, covering, make_pool
+from recovery_samples import (
+    BadStart,
+    DiesInSetState,
+    Fails,
+    Parents,
+    Random,
+    Wide,
+    crashes,
+    exits,
+    killed,
+    leaves,
+    loader_arguments,
+    nothing,
+    raises,
+    raises_unpicklable,
+    until_the_end,
+    values_of,
+)
+
+from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
+from sharded_loader.workers.resources import WorkerHandle, WorkerResources
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
+
+PHASES = ("reading", "__getitems__", "get_batch", "batchify_fn", "encoding")
+NAMED = PHASES[:3]
+DEATHS: dict[Callable[[], Any], tuple[int, str]] = {
+    leaves: (5, "exit code 5"),
+    killed: (-9, "SIGKILL"),
+    crashes: (-11, "SIGSEGV"),
+}
+HOWS = (raises, raises_unpicklable, exits, *DEATHS)
+BATCH_SIZE = 5
+BAD = 3  # the batch of sample 17
+
+
+def notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def expected(where: str, **options: Any) -> list[Any]:
+    """The stream without any failure."""
+    with ShardedDataLoader(**loader_arguments(where, nothing), batch_size=BATCH_SIZE, seed=2, **options) as loader:
+        return [values_of(batch) for batch in loader]
+
+
+# -- a batch that fails every time ----------------------------------------------------------------------------
+
+
+@METHODS
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("where", PHASES)
+def test_a_batch_that_always_fails_is_one_error_in_its_place(
+    method: str, where: str, how: Callable[[], Any], tmp_path: Path
+) -> None:
+    fail = Fails(how, tmp_path / "count")
+    with ShardedDataLoader(
+        **loader_arguments(where, fail), batch_size=BATCH_SIZE, seed=2, pool=make_pool(method)
+    ) as loader:
+        batches, errors = until_the_end(iter(loader))
+        whole = expected(where)
+        assert batches == whole[:BAD] + whole[BAD + 1 :]
+        (error,) = errors
+        if how in DEATHS:
+            assert type(error) is WorkerDiedError
+            exitcode, text = DEATHS[how]
+            assert error.exitcode == exitcode
+            assert text in str(error) and f"in epoch 0, batch {BAD}, which has now stopped 3 workers" in str(error)
+            assert (error.epoch, error.batch) == (0, BAD)
+            assert error.index == (17 if where in NAMED else None)
+            assert fail.count == 3
+        else:
+            kind = TypeError if where == "encoding" else LookupError if how is raises else SampleReadError
+            assert type(error) is kind
+            assert f"batch {BAD}" in notes(error)[0]
+        if where in NAMED:
+            assert "sample 17" in notes(error)[0]
+            assert notes(error)[-1].endswith("loader.read(17, epoch=0)")
+        else:
+            assert notes(error)[-1].endswith("[loader.read(i, epoch=0) for i in (15, 16, 17, 18, 19)]")
+        assert len(until_the_end(iter(loader))[0]) == 7  # another epoch
+
+
+@METHODS
+@pytest.mark.parametrize("how", HOWS)
+def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], Any], tmp_path: Path) -> None:
+    fail = Fails(how, tmp_path / "count")
+    pool = make_pool(method, worker_init_fn=BadStart(fail))
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        began = time.monotonic()
+        with pytest.raises((LookupError, SampleReadError, WorkerDiedError)) as caught:
+            next(iter(loader))
+        assert time.monotonic() - began < 20
+        if how in DEATHS:
+            assert isinstance(caught.value, WorkerDiedError)
+            assert (caught.value.batch, caught.value.index) == (None, None)
+            assert DEATHS[how][1] in str(caught.value) and "worker_init_fn" in str(caught.value)
+            assert 3 <= fail.count <= 6  # no more than three of each number
+        else:
+            assert "started" in notes(caught.value)[0]
+            assert type(caught.value) is (LookupError if how is raises else SampleReadError)
+        assert not pool.started
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_path: Path) -> None:
+    fail = Fails(killed, tmp_path / "count")
+    with ShardedDataLoader(DiesInSetState(fail), 2, pool=make_pool(method)) as loader:
+        with pytest.raises(WorkerDiedError, match="unpickled the dataset") as caught:
+            next(iter(loader))
+        assert caught.value.exitcode == -9
+        assert 3 <= fail.count <= 6
+
+
+@pytest.mark.parametrize(("restarts", "deaths"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: int, tmp_path: Path) -> None:
+    fail = Fails(killed, tmp_path / "count")
+    with ShardedDataLoader(
+        **loader_arguments("reading", fail), batch_size=BATCH_SIZE, pool=make_pool("fork", restarts=restarts)
+    ) as loader:
+        batches, errors = until_the_end(iter(loader))
+    assert (len(batches), len(errors), fail.count) == (7, 1, deaths)
+
+
+def test_two_bad_batches_are_two_errors(tmp_path: Path) -> None:
+    class Two(Parents):
+        def __getitem__(self, index: int) -> int:
+            if index in (3, 30):
+                killed()
+            return index
+
+    with ShardedDataLoader(Two(), BATCH_SIZE, pool=make_pool("fork", 3)) as loader:
+        batches, errors = until_the_end(iter(loader))
+    assert [error.index for error in errors if isinstance(error, WorkerDiedError)] == [3, 30]
+    assert [batch[0][0] for batch in batches] == [5, 10, 15, 20, 25, 35]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
+    arguments = loader_arguments("reading", Fails(killed, tmp_path / "count"))
+    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=make_pool("fork"), on_error=on_error) as loader:
+        batches, errors = until_the_end(iter(loader))
+        assert len(batches) == 7
+        assert [type(error) for error in errors] == [WorkerDiedError]
+        assert loader.num_skipped == 0
+
+
+# -- a crash that does not come again -------------------------------------------------------------------------
+
+
+@covering(method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2])
+def test_a_crash_that_does_not_come_again_is_not_seen(
+    method: str, where: str, how: Callable[[], Any], num_shards: int | None, tmp_path: Path
+) -> None:
+    fail = Fails(how, tmp_path / "count", times=1)
+    options: dict[str, Any] = {"num_shards": num_shards, "shuffle": True}
+    init = BadStart(fail) if where == "starting" else None
+    whole = expected(where, **options)
+    arguments = loader_arguments(where, nothing if where == "starting" else fail)
+    pool = make_pool(method, worker_init_fn=init)
+    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool, **options) as loader:
+        assert until_the_end(iter(loader)) == (whole, [])
+    assert fail.count >= 2
+
+
+# -- killed from outside --------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Kills a random worker that has started, again and again."""
+
+    def __init__(self, pool: ProcessPool, every: float) -> None:
+        self.pool = pool
+        self.every = every
+        self.deaths = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        choose = random.Random(0)
+        while not self._stop.wait(self.every):
+            ready = [handle for handle in list(self.pool._workers) if handle.ready and not handle.has_ended()]
+            if ready:
+                os.kill(choose.choice(ready).pid, signal.SIGKILL)
+                self.deaths += 1
+
+    def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def random_stream(pool: Any, num_shards: int | None, seconds: float, length: int = 200) -> Iterator[list[Any]]:
+    with ShardedDataLoader(Random(length, seconds), 4, True, seed=8, pool=pool, num_shards=num_shards) as loader:
+        for _ in range(2):
+            yield from map(values_of, loader)
+
+
+@METHODS
+@pytest.mark.parametrize("num_shards", [pytest.param(None, marks=pytest.mark.slow), 2])
+def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int | None) -> None:
+    length = 60 if method == "spawn" else 200  # workers take longer to start than they are left to live
+    whole = list(random_stream(make_pool("fork"), num_shards, 0, length))
+    pool = make_pool(method, restarts=100)  # the same batch may be hit again and again
+    assert isinstance(pool, ProcessPool)
+    with Killer(pool, 0.15) as killer:
+        assert list(random_stream(pool, num_shards, 0.01, length)) == whole
+    assert killer.deaths >= 5
+
+
+@METHODS
+def test_all_workers_at_once(method: str) -> None:
+    pool = make_pool(method, 3)
+    assert isinstance(pool, ProcessPool)
+    found = []
+    for number, batch in enumerate(random_stream(pool, None, 0.001)):
+        if number in (10, 60):
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGKILL)
+        found.append(batch)
+    assert found == list(random_stream(make_pool("fork"), None, 0))
+
+
+def test_the_template_and_a_worker() -> None:
+    pool = make_pool("fork")
+    assert isinstance(pool, ProcessPool)
+    found = []
+    for number, batch in enumerate(random_stream(pool, None, 0.001)):
+        if number in (10, 60):
+            template = pool._resources.template
+            assert template is not None
+            os.kill(template._process.pid, signal.SIGKILL)
+            os.kill(pool.pids[number == 60], signal.SIGKILL)
+        found.append(batch)
+    assert found == list(random_stream(make_pool("fork"), None, 0))
+
+
+def test_the_template_alone_is_not_missed() -> None:
+    pool = make_pool("fork")
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        template = pool._resources.template
+        assert template is not None
+        os.kill(template._process.pid, signal.SIGKILL)
+        assert len(list(iterator)) == 9
+
+
+@METHODS
+def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: str) -> None:
+    class Filled:
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full(20_000, index)
+
+    pool = make_pool(method)
+    assert isinstance(pool, ProcessPool)
+    held = []
+    with ShardedDataLoader(Filled(), 2, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            held.append(batch)
+            if number % 10 == 9:
+                for pid in pool.pids:
+                    os.kill(pid, signal.SIGKILL)
+    assert len(held) == 30
+    assert all(bool((batch == np.array([[2 * i], [2 * i + 1]])).all()) for i, batch in enumerate(held))
+
+
+@METHODS
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_a_slot_is_free_only_when_its_writer_is_over(method: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[tuple[int, bool]] = []
+
+    def watched(self: WorkerResources, handle: WorkerHandle) -> None:
+        freed.append((len(handle.slots), is_over(handle.pid)))
+        free_slots(self, handle)
+
+    free_slots = WorkerResources.free_slots
+    monkeypatch.setattr(WorkerResources, "free_slots", watched)
+    pool = make_pool(method, restarts=100)
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(Wide(), 2, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
+            if number in (5, 6) and end != "closed":
+                os.kill(pool.pids[number % 2], signal.SIGKILL)
+            elif number == 5:
+                break
+    assert sum(slots for slots, _ in freed) > 0
+    assert all(over for _, over in freed)
+
+
+def is_over(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:
+    data, pool = Parents(), make_pool("fork")
+    assert isinstance(pool, ProcessPool)
+    with ShardedDataLoader(data, 2, pool=pool) as loader:
+        before = np.concatenate([np.asarray(batch) for batch in loader])
+        data.value = 2
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        after = np.concatenate([np.asarray(batch) for batch in loader])
+        template = pool._resources.template
+        assert template is not None
+        parent = template._process.pid
+    for rows in (before, after):
+        assert rows[:, 0].tolist() == list(range(40))
+        assert set(rows[:, 1]) == {1}
+        assert set(rows[:, 3]) == {parent} != {os.getpid()}
+    assert not set(before[:, 2]) & set(after[-10:, 2])
+
+
+def test_how_soon_a_death_is_mended(record_property: Callable[[str, Any], None], tmp_path: Path) -> None:
+    """Reported, not judged: the machine may be busy."""
+
+    class Dies:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> float:
+            marker = tmp_path / "died"
+            if index == 1 and not marker.exists():
+                marker.write_text(str(time.monotonic()))
+                killed()
+            return float(index)
+
+    with ShardedDataLoader(Dies(), 1, pool=make_pool("fork")) as loader:
+        assert [float(batch) for batch in loader] == [0.0, 1.0]
+        milliseconds = 1000 * (time.monotonic() - float((tmp_path / "died").read_text()))
+    record_property("from the kill to the batch, ms", milliseconds)
+    print(f"from the kill to the batch of the replacement: {milliseconds:.1f} ms")
+    assert milliseconds < 5000

@@ -1,0 +1,1039 @@
+"""P6, resume: a state taken anywhere resumes exactly, in another pool, for any number of ranks."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as torch_data
+from conftest import POOLS, covering, make_pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader import (
+    BatchSampler,
+    BoundedBudgetSampler,
+    FilterSampler,
+    FixedBucketSampler,
+    InlinePool,
+    IntervalSampler,
+    RandomSampler,
+    SequentialSampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    SortedBucketSampler,
+    SortedSampler,
+    SplitSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    sample_rng,
+)
+from sharded_loader.engine.pool import Pool
+from sharded_loader.sampling import Sampler
+
+Loader = Callable[..., ShardedDataLoader]
+
+
+class Noisy:
+    """Each sample is its index, and what it draws."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        return np.array([index, sample_rng().integers(1 << 30)])
+
+
+def plain(batch: Any) -> Any:
+    return [plain(part) for part in batch] if isinstance(batch, list) else batch.tolist()
+
+
+def batches(iterator: Any, count: int | None = None) -> list[Any]:
+    return [plain(batch) for batch in itertools.islice(iterator, count)]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(state)
+    assert len(text) < 1000
+    loaded: dict[str, Any] = json.loads(text)
+    assert loaded == state
+    return loaded
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_a_state_after_the_last_batch_is_loaded_as_the_beginning_of_the_next_epoch(last_batch: str) -> None:
+    def make() -> ShardedDataLoader:
+        return ShardedDataLoader(range(7), 3, True, seed=1, last_batch=last_batch)
+
+    expected = stream(make(), 3)
+    loader = make()
+    batches(iter(loader), len(loader))
+    state = through_json(loader.state_dict())
+    assert (state["epoch"], state["samples"]) == (0, 7 if last_batch == "keep" else 6)
+    for told in ([], [1], [1, 1]):
+        other = make()
+        other.load_state_dict(state)
+        for epoch in told:
+            other.set_epoch(epoch)
+        assert (other.epoch, other.position, len(other)) == (1, 0, len(expected[1]))
+        assert stream(other, 2) == expected[1:]
+    other = make()
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    assert stream(other, 3) == expected
+
+
+# -- samplers -----------------------------------------------------------------------------------------------
+
+
+class GluonStyle:
+    """Draws from the global generators when it is started, and knows no epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Stateful(GluonStyle):
+    """Has a place of its own, as torchdata's samplers; its order is drawn from history, so nobody else can find it."""
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        super().__init__(length)
+        self.generator_state = seed
+        self.order: list[int] = []
+        self.yielded = 0
+        self.resumed = False
+        self.started = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.started += 1
+        if not self.resumed:
+            self.generator_state += 1
+            self.order = np.random.default_rng(self.generator_state).permutation(self.length).tolist()
+            self.yielded = 0
+        self.resumed = False
+        while self.yielded < self.length:
+            self.yielded += 1
+            yield self.order[self.yielded - 1]
+        self.yielded = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator_state, "order": self.order, "yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator_state, self.order, self.yielded = state["generator"], list(state["order"]), state["yielded"]
+        self.resumed = True
+
+
+class StatefulIterator:
+    """An iterator that has the place."""
+
+    def __init__(self, length: int) -> None:
+        self.items = list(range(length))
+        self.at = 0
+
+    def __iter__(self) -> StatefulIterator:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class WithStatefulIterator(GluonStyle):
+    def __iter__(self) -> StatefulIterator:  # type: ignore[override]
+        return StatefulIterator(self.length)
+
+
+class ByEpoch(torch_data.DistributedSampler):  # type: ignore[type-arg]
+    """torch's, over one rank."""
+
+    def __init__(self, length: int, replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(range(length), replicas, rank)  # type: ignore[arg-type]
+
+
+class StatefulByEpoch(ByEpoch):
+    """As torchdata's StatefulDistributedSampler."""
+
+    def __init__(self, length: int, replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(length, replicas, rank)
+        self.yielded = 0
+        self.next_yielded: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded, self.next_yielded = self.next_yielded or 0, None
+        for index in itertools.islice(super().__iter__(), self.yielded, None):
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_yielded = state["yielded"]
+
+
+class StatefulShuffle:
+    """The same, with a ``set_epoch`` of its own and nothing of torch's."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+        self.yielded = 0
+        self.next_yielded = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.epoch).permutation(self.length).tolist()
+        self.yielded, self.next_yielded = self.next_yielded, 0
+        for index in order[self.yielded :]:
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_yielded = state["yielded"]
+
+
+class BeginsAnew:
+    """Its own iterator, which each ``iter()`` begins anew, or at the place that was loaded."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.at = self.loaded = 0
+
+    def __iter__(self) -> BeginsAnew:
+        self.at, self.loaded = self.loaded, 0
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["at"]
+
+
+class TooShort(GluonStyle):
+    """Its length is not what it yields."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+class StatefulTooShort(StatefulShuffle):
+    def __len__(self) -> int:
+        return 8
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(23)
+
+
+class Wrapped(Sampler[int]):
+    """Ours, written as Gluon's users do."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Growing(Sampler[int]):
+    """Ours, of another length each epoch."""
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return iter(range(start, self.len_epoch(epoch)))
+
+    def len_epoch(self, epoch: int) -> int:
+        return 9 + 5 * epoch
+
+
+class Nested(GluonStyle):
+    """Reads another loader to find its order."""
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in ShardedDataLoader(range(self.length), 5, sampler=list(range(self.length)), seed=2):
+            yield from batch.tolist()
+
+
+CONFIGURATIONS: dict[str, Loader] = {
+    "sequential": lambda **other: ShardedDataLoader(Noisy(), 4, seed=5, **other),
+    "shuffled": lambda **other: ShardedDataLoader(Noisy(), 4, True, seed=5, **other),
+    "rollover": lambda **other: ShardedDataLoader(Noisy(), 4, True, last_batch="rollover", seed=5, **other),
+    "foreign": lambda **other: ShardedDataLoader(Noisy(), 4, sampler=GluonStyle(23), seed=5, **other),
+    "sharded batches": lambda **other: ShardedDataLoader(
+        Noisy(), batch_sampler=ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2), seed=5, **other
+    ),
+}
+
+LENGTHS = [3 + 7 * i % 11 for i in range(23)]
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sequential": lambda: {"sampler": SequentialSampler(23), "batch_size": 4},
+    "random": lambda: {"sampler": RandomSampler(23, seed=1), "batch_size": 4},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(3, 20), seed=1), "batch_size": 4},
+    "weighted": lambda: {"sampler": WeightedRandomSampler(LENGTHS, 30, seed=1), "batch_size": 4},
+    "filter": lambda: {"sampler": FilterSampler(lambda x: x % 2 == 0, range(23)), "batch_size": 4},
+    "interval": lambda: {"sampler": IntervalSampler(23, 3), "batch_size": 4},
+    "sorted": lambda: {"sampler": SortedSampler(LENGTHS), "batch_size": 4},
+    "split": lambda: {"sampler": SplitSampler(23, 2, 1, even_size=True, repeat=2, seed=1), "batch_size": 4},
+    "list": lambda: {"sampler": [3, 1, 4, 1, 5, 9, 2, 6], "batch_size": 3},
+    "discard": lambda: {"sampler": RandomSampler(23, seed=1), "batch_size": 4, "last_batch": "discard"},
+    "rollover": lambda: {"sampler": RandomSampler(23, seed=1), "batch_size": 4, "last_batch": "rollover"},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(23, seed=1), 4, "rollover")},
+    "sorted buckets": lambda: {"batch_sampler": SortedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
+    "fixed buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 3, 3, shuffle=True, seed=1)},
+    "budget": lambda: {"batch_sampler": BoundedBudgetSampler(LENGTHS, 30, seed=1)},
+    "sharded": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=1), 4), 2)},
+    "gluon style": lambda: {"sampler": GluonStyle(23), "batch_size": 4},
+    "gluon style, rollover": lambda: {"sampler": GluonStyle(23), "batch_size": 4, "last_batch": "rollover"},
+    "subclass of ours": lambda: {"sampler": Wrapped(), "batch_size": 4, "last_batch": "discard"},
+    "unequal epochs": lambda: {"sampler": Growing(), "batch_size": 4},
+    "reads another loader": lambda: {"sampler": Nested(23), "batch_size": 4},
+    "unsized": lambda: {"sampler": Unsized(), "batch_size": 4},
+    "torch random": lambda: {"sampler": torch_data.RandomSampler(range(23)), "batch_size": 4},
+    "torch distributed": lambda: {"sampler": ByEpoch(23), "batch_size": 4},
+    "torch batches": lambda: {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
+    "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(23, seed=1), 4, True)},
+    "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, seed=2)},
+    "stateful": lambda: {"sampler": Stateful(23), "batch_size": 4},
+    "stateful by epoch": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4},
+    "stateful by epoch, rollover": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4, "last_batch": "rollover"},
+    "stateful by epoch, discard": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4, "last_batch": "discard"},
+    "stateful, even": lambda: {"sampler": Stateful(24), "batch_size": 4},
+    "stateful iterator": lambda: {"sampler": WithStatefulIterator(23), "batch_size": 4},
+    "begins anew": lambda: {"sampler": BeginsAnew(23), "batch_size": 4},
+    "tells too short a length": lambda: {"sampler": TooShort(23), "batch_size": 4},
+    "stateful, tells too short a length": lambda: {"sampler": StatefulTooShort(23), "batch_size": 4},
+}
+
+
+def stream(loader: ShardedDataLoader, epochs: int = 3) -> list[list[Any]]:
+    return [batches(loader) for _ in range(epochs)]
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------
+
+PLACES = ("before the first batch", "in mid-epoch", "after the last batch", "after the loop")
+
+
+def run_to(loader: ShardedDataLoader, place: str) -> tuple[list[Any], dict[str, Any]]:
+    """Deliver one epoch and a part of the next; what came, and the state."""
+    got = batches(loader)
+    iterator = iter(loader)
+    if place == "in mid-epoch":
+        got += batches(iterator, 2)
+    elif place == "after the last batch":
+        got += batches(iterator, len(loader))
+    elif place == "after the loop":
+        got += batches(iterator)
+    return got, through_json(loader.state_dict())
+
+
+def check_resume(make: Loader, saved_in: Pool, loaded_in: Pool, place: str) -> None:
+    with make(pool=InlinePool()) as loader:
+        whole = [batch for epoch in stream(loader, 4) for batch in epoch]
+    with make(pool=saved_in, prefetch=3) as loader:
+        got, state = run_to(loader, place)
+    with make(pool=loaded_in) as loader:
+        loader.load_state_dict(state)
+        if place == "after the last batch":
+            assert (loader.epoch, loader.position) == (state["epoch"] + 1, 0)
+        else:
+            assert loader.state_dict() == state
+        while len(got) < len(whole):
+            got += batches(loader)
+    assert got == whole
+
+
+QUICK = ("inline", "thread", "fork" if "fork" in POOLS else "spawn")
+
+
+@covering(kind=CONFIGURATIONS, saved_in=QUICK, loaded_in=QUICK, place=PLACES)
+def test_a_state_resumes_exactly_in_any_pool(kind: str, saved_in: str, loaded_in: str, place: str) -> None:
+    check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 1), place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["in mid-epoch", "after the last batch"])
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in"),
+    [
+        pair
+        for pair in (("spawn", "forkserver"), ("forkserver", "spawn"), ("thread", "spawn"), ("forkserver", "inline"))
+        if set(pair) <= set(POOLS)
+    ],
+)
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_a_state_resumes_exactly_under_every_start_method(kind: str, saved_in: str, loaded_in: str, place: str) -> None:
+    check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 3), place)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_every_sampler_resumes_after_every_batch(kind: str) -> None:
+    def make(**other: Any) -> ShardedDataLoader:
+        return ShardedDataLoader(range(40), seed=5, **SAMPLERS[kind](), **other)
+
+    whole = [batch for epoch in stream(make(), 3) for batch in epoch]
+    loader = make()
+    states = [loader.state_dict()]
+    ends = set()
+    for _ in range(2):
+        for _ in loader:
+            states.append(through_json(loader.state_dict()))
+        ends.add(len(states))
+        states.append(through_json(loader.state_dict()))
+    delivered = 0
+    for number, state in enumerate(states):
+        if number and number not in ends:
+            delivered += 1
+        again = make(pool="thread", num_workers=1, prefetch=3)
+        with again:
+            again.load_state_dict(state)
+            rest: list[Any] = []
+            for _ in range(3):
+                rest += batches(again)
+        assert rest[: len(whole) - delivered] == whole[delivered:], number
+
+
+# -- any place, three times over, in batches of any size ----------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_three_resumes_in_a_row_give_the_stream_of_none(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["shuffle", "foreign", "stateful", "rank's part", "batches"]))
+    length, batch_size = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 9))
+    last_batch = data.draw(st.sampled_from(["keep", "discard", "rollover"]))
+    ranks = data.draw(st.integers(1, 3))
+    rank = data.draw(st.integers(0, ranks - 1))
+
+    def make() -> ShardedDataLoader:
+        options: dict[str, Any] = {"batch_size": batch_size, "last_batch": last_batch, "seed": 3}
+        if kind == "shuffle":
+            options["shuffle"] = True
+        elif kind == "batches":
+            options = {"seed": 3, "batch_sampler": BatchSampler(GluonStyle(length), batch_size, last_batch, seed=4)}
+        else:
+            options["sampler"] = {"foreign": GluonStyle, "stateful": StatefulShuffle, "rank's part": RandomSampler}[
+                kind
+            ](length, *([5] if kind == "rank's part" else []))
+        if ranks > 1:
+            options |= {"num_replicas": ranks, "rank": rank}
+        return ShardedDataLoader(range(length), pool="thread", num_workers=1, prefetch=2, **options)
+
+    with make() as loader:
+        expected = [batch for epoch in stream(loader, 6) for batch in epoch]
+    got: list[Any] = []
+    state = None
+    for _ in range(3):
+        with make() as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for _ in range(data.draw(st.integers(0, 1))):
+                got += batches(loader)
+            if data.draw(st.booleans()):
+                got += batches(iter(loader), data.draw(st.integers(0, 12)))
+            state = through_json(loader.state_dict())
+            assert loader.state_dict() == state
+    with make() as loader:
+        loader.load_state_dict(state)
+        while len(got) < len(expected):
+            before = len(got)
+            got += batches(loader)
+            if len(got) == before and loader.epoch > 12:
+                break
+    assert got[: len(expected)] == expected
+
+
+# -- elastic ------------------------------------------------------------------------------------------------
+
+
+def deliver(
+    make: Callable[[int, int], ShardedDataLoader], ranks: int, state: Any, count: int | None, strict: bool = True
+) -> tuple[list[Any], dict[str, Any]]:
+    """Load on every rank, deliver so many batches of the epoch on each; the indices by rank, and rank 0's state."""
+    shares, states = [], []
+    for rank in range(ranks):
+        loader = make(ranks, rank)
+        if state is not None:
+            loader.load_state_dict(state, strict=strict)
+        shares.append(batches(iter(loader), count))
+        states.append(through_json(loader.state_dict()))
+    assert all(one == states[0] for one in states), "ranks disagree"
+    assert len(set(map(len, shares))) == 1, "ranks have unequal numbers of steps"
+    return shares, states[0]
+
+
+def flat(shares: list[Any]) -> list[int]:
+    """Indices in the global order: sample by sample, rank by rank."""
+    return [int(i) for step in zip(*shares, strict=True) for group in zip(*step, strict=True) for i in group]
+
+
+SEQUENCES = [(1, 2, 3, 1), (3, 1), (2, 4, 2), (4, 3, 2, 1), (2, 2), (1, 5)]
+ORDERS = {
+    "in order": lambda length: {},
+    "shuffled": lambda length: {"shuffle": True},
+    "foreign": lambda length: {"sampler": GluonStyle(length)},
+    "stateful": lambda length: {"sampler": StatefulShuffle(length)},
+}
+
+
+def elastic(length: int, batch_size: int, order: str, last_batch: str) -> Callable[[int, int], ShardedDataLoader]:
+    def make(ranks: int, rank: int, batch_size: int = batch_size) -> ShardedDataLoader:
+        replicas = {"num_replicas": ranks, "rank": rank} if ranks > 1 or order != "in order" else {"seed": 0}
+        return ShardedDataLoader(
+            range(length),
+            batch_size,
+            last_batch=last_batch,
+            **ORDERS[order](length),
+            **replicas,  # type: ignore[operator]
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", SEQUENCES)
+@pytest.mark.parametrize("length", [60, 61, 67])
+def test_other_numbers_of_ranks_see_the_samples_not_yet_seen_once_each(
+    length: int, ranks: tuple[int, ...], order: str, last_batch: str
+) -> None:
+    make = elastic(length, 3, order, last_batch)
+    whole = [int(i) for batch in make(1, 0) for i in batch]
+    if last_batch == "discard":
+        whole = [int(i) for batch in elastic(length, 1, order, "keep")(1, 0) for i in batch]
+    seen: list[int] = []
+    state = None
+    for number in ranks[:-1]:
+        shares, state = deliver(make, number, state, 2)
+        seen += flat(shares)
+        assert state["samples"] == len(seen)
+    shares, state = deliver(make, ranks[-1], state, None)
+    seen += flat(shares)
+    left = length - len(seen)
+    if last_batch == "keep":
+        # What is too much is padding, from the beginning of the epoch.
+        assert seen[:length] == whole
+        assert -ranks[-1] < left <= 0
+        assert all(index in whole for index in seen[length:])
+    else:
+        assert seen == whole[: len(seen)]
+        assert 0 <= left < 3 * ranks[-1] and len(set(seen)) == len(seen)
+    # The epoch after it is a whole one again.
+    shares, _ = deliver(make, ranks[-1], state, None)
+    pure = []
+    for rank in range(ranks[-1]):
+        loader = make(ranks[-1], rank)
+        loader.set_epoch(1)
+        pure.append(batches(loader))
+    assert shares == pure
+
+
+def roll(make: Callable[[int, int], ShardedDataLoader], ranks: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
+    """An epoch and a bit of the next on each number of ranks, then two more epochs; what was seen, and the state."""
+    seen: list[int] = []
+    state: Any = None
+    for number in ranks:
+        for count in (None, 2):
+            shares, state = deliver(make, number, state, count)
+            seen += flat(shares)
+    for _ in range(2):
+        shares, state = deliver(make, ranks[-1], state, None)
+        seen += flat(shares)
+    return seen, state
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [(1, 2, 3, 1), (3, 1), (2, 4, 2), (4, 3, 2, 1), (2, 2), (1, 4)])
+def test_with_rollover_other_numbers_of_ranks_see_the_endless_stream_once(ranks: tuple[int, ...], order: str) -> None:
+    # 132 samples in twelves: no number of ranks up to 4 needs padding, and few of them fill an epoch with batches.
+    seen, state = roll(elastic(132, 12, order, "rollover"), ranks)
+    pure = elastic(132, 1, order, "keep")(1, 0)
+    endless = [int(i) for epoch in stream(pure, 10) for batch in epoch for i in batch]
+    assert seen == endless[: len(seen)]
+    assert len(seen) == state["epoch"] * 132 + state["samples"] > 3 * 132
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", SEQUENCES)
+@pytest.mark.parametrize("length", [60, 61, 67])
+def test_with_rollover_and_padding_every_sample_is_seen_once_in_every_epoch(
+    length: int, ranks: tuple[int, ...], order: str
+) -> None:
+    seen, state = roll(elastic(length, 3, order, "rollover"), ranks)
+    counts = Counter(seen)
+    assert min(counts[index] for index in range(length)) >= state["epoch"] + state["samples"] // length
+    padding = len(seen) - (state["epoch"] * length + state["samples"])
+    assert 0 <= padding <= (state["epoch"] + 2 * len(ranks)) * (max(ranks) - 1)
+
+
+@pytest.mark.parametrize("ranks", SEQUENCES)
+def test_other_numbers_of_ranks_see_the_batches_not_yet_seen_once_each(ranks: tuple[int, ...]) -> None:
+    def make(replicas: int, rank: int) -> ShardedDataLoader:
+        sampler = torch_data.BatchSampler(torch_data.RandomSampler(range(61)), 2, False)
+        return ShardedDataLoader(range(61), batch_sampler=sampler, num_replicas=replicas, rank=rank)
+
+    whole = batches(make(1, 0))
+    seen: list[Any] = []
+    state: Any = None
+    for place, number in enumerate(ranks, 1):
+        shares, state = deliver(make, number, state, None if place == len(ranks) else 2)
+        seen += [batch for step in zip(*shares, strict=True) for batch in step]
+    assert seen[: len(whole)] == whole
+    assert 0 <= len(seen) - len(whole) < ranks[-1], "more than padding"
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_with_another_batch_size_the_samples_not_yet_seen_come_once_each(order: str, last_batch: str) -> None:
+    whole = [int(i) for epoch in stream(elastic(61, 1, order, "keep")(1, 0), 8) for batch in epoch for i in batch]
+    seen: list[int] = []
+    state: Any = None
+    for batch_size in (4, 7, 3, 11, 4):
+        loader = elastic(61, batch_size, order, last_batch)(1, 0)
+        if state is not None:
+            if batch_size != state["batch_size"]:
+                with pytest.raises(ValueError, match="strict=False"):
+                    loader.load_state_dict(state)
+            loader.load_state_dict(state, strict=False)
+        for count in (None, 2) if last_batch == "rollover" else (2,):
+            seen += [int(i) for batch in batches(iter(loader), count) for i in batch]
+        state = through_json(loader.state_dict())
+    assert seen == whole[: len(seen)] and len(seen) > 50
+
+
+def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    batches(iter(loader), 3)
+    again = CONFIGURATIONS["shuffled"]()
+    again.load_state_dict(loader.state_dict())
+    assert (again.epoch, again.position, len(again)) == (0, 3, 6)
+    assert "epoch 0, resumes at batch 3" in repr(again)
+    iterator = iter(again)
+    assert len(iterator) == 6
+    assert (again.epoch, again.position, len(again)) == (0, 3, 6)
+    next(iterator)
+    assert again.position == 4 and "epoch 0, at batch 4" in repr(again)
+
+
+def test_a_batch_size_that_divides_differently_tells_a_length_that_fits() -> None:
+    loader = ShardedDataLoader(range(100), 5, seed=0)
+    batches(iter(loader), 3)
+    again = ShardedDataLoader(range(100), 10, seed=0)
+    again.load_state_dict(loader.state_dict(), strict=False)
+    assert again.position == 1
+    rest = batches(again)
+    assert [len(batch) for batch in rest] == [10] * 8 + [5]
+    assert rest[0][0] == 15
+
+
+# -- other shards and devices -------------------------------------------------------------------------------
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "one device": {"device": "cpu"},
+    "list of one": {"devices": ["cpu"]},
+    "list of two": {"devices": ["cpu", "cpu"]},
+    "more than samples": {"devices": ["cpu"] * 9},
+    "fewer shards than devices": {"devices": ["cpu"] * 3, "num_shards": 2},
+    "uneven": {"devices": ["cpu", "cpu"], "shard_weights": [3, 1]},
+    "shards": {"num_shards": 3},
+}
+
+
+def split(name: str, **other: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(Noisy(), 8, True, seed=5, **SPLITS[name], **other)
+
+
+@pytest.mark.parametrize("loaded", SPLITS)
+@pytest.mark.parametrize("saved", SPLITS)
+def test_a_state_resumes_on_other_devices_as_if_it_had_been_read_there(saved: str, loaded: str) -> None:
+    expected = stream(split(loaded), 2)
+    loader = split(saved)
+    batches(iter(loader), 2)
+    again = split(loaded)
+    again.load_state_dict(through_json(loader.state_dict()))
+    assert stream(again, 2) == [expected[0][2:], expected[1]]
+
+
+def test_devices_workers_and_prefetch_may_change_with_every_resume() -> None:
+    whole = [row for epoch in stream(split("host"), 2) for batch in epoch for row in batch]
+    got: list[Any] = []
+    state = None
+    for name, pool in (("list of one", "inline"), ("list of two", "thread"), ("uneven", "fork"), ("host", "thread")):
+        pool = pool if pool in POOLS else "spawn"
+        with split(name, pool=make_pool(pool, 1 + len(got) % 3), prefetch=1 + len(got)) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            found = batches(iter(loader), 1) if name != "host" else batches(loader)
+            got += [row for batch in found for row in (batch if name == "host" else sum(batch, []))]
+            state = through_json(loader.state_dict())
+    assert got == whole
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 3)])
+def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded: int) -> None:
+    def make(shards: int) -> ShardedDataLoader:
+        sampler = ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), shards)
+        return ShardedDataLoader(Noisy(), batch_sampler=sampler, seed=5)
+
+    loader = make(saved)
+    batches(iter(loader), 2)
+    again = make(loaded)
+    again.load_state_dict(loader.state_dict())
+    assert batches(again) == stream(make(loaded), 1)[0][2:]
+
+
+# -- whose place it is --------------------------------------------------------------------------------------
+
+
+def test_what_is_told_was_delivered_not_read_ahead() -> None:
+    with ShardedDataLoader(range(100), 4, pool="thread", num_workers=2, prefetch=10) as loader:
+        iterator = iter(loader)
+        for step in range(5):
+            assert loader.state_dict()["samples"] == 4 * step
+            next(iterator)
+
+
+def test_telling_the_state_changes_nothing() -> None:
+    for kind in ("shuffled", "foreign", "rollover"):
+        expected = stream(CONFIGURATIONS[kind]())
+        loader = CONFIGURATIONS[kind]()
+        got = []
+        for _ in range(3):
+            epoch = []
+            loader.state_dict()
+            for batch in loader:
+                assert loader.state_dict() == loader.state_dict()
+                epoch.append(plain(batch))
+            got.append(epoch)
+        assert got == expected
+
+
+@pytest.mark.parametrize("where", ["loader", "sampler", "batch_sampler"])
+def test_set_epoch_with_the_loaded_epoch_keeps_the_place(where: str) -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    expected = stream(CONFIGURATIONS["shuffled"](), 2)
+    batches(loader)
+    batches(iter(loader), 2)
+    again = CONFIGURATIONS["shuffled"]()
+    again.load_state_dict(loader.state_dict())
+    for epoch in range(1, 3):
+        (again if where == "loader" else getattr(again, where)).set_epoch(epoch)
+        got = batches(again)
+        if epoch == 1:
+            assert got == expected[1][2:]
+    assert again.epoch == 3
+
+
+@pytest.mark.parametrize("where", ["loader", "sampler"])
+def test_set_epoch_with_another_epoch_drops_the_place(where: str) -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    batches(iter(loader), 2)
+    again = CONFIGURATIONS["shuffled"]()
+    again.load_state_dict(loader.state_dict())
+    (again if where == "loader" else again.sampler).set_epoch(1)
+    assert (again.epoch, again.position) == (1, 0)
+    again.set_epoch(0)
+    assert batches(again) == stream(CONFIGURATIONS["shuffled"](), 1)[0]
+
+
+def test_set_epoch_on_a_foreign_sampler_keeps_the_place() -> None:
+    def make() -> ShardedDataLoader:
+        return ShardedDataLoader(range(23), 4, sampler=ByEpoch(23), seed=1)
+
+    loader = make()
+    expected = stream(make(), 2)[1]
+    batches(loader)
+    batches(iter(loader), 2)
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    again.sampler.set_epoch(1)
+    assert batches(again) == expected[2:]
+
+
+def test_after_a_break_the_place_is_in_mid_epoch_while_a_plain_loop_begins_the_next() -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    expected = stream(CONFIGURATIONS["shuffled"](), 2)
+    for _ in loader:
+        break
+    state = loader.state_dict()
+    assert (state["epoch"], state["samples"]) == (0, 4)
+    assert batches(loader) == expected[1]
+    loader.load_state_dict(state)
+    assert batches(loader) == expected[0][1:]
+    assert batches(loader) == expected[1]
+
+
+def test_of_several_iterators_the_one_that_delivered_last_is_told() -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    expected = stream(CONFIGURATIONS["shuffled"](), 2)
+    first, second = iter(loader), iter(loader)
+    got = batches(first, 1)
+    assert got + batches(second, 3) == expected[0][:1] + expected[1][:3]
+    batches(first, 1)
+    state = loader.state_dict()
+    assert (state["epoch"], state["samples"], loader.epoch, loader.position) == (0, 8, 0, 2)
+    batches(second, 1)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["samples"]) == (1, 16)
+    again = CONFIGURATIONS["shuffled"]()
+    again.load_state_dict(state)
+    assert batches(again) == expected[0][2:]
+
+
+def test_loading_leaves_a_live_iterator_alone() -> None:
+    loader = CONFIGURATIONS["shuffled"]()
+    expected = stream(CONFIGURATIONS["shuffled"](), 3)
+    live = iter(loader)
+    got = batches(live, 2)
+    state = loader.state_dict()
+    got += batches(live, 1)
+    loader.load_state_dict(state)
+    got += batches(live, 1)
+    assert loader.state_dict() == state, "until the next iter it is what was loaded"
+    resumed = iter(loader)
+    got += batches(live)
+    assert got == expected[0]
+    assert batches(resumed) == expected[0][2:]
+    assert batches(loader) == expected[1]
+
+
+def test_peek_shows_the_batch_that_comes_and_keeps_the_place() -> None:
+    for kind in ("shuffled", "foreign", "rollover"):
+        loader = CONFIGURATIONS[kind]()
+        expected = stream(CONFIGURATIONS[kind](), 1)[0]
+        batches(iter(loader), 2)
+        loader.load_state_dict(loader.state_dict())
+        assert plain(loader.peek()) == expected[2]
+        assert batches(loader) == expected[2:]
+
+
+def test_a_batch_that_was_left_out_is_done() -> None:
+    class Bad(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if 4 <= index < 8:
+                raise ValueError
+            return super().__getitem__(index)
+
+    loader = ShardedDataLoader(Bad(), 4, on_error="skip", seed=0)
+    with pytest.warns(UserWarning, match="batch 1 was left out"):
+        batches(iter(loader), 2)
+    assert loader.state_dict()["samples"] == 12
+
+
+def test_a_dataset_that_has_grown_since_loading_is_refused() -> None:
+    data = list(range(20))
+    loader = ShardedDataLoader(data, 4, True, seed=1)
+    batches(iter(loader), 2)
+    loader.load_state_dict(loader.state_dict())
+    data.append(20)
+    loader.refresh()
+    with pytest.raises(ValueError, match="a dataset of 20 samples, and loader.refresh\\(\\) found 21"):
+        next(iter(loader))
+    loader.set_epoch(1)
+    assert len(batches(loader)) == 6
+
+
+# -- seeds --------------------------------------------------------------------------------------------------
+
+UNSEEDED: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"batch_size": 4, "shuffle": True},
+    "own sampler": lambda: {"batch_size": 4, "sampler": RandomSampler(23)},
+    "own batch sampler": lambda: {"batch_sampler": SortedBucketSampler(LENGTHS, 3, 2, shuffle=True)},
+    "wrapped": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(23), 4, False)},
+    "own over torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4)},
+    "torch": lambda: {"batch_size": 4, "sampler": torch_data.RandomSampler(range(23))},
+}
+
+
+@covering(seeds=[(None, None), (1, None), (None, 2), (1, 2)], kind=UNSEEDED, pool=["inline", "process"])
+def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: Any, pool: str) -> None:
+    def make(seed: int | None, **other: Any) -> ShardedDataLoader:
+        return ShardedDataLoader(Noisy(), seed=seed, **UNSEEDED[kind](), **other)
+
+    loader = make(seeds[0])
+    batches(iter(loader), 2)
+    state = through_json(loader.state_dict())
+    expected = batches(iter_resumed(loader)) + batches(loader)
+    with make(seeds[1], pool=pool, num_workers=1) as again:
+        batches(iter(again), 1)  # the workers have started, with another seed
+        again.load_state_dict(state)
+        assert again.seed == loader.seed
+        assert batches(again) + batches(again) == expected
+
+
+def iter_resumed(loader: ShardedDataLoader) -> Any:
+    loader.load_state_dict(loader.state_dict())
+    return iter(loader)
+
+
+@pytest.mark.parametrize("save", ["pickle", "torch"])
+def test_a_state_survives_pickle_and_torch_save(save: str) -> None:
+    loader = CONFIGURATIONS["foreign"]()
+    batches(iter(loader), 2)
+    state = loader.state_dict()
+    if save == "pickle":
+        again = pickle.loads(pickle.dumps(state))
+    else:
+        file = io.BytesIO()
+        torch.save({"loader": state}, file)
+        file.seek(0)
+        again = torch.load(file)["loader"]
+    assert again == state
+
+
+# -- samplers that are not ours -----------------------------------------------------------------------------
+
+
+class Changing(GluonStyle):
+    """Yields something else each time it is started."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Changing.times += 1
+        return iter([(index + Changing.times) % self.length for index in range(self.length)])
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_sampler_that_yields_others_is_refused_by_name(batch: bool) -> None:
+    def make() -> ShardedDataLoader:
+        if batch:
+            return ShardedDataLoader(range(23), batch_sampler=torch_data.BatchSampler(Changing(23), 4, False), seed=1)
+        return ShardedDataLoader(range(23), 4, sampler=Changing(23), seed=1)
+
+    loader = make()
+    batches(iter(loader), 2)
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the sampler, a .*(Changing|BatchSampler), yields other indices in epoch 0"):
+        next(iter(again))
+
+
+def test_a_sampler_that_has_become_shorter_is_refused_by_name() -> None:
+    loader = ShardedDataLoader(range(23), 4, sampler=list(range(23)), seed=1)
+    batches(iter(loader), 5)
+    again = ShardedDataLoader(range(23), 4, sampler=list(range(10)), seed=1)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="a list, yields only 10 items in epoch 0, where it had yielded 20"):
+        next(iter(again))
+
+
+def test_a_fast_forward_reads_no_data() -> None:
+    class Counting(Noisy):
+        reads = 0
+
+        def __getitem__(self, index: int) -> Any:
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    def make() -> ShardedDataLoader:
+        return ShardedDataLoader(Counting(100), 4, sampler=GluonStyle(100), seed=1)
+
+    loader = make()
+    batches(iter(loader), 20)
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    Counting.reads = 0
+    batches(iter(again), 1)
+    assert Counting.reads == 4
+
+
+def test_a_sampler_with_a_state_is_not_fast_forwarded() -> None:
+    class Counted(StatefulShuffle):
+        yields = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for index in super().__iter__():
+                Counted.yields += 1
+                yield index
+
+    loader = ShardedDataLoader(range(1000), 4, sampler=Counted(1000), seed=1)
+    batches(iter(loader), 200)
+    again = ShardedDataLoader(range(1000), 4, sampler=Counted(1000), seed=1)
+    again.load_state_dict(loader.state_dict())
+    Counted.yields = 0
+    batches(iter(again), 1)
+    assert Counted.yields == 4
+
+
+@pytest.mark.parametrize("kind", [ByEpoch, StatefulByEpoch])
+def test_with_a_distributed_sampler_of_torchs_one_rank_saves_and_all_load(kind: Any) -> None:
+    def make(rank: int) -> ShardedDataLoader:
+        return ShardedDataLoader(range(40), 4, sampler=kind(40, 2, rank), seed=1)
+
+    expected = [stream(make(rank), 1)[0] for rank in range(2)]
+    loader = make(0)
+    batches(iter(loader), 2)
+    for rank in range(2):
+        again = make(rank)
+        again.load_state_dict(loader.state_dict())
+        assert batches(again) == expected[rank][2:]
+
+
+def test_our_samplers_jump_to_any_place_of_a_trillion() -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return 10**12
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    loader = ShardedDataLoader(Numbers(), 4, True, seed=1)
+    state = loader.state_dict()
+    state["samples"] = 4 * 10**11
+    loader.load_state_dict(state)
+    assert loader.position == 10**11
+    first = next(iter(loader)).tolist()
+    assert first == list(itertools.islice(RandomSampler(10**12, seed=1).iter_epoch(0, 4 * 10**11), 4))
+    other = ShardedDataLoader(Numbers(), 4, True, num_replicas=3, rank=1)
+    other.load_state_dict(state)
+    assert len(batches(iter(other), 2)) == 2

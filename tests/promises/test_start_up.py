@@ -1,0 +1,308 @@
+"""Workers start at once, and from a forkserver that has imported what they need."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROCESS_POOLS
+from samples import Uneven
+from test_process_pool import run_script
+
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.imports import call_after_import, forget_import
+from sharded_loader.memory.publish import publish
+from sharded_loader.workers.spawned import Connection
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+
+DATA = """
+import os
+import numpy as np
+IMPORTED_BY = os.getpid()
+class Data:
+    def __len__(self): return 4
+    def __getitem__(self, i): return i, IMPORTED_BY, os.getpid(), os.getppid()
+"""
+
+
+def test_what_a_job_needs_is_known_by_name() -> None:
+    dataset = SimpleDataset([Uneven(4), np.zeros(3), lambda: pytest.raises]).transform(os.path.basename)
+    modules = publish(dataset).modules
+    assert {"samples", os.path.__name__} <= modules and "torch" not in modules
+    assert "torch" in publish([torch.zeros(3)]).modules
+
+
+def user_module() -> object:
+    return np.linalg.norm
+
+
+def test_modules_that_functions_by_value_use_are_known_too() -> None:
+    def local() -> object:
+        return np.linalg, torch
+
+    modules = publish(local).modules
+    assert {"numpy", "torch"} <= modules
+    assert __name__ in publish(user_module).modules
+
+
+@pytest.mark.slow
+@posix
+def test_the_forkserver_has_imported_what_dataset_batchify_and_transform_need(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    for name in ("collating", "changing"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import os\nIMPORTED_BY = os.getpid()\ndef {name}(*x): return (x, IMPORTED_BY)\n"
+        )
+    done = run_script(
+        tmp_path / "script.py",
+        """
+        import data, collating, changing
+        from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+        print("script runs")
+        class Wrapped(SimpleDataset):
+            pass
+        dataset = Wrapped(data.Data()).transform(changing.changing)
+        pool = ProcessPool(2, start_method="forkserver")
+        with ShardedDataLoader(dataset, 2, pool=pool, batchify_fn=collating.collating) as loader:
+            for (samples,), by_batchify in loader:
+                for (_, by_data, worker, server), by_transform in samples:
+                    assert worker in pool.pids
+                    assert by_data == by_transform == by_batchify == server, (by_data, by_transform, by_batchify)
+        """,
+    )
+    assert done.stdout == "script runs\n"
+
+
+@pytest.mark.slow
+@linux
+def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(
+        DATA.replace("IMPORTED_BY =", "import torch\na = np.ones((300, 300)); a @ a\nIMPORTED_BY =").replace(
+            "i, IMPORTED_BY", "len(os.listdir(f'/proc/{os.getppid()}/task')), torch.get_num_threads(), IMPORTED_BY"
+        )
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    run_script(
+        tmp_path / "script.py",
+        """
+        import os
+        import data
+        import multiprocess
+        from sharded_loader import ProcessPool, ShardedDataLoader
+
+        def child(queue):
+            queue.put([name for name in os.environ if name.endswith("_NUM_THREADS") or name.startswith("SHARDED")])
+
+        if __name__ == "__main__":
+            pool = ProcessPool(2, start_method="forkserver")
+            with ShardedDataLoader(data.Data(), 1, pool=pool) as loader:
+                for tasks, threads, by, worker, server in loader:
+                    assert int(tasks) == 1 and int(threads) == 1 and by == server, (tasks, threads, by, server)
+            context = multiprocess.get_context("forkserver")
+            queue = context.SimpleQueue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            assert queue.get() == []
+            process.join()
+            assert not [name for name in os.environ if name.startswith("SHARDED")]
+        """,
+        env=environment,
+    )
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise SystemExit(3)", "raise RuntimeError('twice')", "import nothing_of_this_name"])
+def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_path: Path, how: str) -> None:
+    fails_second_time = f"""
+        import pathlib
+        count = pathlib.Path(__file__).with_suffix(".count")
+        count.open("a").write("x")  # two workers may write at once
+        if count.read_text() == "xx": {how}
+    """
+    (tmp_path / "data.py").write_text("\n".join(map(str.strip, fails_second_time.splitlines())) + DATA)
+    run_script(
+        tmp_path / "script.py",
+        """
+        import data
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        with ShardedDataLoader(data.Data(), 1, pool=ProcessPool(2, start_method="forkserver")) as loader:
+            for _, by, worker, server in loader:
+                assert by == worker
+        """,
+    )
+    assert len((tmp_path / "data.count").read_text()) >= 3  # trainer, forkserver, one worker or both
+
+
+@posix
+@pytest.mark.slow
+def test_the_user_s_own_choice_of_preloads_is_respected(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    run_script(
+        tmp_path / "script.py",
+        """
+        import data, multiprocess
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        multiprocess.set_forkserver_preload(["json"])
+        with ShardedDataLoader(data.Data(), 1, pool=ProcessPool(2, start_method="forkserver")) as loader:
+            for _, by, worker, server in loader:
+                assert by == worker
+        """,
+    )
+
+
+@pytest.mark.slow
+@posix
+def test_all_spawned_workers_start_at_once(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import os, pathlib, sys, time
+            if "--multiprocessing-fork" in sys.orig_argv:  # a worker: it goes on when all four have begun
+                here = pathlib.Path(__file__).parent
+                (here / f"{os.getpid()}.begun").touch()
+                until = time.monotonic() + 30
+                while len(list(here.glob("*.begun"))) < 4:
+                    if time.monotonic() > until:
+                        os._exit(3)
+                    time.sleep(0.01)
+        """)
+    )
+    run_script(
+        tmp_path / "script.py",
+        """
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        with ShardedDataLoader(range(8), 1, pool=ProcessPool(4, start_method="spawn")) as loader:
+            assert len(list(loader)) == 8
+        """,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )
+
+
+@posix
+def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(
+        "import sys\nclass Data:\n    def __len__(self): return 1\n    def __getitem__(self, i):\n"
+        "        return list(sys.modules)\n"
+    )
+    run_script(
+        tmp_path / "script.py",
+        """
+        from data import Data
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=ProcessPool(1, start_method="spawn")) as loader:
+            loaded = set(next(iter(loader)))
+        heavy = {"multiprocess", "dill", "cloudpickle", "threadpoolctl", "torch", "numpy.random", "hashlib", "json"}
+        assert not loaded & heavy, loaded & heavy
+        ours = [name for name in loaded if name.startswith("sharded_loader")]
+        assert len(ours) < 40, ours
+        """,
+    )
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str) -> None:
+    class Draws:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> float:
+            # A spawned worker meets it in its first sample here.
+            return float(np.random.random())
+
+    def draw(pool: ProcessPool) -> list[float]:
+        with ShardedDataLoader(Draws(), 3, pool=pool, seed=5) as loader:
+            return torch.cat(list(loader)).tolist()
+
+    drawn = draw(ProcessPool(2, start_method=method))
+    assert len(set(drawn)) == 12
+    assert drawn == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
+
+
+@posix
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -> None:
+    import multiprocess
+
+    class Asks:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> object:
+            from multiprocess import current_process
+
+            current = current_process()
+            return {"name": current.name, "daemon": current.daemon, "key": bytes(current.authkey).hex()}
+
+    with ShardedDataLoader(Asks(), 1, pool=ProcessPool(1, start_method=method), batchify_fn=max) as loader:
+        found = next(iter(loader))
+    key = bytes(multiprocess.current_process().authkey).hex()
+    assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
+
+
+@posix
+@pytest.mark.parametrize("size", [0, 1, 16384, 16385, 3_000_000])
+def test_a_worker_s_connection_speaks_as_multiprocess_does(size: int) -> None:
+    import multiprocess
+
+    ours, theirs = multiprocess.Pipe()
+    connection = Connection(os.dup(theirs.fileno()))
+    data = os.urandom(size)
+    buffer = bytearray(size)
+    try:
+        for send, receive in ((ours, connection), (connection, ours)):
+            for read in (receive.recv_bytes, lambda end=receive: buffer[: end.recv_bytes_into(buffer)]):
+                thread = threading.Thread(target=send.send_bytes, args=(data,))
+                thread.start()
+                assert read() == data
+                thread.join()
+        ours.close()
+        with pytest.raises(EOFError):
+            connection.recv_bytes()
+    finally:
+        theirs.close()
+        connection._socket.close()
+
+
+def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_path: Path) -> None:
+    calls: list[int] = []
+    call_after_import("json", lambda: calls.append(1))
+    assert calls == [1]
+    (tmp_path / "comes_later.py").write_text("value = 3\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        call_after_import("comes_later", lambda: calls.append(2))
+        call_after_import("comes_later", lambda: calls.append(sys.modules["comes_later"].value))
+        for _ in range(2):
+            __import__("comes_later")
+        assert calls == [1, 3]
+        call_after_import("never_comes", lambda: calls.append(4))
+        forget_import("never_comes")
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("comes_later", None)
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "sharded_loader.imports"]
+
+
+@pytest.mark.slow
+@linux
+def test_a_spawned_worker_is_the_only_process_that_is_started(tmp_path: Path) -> None:
+    run_script(
+        tmp_path / "script.py",
+        """
+        import os
+        import psutil
+        from sharded_loader import ProcessPool, ShardedDataLoader
+        pool = ProcessPool(2, start_method="spawn")
+        with ShardedDataLoader(range(8), 1, pool=pool) as loader:
+            next(iter(loader))
+            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
+        """,
+    )

@@ -1,0 +1,164 @@
+"""The process that forked workers come from may be killed, or stopped, as they may."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+from recovery_samples import Random, values_of
+
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.workers import template
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
+
+
+def template_pid(pool: ProcessPool) -> int:
+    assert pool._resources.template is not None
+    return int(pool._resources.template._process.pid)
+
+
+@pytest.mark.slow
+def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
+    pool = ProcessPool(2, start_method="fork", restarts=100)
+    with ShardedDataLoader(range(400), 4, pool=pool) as loader:
+        got = []
+        for batch in loader:
+            got += batch.tolist()
+            # At once, so that its pipe ends while the process itself has not: both orders occur.
+            assert pool._resources.template is not None
+            pool._resources.template._process.kill()
+            os.kill(pool.pids[len(got) // 4 % 2], signal.SIGKILL)
+        assert got == list(range(400))
+
+
+@pytest.mark.filterwarnings("ignore:the template process:RuntimeWarning")
+def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, left = template.Template.fork, [0]
+
+    def after_a_kill(self: template.Template, number: int, conn: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            self._process.kill()
+            self._process.join()
+        return fork(self, number, conn)
+
+    monkeypatch.setattr(template.Template, "fork", after_a_kill)
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        iterator = iter(loader)
+        got = next(iterator).tolist()
+        left[0] = 3
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        got += [index for batch in iterator for index in batch.tolist()]
+        while left[0]:  # until the kernel has got round to a worker
+            list(loader)
+        assert got == list(range(40))
+
+
+def test_a_template_that_hangs_is_replaced_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ANSWER", 0.5)
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(Random(60, 0.002), 4, True, seed=8, pool=pool) as loader:
+        whole = [values_of(batch) for batch in loader]
+        loader.set_epoch(0)
+        found = []
+        with pytest.warns(RuntimeWarning, match="the template process .*as it is now") as warned:
+            for number, batch in enumerate(loader):
+                found.append(values_of(batch))
+                if number == 2:
+                    first = template_pid(pool)
+                    os.kill(first, signal.SIGSTOP)
+                    os.kill(pool.pids[0], signal.SIGKILL)
+        while template_pid(pool) == first:  # until the kernel has got round to the worker
+            list(loader)
+        assert found == whole
+        assert len([warning for warning in warned if "template" in str(warning.message)]) <= 1
+
+
+def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(400), 4, pool=pool) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iterator = iter(loader)
+        got = next(iterator).tolist()
+        os.kill(first := template_pid(pool), signal.SIGKILL)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        for batch in iterator:
+            got += batch.tolist()
+        assert got == list(range(400))
+        while template_pid(pool) == first:  # until the kernel has got round to the worker
+            list(loader)
+    assert "sharded_loader: the template process" in capsys.readouterr().err
+
+
+def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> None:
+    # As in every program with torch: Python 3.12 and later warn of a fork beside threads.
+    ended = threading.Event()
+    beside = threading.Thread(target=ended.wait)
+    beside.start()
+    try:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            ShardedDataLoader(range(40), 4, pool=process_pool) as loader,
+        ):
+            warnings.simplefilter("always")
+            filters = list(warnings.filters)
+            list(loader)
+            os.kill(process_pool.pids[0], signal.SIGKILL)  # replaced: another fork
+            list(loader)
+            assert [str(warning.message) for warning in caught] == []
+            assert warnings.filters == filters  # they belong to all threads
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert ["fork" in str(warning.message) for warning in caught] == [True] * (sys.version_info >= (3, 12))
+    finally:
+        ended.set()
+        beside.join()
+
+
+def test_close_does_not_wait_for_a_template_that_hangs() -> None:
+    pool = ProcessPool(2, start_method="fork")
+    loader = ShardedDataLoader(range(40), 4, pool=pool)
+    next(iter(loader))
+    os.kill(template_pid(pool), signal.SIGSTOP)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < template.ANSWER / 2
+
+
+def test_a_program_that_was_stopped_meanwhile_still_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on while it is stopped (Ctrl-Z): one look in vain is not the end."""
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        next(iter(loader))
+        used = pool._resources.template
+        assert used is not None
+        receive = used._control.recv
+        late = iter([TimeoutError(), TimeoutError()])
+
+        class Control:
+            def __getattr__(self, name: str) -> object:
+                return getattr(control, name)
+
+            def recv(self, size: int) -> bytes:
+                for error in late:
+                    raise error
+                return receive(size)
+
+        control = used._control
+        monkeypatch.setattr(used, "_control", Control())
+        os.kill(pool.pids[0], signal.SIGKILL)
+        pool._workers[0].wait(5)
+        assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
+        assert pool._resources.template is used and next(late, None) is None
+        monkeypatch.undo()

@@ -1,0 +1,111 @@
+"""Windows' job objects, as far as they can be tried anywhere: what is laid out, and what is called."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.workers.windows_job import (
+    EXTENDED_LIMIT_INFORMATION,
+    BasicLimits,
+    ExtendedLimits,
+    JobObject,
+    with_signatures,
+)
+
+
+class Function:
+    restype: Any = None
+    argtypes: Any = None
+
+
+class Kernel32:
+    """Notes what it is asked for. The function named ``fails`` does."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.calls: list[str] = []
+        self.flags = 0
+        self.processes: list[int] = []
+
+    def _call(self, name: str) -> int:
+        self.calls.append(name)
+        return 0 if name == self.fails else 77
+
+    def CreateJobObjectW(self, security: Any, name: Any) -> int:
+        assert security is None and name is None  # not inherited; not to be found by others
+        return self._call("create")
+
+    def SetInformationJobObject(self, handle: int, kind: int, limits: Any, size: int) -> int:
+        assert (handle, kind, size) == (77, EXTENDED_LIMIT_INFORMATION, ctypes.sizeof(ExtendedLimits))
+        self.flags = limits._obj.BasicLimitInformation.LimitFlags
+        return self._call("set")
+
+    def AssignProcessToJobObject(self, handle: int, process: int) -> int:
+        assert handle == 77
+        self.processes.append(process)
+        return self._call("assign")
+
+    def CloseHandle(self, handle: int) -> int:
+        assert handle == 77
+        return self._call("close")
+
+
+def test_structures_are_laid_out_as_documented() -> None:
+    word = ctypes.sizeof(ctypes.c_void_p)
+    basic, whole = (64, 144) if word == 8 else (48, 112)
+    assert (ctypes.sizeof(BasicLimits), ctypes.sizeof(ExtendedLimits)) == (basic, whole)
+    offsets = {name: getattr(BasicLimits, name).offset for name, _ in BasicLimits._fields_}
+    assert offsets["LimitFlags"] == 16
+    assert offsets["MinimumWorkingSetSize"] == (24 if word == 8 else 20)
+    assert offsets["Affinity"] == (48 if word == 8 else 32)
+    assert offsets["SchedulingClass"] - offsets["PriorityClass"] == 4
+    assert ExtendedLimits.IoInfo.offset == basic
+    assert ExtendedLimits.ProcessMemoryLimit.offset == basic + 6 * 8
+
+
+def test_handles_are_declared_as_pointers() -> None:
+    class Library:
+        CreateJobObjectW = Function()
+        SetInformationJobObject = Function()
+        AssignProcessToJobObject = Function()
+        CloseHandle = Function()
+
+    library = with_signatures(Library())
+    assert library.CreateJobObjectW.restype is ctypes.c_void_p
+    assert library.AssignProcessToJobObject.argtypes == (ctypes.c_void_p, ctypes.c_void_p)
+    assert library.CloseHandle.argtypes == (ctypes.c_void_p,)
+
+
+def test_a_job_ends_its_processes_with_its_handle_and_lets_theirs_be() -> None:
+    kernel32 = Kernel32()
+    job = JobObject(kernel32)
+    assert kernel32.flags == 0x2000 | 0x1000  # KILL_ON_JOB_CLOSE, SILENT_BREAKAWAY_OK
+    job.add(5)
+    job.close()
+    job.close()
+    assert kernel32.processes == [5]
+    assert kernel32.calls == ["create", "set", "assign", "close"]
+
+
+@pytest.mark.parametrize(("fails", "calls"), [("create", ["create"]), ("set", ["create", "set", "close"])])
+def test_a_job_that_cannot_be_made_is_an_error_and_leaves_no_handle(fails: str, calls: list[str]) -> None:
+    kernel32 = Kernel32(fails)
+    with pytest.raises(OSError, match="JobObject"):
+        JobObject(kernel32)
+    assert kernel32.calls == calls
+
+
+@pytest.mark.parametrize("fails", ["", "assign"])
+def test_every_worker_is_put_into_the_job_and_one_that_cannot_be_works_too(fails: str) -> None:
+    kernel32 = Kernel32(fails)
+    pool = ProcessPool(2, start_method="spawn")
+    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
+        pool._resources.job_object = JobObject(kernel32)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert kernel32.processes == [handle.process.sentinel for handle in pool._workers]
+        assert "close" not in kernel32.calls
+    assert kernel32.calls[-1] == "close"
