@@ -12,9 +12,9 @@ from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.engine.messages import NOTHING
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.run import Run
 
 if TYPE_CHECKING:
     from sharded_loader.loader import ShardedDataLoader

@@ -25,8 +25,7 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry, Run
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.errors import Location, as_batch_error
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter

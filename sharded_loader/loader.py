@@ -35,17 +35,15 @@ from sharded_loader.arguments import (
 )
 from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
 from sharded_loader.engine.epochs import begin_epoch, in_epoch
 from sharded_loader.engine.messages import Job, OnError
-from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.plan import EpochPlan
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.run import Run
 from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.inline import InlinePool
@@ -273,7 +271,7 @@ class ShardedDataLoader(LoaderAttributes):
         return self._gathering, residence, replace(job, dataset=RowNumbers(len(self.dataset)))
 
     def _new_run(self) -> Run:
-        self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
+        self._order.arrays = True
         reading, number = self._progress.begin(), next(self._numbers)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first

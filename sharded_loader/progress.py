@@ -18,8 +18,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.state import Position, dump, parse

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Run
 
 
 def begin_epoch(dataset: Any, epoch: int, runs: Iterable[Run]) -> None:

@@ -34,6 +34,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sharded_loader.memory.codec import Encoded, pack_arrays, unpack_arrays
 from sharded_loader.memory.exceptions import EncodedError
 from sharded_loader.memory.slot import Slot
@@ -57,24 +59,40 @@ def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
 
 
 def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
-    """The content of a TASKS message.
+    """A TASKS message.
 
     Args:
         tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
             cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
     """
-    return pickle.dumps(
-        [
-            (task.run, task.seq, None if slot is None else (slot.segment, slot.offset, slot.nbytes), own or tuple(task))
-            for slot, task, own in tasks
-        ],
-        protocol=5,
-    )
+    packed = []
+    for slot, task, own in tasks:
+        fields: Any = own or tuple(task)
+        if own is None and type(indices := task.shards[0]) is np.ndarray:
+            # As bytes: a tenth of the time that an array takes.
+            fields = (*task[:4], indices.tobytes(), task.sharded, task.careful)
+        where = None if slot is None else (slot.segment, slot.offset, slot.nbytes)
+        packed.append((task.run, task.seq, where, fields))
+    return _HEAD.pack(TASKS, 0, 0) + pickle.dumps(packed, protocol=5)
 
 
 def unpack_tasks(content: memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
     """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
     return pickle.loads(content)  # type: ignore[no-any-return]
+
+
+def task_of(fields: Any) -> Task:
+    """The task, from what `unpack_tasks` has returned for it.
+
+    Raises:
+        Exception: its indices cannot be unpickled.
+    """
+    if isinstance(fields, bytes):
+        fields = pickle.loads(fields)
+    task = Task._make(fields)
+    if isinstance(task.shards, bytes):
+        return task._replace(shards=(np.frombuffer(bytearray(task.shards), np.int64),))
+    return task
 
 
 def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded) -> bytes:

@@ -18,18 +18,73 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
 
 from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.plan import EpochPlan
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
 from sharded_loader.interrupts import note_handlers
+from sharded_loader.sampling.reading import EpochReading
 
 CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
+
+    An entry owns its batch until the batch is handed out.
+    """
+
+    seq: int
+    task: Task | None
+    result: Result | None = None
+    begun: Any = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One iterator's way through one epoch.
+
+    Attributes:
+        number: identifies the run in tasks and results.
+        epoch: number of the epoch.
+        plan: gives the run's tasks.
+        reading: the epoch's batches, and the positions between them.
+        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
+            only truth: everything below can be thrown away and built again from it.
+        planned: the number of the batch behind the window.
+        window: the batches in flight, in order. Only the pipeline fills and empties it, under its lock.
+        waiting: those of them that the pool has not been given yet.
+        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
+        failure: the error of the pool that ended the run, until the run's iterator has raised it.
+        ended: the user has seen the end.
+    """
+
+    number: int
+    epoch: int
+    plan: EpochPlan
+    reading: EpochReading
+    delivered: int = 0
+    planned: int = 0
+    window: deque[Entry] = field(default_factory=deque)
+    waiting: deque[Entry] = field(default_factory=deque)
+    dead: str | None = None
+    failure: Exception | None = None
+    ended: bool = False
+
+    def forget_window(self) -> None:
+        """Throw away what is in flight. It is planned again from `delivered`."""
+        self.window.clear()
+        self.waiting.clear()
+        self.planned = self.delivered
 
 
 class Pipeline:
@@ -106,8 +161,7 @@ class Pipeline:
 
     def _recover(self) -> None:
         for run in self._runs.values():
-            run.window.clear()
-            run.planned = run.delivered
+            run.forget_window()
         self.pool.close()
         if self._job is not None and self._runs:
             self.pool.start(self._job)
@@ -147,7 +201,7 @@ class Pipeline:
         while self._dropped:
             run = self._runs.pop(self._dropped.popleft(), None)
             if run is not None:
-                run.window.clear()
+                run.forget_window()
                 if self.pool.started:
                     self.pool.cancel(run.number)
 
@@ -158,7 +212,7 @@ class Pipeline:
 
         Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
         """
-        window = run.window
+        window, least = run.window, self.min_ready
         while True:
             if self.closed:
                 return closed_error()
@@ -167,9 +221,8 @@ class Pipeline:
                 return failure or RuntimeError(
                     f"this iterator has failed ({run.dead}): begin an epoch with iter(loader)"
                 )
-            if not self._has_ready(window):
-                self._fill(run, self.depth() or 1)
-                self._dispatch(run)
+            if len(window) < least or window[least - 1].result is None or window[0].result is None:
+                self._fill(run, 1)
                 if not window:
                     return None
                 if not self.pool.started:
@@ -182,78 +235,57 @@ class Pipeline:
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
         run.window.popleft()
-        self._fill(run, self.depth())
-        self._dispatch(run)
+        self._fill(run, 0)
 
     def finished(self, run: Run, count: int) -> list[Entry]:
         """Of the ``count`` batches behind the head, those that are finished up to the first that is not."""
         behind = itertools.islice(run.window, 1, 1 + count)
         return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
-    def depth(self) -> int:
-        """How many batches are kept in flight."""
-        return self.prefetch * self.pool.group if self.scale_by_group else self.prefetch
+    def _fill(self, run: Run, least: int) -> None:
+        """Fill the window, a group of batches at a time, and dispatch. A small window is filled one at a time.
 
-    def _has_ready(self, window: deque[Entry]) -> bool:
-        if len(window) < self.min_ready:
-            return False
-        for number in range(self.min_ready):  # noqa: SIM110 - a generator would cost more than the rest of `head`
-            if window[number].result is None:
-                return False
-        return True
-
-    def _fill(self, run: Run, depth: int) -> None:
-        """Fill the window, a group of batches at a time; of a small window that the user asked for, one at a time."""
-        window, plan = run.window, run.plan
+        Args:
+            run: whose window.
+            least: how many batches the window must hold, whatever `prefetch` says.
+        """
+        window, group = run.window, self.pool.group
+        depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
         missing = depth - len(window)
-        if missing <= 0 or (missing < min(self.pool.group, depth // 4) and missing != depth):
-            return
-        for _ in range(missing):
-            seq = run.planned
-            planned = plan.task(seq)
-            if planned is None:
-                return
-            if isinstance(planned, Task):
-                window.append(Entry(seq, planned))
-            else:
-                window.append(Entry(seq, None, Result(run.number, seq, error=planned)))
-            run.planned = seq + 1
+        if missing > 0 and (missing >= min(group, depth // 4) or missing == depth):
+            for seq in range(run.planned, run.planned + missing):
+                planned = run.plan.task(seq)
+                if planned is None:
+                    break
+                if isinstance(planned, Task):
+                    entry = Entry(seq, planned)
+                    run.waiting.append(entry)
+                else:
+                    entry = Entry(seq, None, Result(run.number, seq, error=planned))
+                window.append(entry)
+                run.planned = seq + 1
+        if run.waiting:
+            self._dispatch(run)
 
-    def _dispatch(self, current: Run) -> None:
-        """Give waiting tasks to the pool, those that are needed soonest first."""
-        window = current.window
-        if len(self._runs) == 1:
-            # Entries of a run are dispatched in order, so its last one tells.
-            if not window or window[-1].dispatched:
-                return
-            waiting = [(current, entry) for entry in window if not entry.dispatched]
-        else:
-            found = [
-                (distance, run, entry)
-                for run in self._runs.values()
-                for distance, entry in enumerate(run.window)
-                if not entry.dispatched
-            ]
-            found.sort(key=lambda item: item[0])
-            waiting = [item[1:] for item in found]
-            if not waiting:
-                return
+    def _dispatch(self, run: Run) -> None:
+        """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
         room = self.pool.room
-        for run, entry in waiting:
-            if entry.task is None:
-                entry.dispatched = True  # an error in its place
-                continue
-            if len(tasks) >= room:
+        while len(tasks) < room:
+            if len(self._runs) > 1:
+                run = min(self._runs.values(), key=_distance)
+            if not run.waiting:
                 break
+            entry = run.waiting.popleft()
+            task = entry.task
+            assert task is not None  # an error in a task's place does not wait
             try:
-                entry.task = run.plan.split(entry.task)
-                tasks.append(entry.task)
+                entry.task = task = run.plan.split(task)
+                tasks.append(task)
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
-                Location(entry.task.epoch, entry.seq).note(error, samples=entry.task.shards[0])
+                Location(run.epoch, entry.seq).note(error, samples=task.shards[0])
                 entry.result = Result(run.number, entry.seq, error=error)
-            entry.dispatched = True
         if tasks:
             self.pool.submit(tasks)
 
@@ -264,7 +296,7 @@ class Pipeline:
         except PoolBroken as broken:
             for run in self._runs.values():
                 run.dead, run.failure = f"{type(broken.error).__name__}: {broken.error}", broken.error
-                run.window.clear()
+                run.forget_window()
             self._runs.clear()
             return
         for result in results:
@@ -314,3 +346,8 @@ class Pipeline:
 def closed_error() -> LoaderClosedError:
     """What ``next`` and ``iter`` raise after `close`."""
     return LoaderClosedError("the loader is closed: make a new ShardedDataLoader")
+
+
+def _distance(run: Run) -> float:
+    """How many batches of a run come before the first one that waits to be dispatched."""
+    return run.waiting[0].seq - run.delivered if run.waiting else math.inf

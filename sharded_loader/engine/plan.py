@@ -83,9 +83,20 @@ class EpochPlan:
         if batch is None:
             return None
         try:
+            if self._is_good_array(batch):
+                return Task(self._run, seq, self._epoch, self._position(seq), (batch,), False)
             return self._make_task(seq, batch)
         except Exception as raised:
             return as_batch_error(raised, "by a batch of the sampler's")
+
+    def _is_good_array(self, batch: Any) -> bool:
+        """Whether a batch is an array of indices of the dataset. An index that is out of range is not."""
+        if type(batch) is not np.ndarray or self._may_shard or batch.dtype != np.int64 or batch.ndim != 1:
+            return False
+        if self._length is None or not len(batch):
+            return len(batch) > 0
+        # A negative index is a large unsigned one.
+        return int(np.maximum.reduce(batch.view(np.uint64))) < self._length
 
     def _make_task(self, seq: int, batch: Any) -> Task:
         try:
@@ -99,11 +110,6 @@ class EpochPlan:
             )
         if size == 0:
             raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
-        if type(batch) is np.ndarray and not self._may_shard and batch.dtype == np.int64 and batch.ndim == 1:
-            # A negative index is a large unsigned one; a negative length is none.
-            if self._length is not None and int(np.maximum.reduce(batch.view(np.uint64))) >= self._length:
-                self._check_range(batch.tolist(), seq)
-            return Task(self._run, seq, self._epoch, self._position(seq), (batch,), False)
         sharded = self._may_shard and is_sharded(batch)
         if sharded:
             shards = [_as_list(shard) for shard in batch]

@@ -21,7 +21,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import BatchifyError, Empty, assemble
-from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items
+from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.errors import Location, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
@@ -52,6 +52,7 @@ class Reader:
         self._gather = as_bulk(job.dataset) if job.batchify_fn is None else None
         self._get_items = as_items(job.dataset)
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
+        self._takes_arrays = job.batchify_fn is None and takes_arrays(job.dataset)
         self._epoch: int | None = None
 
     def read(
@@ -69,6 +70,8 @@ class Reader:
         signal handler raises (`sharded_loader.interrupts.is_from_outside`).
         """
         began = time.perf_counter()
+        if not self._takes_arrays and type(task.shards[0]) is np.ndarray:
+            task = task._replace(shards=tuple(map(_as_list, task.shards)))
         skipped: list[tuple[Any, BaseException]] = []
         batches: list[Any] = []
         lost: tuple[int, ...] = ()

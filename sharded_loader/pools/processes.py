@@ -45,7 +45,6 @@ from sharded_loader.engine.messages import (
     FAILED,
     JOB,
     READY,
-    TASKS,
     Job,
     NewJob,
     Result,
@@ -69,7 +68,7 @@ from sharded_loader.memory.slot import Slot
 from sharded_loader.pools.translation import decode_result, own_pickle
 from sharded_loader.sampling.base import check_int
 from sharded_loader.workers.launching import launch, send_segment
-from sharded_loader.workers.link import Link, wait_for_any
+from sharded_loader.workers.link import Link, Poller
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
 from sharded_loader.workers.starting import choose_start_method, start_forkserver
 from sharded_loader.workers.supervision import (
@@ -151,6 +150,7 @@ class ProcessPool(Pool):
         self._refused: list[Result] = []
         self._ended: set[int] = set()
         self._classes: list[type] = []
+        self._poller: Poller | None = None  # of the workers that run; made anew when one is replaced
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
@@ -199,6 +199,7 @@ class ProcessPool(Pool):
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
         begun = [task for handle in self._workers for task in handle.tasks.values()]
         try:
+            self._poller = None
             with uninterrupted():
                 self._resources.stop_workers()
                 self._ended.clear()
@@ -241,25 +242,28 @@ class ProcessPool(Pool):
         return room
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        handles = self._resources.handles
+        handles, group = self._resources.handles, self.group
+        forked = self.start_method == "fork"
         for task in tasks:
-            loads = [len(handle.tasks) // self.group for handle in handles]
-            handle = handles[loads.index(min(loads))]
+            chosen, least = handles[0], len(handles[0].tasks) // group
+            for handle in handles:
+                if len(handle.tasks) // group < least:
+                    chosen, least = handle, len(handle.tasks) // group
             try:
-                own = own_pickle(task, forked=self.start_method == "fork")
-                slot = self._take_slot(handle)
+                own = own_pickle(task, forked=forked)
+                slot = self._take_slot(chosen)
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was sent to a worker")
                 Location(task.epoch, task.seq).note(error, samples=task.shards[0])
                 self._refused.append(Result(task.run, task.seq, error=error))
                 continue
             key = task.run, task.seq
-            handle.tasks[key] = task
-            handle.slots[key] = slot
-            handle.unsent.append((slot, task, own))
+            chosen.tasks[key] = task
+            chosen.slots[key] = slot
+            chosen.unsent.append((slot, task, own))
         for handle in handles:
             if handle.unsent:
-                handle.link.send(pack_head(TASKS, content=pack_tasks(handle.unsent)))
+                handle.link.send(pack_tasks(handle.unsent))
                 handle.unsent.clear()
 
     def _take_slot(self, handle: WorkerHandle) -> Slot | None:
@@ -273,34 +277,31 @@ class ProcessPool(Pool):
         return slot
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        handles, waker = self._workers, self._resources.wake_reader
+        handles = self._resources.handles
         if not handles:
             return ()
-        timeout = self._watch.step if block and not self._refused else 0.0
+        if self._poller is None:
+            self._poller = Poller(handles, self._resources.wake_reader)
         self.waiting = True
         try:
-            ready, ended = wait_for_any(
-                [handle.link for handle in handles], [handle.sentinel for handle in handles], waker, timeout
-            )
+            ready, ended = self._poller.wait(self._watch.step if block and not self._refused else 0.0)
         except (OSError, ValueError):
-            if handles is self._workers:
+            if handles is self._resources.handles:
                 raise
         self.waiting = False
-        if handles is not self._workers:
+        if handles is not self._resources.handles:
             return ()  # a signal handler has closed the pool
         self._ended |= ended
         results, self._refused = self._refused, []
-        for handle in list(handles):
+        for handle in list(handles) if self._ended else ready:
             link = handle.link
-            if link in ready or handle.sentinel in ended:
+            if link.outbox:
                 link.flush()
-                link.receive()
+            link.receive()
+            if link.inbox:
                 self._take(handle, results)
-            if link.ended or ((self._ended or handle.hung) and handle.is_over(self._ended)):
+            if link.ended or (self._ended and handle.is_over(self._ended)):
                 self._bury(handle, results)
-        if waker in ready:
-            while waker.poll():
-                waker.recv_bytes()
         if self._watch.timeout is not None:
             self._stop_late()
         if self._requeued:
@@ -319,6 +320,7 @@ class ProcessPool(Pool):
                 handle.link.send(pack_head(CANCEL, run))
 
     def close(self) -> None:
+        self._poller = None
         self._resources.close()
         self._requeued.clear()
         self._refused.clear()
@@ -382,6 +384,7 @@ class ProcessPool(Pool):
 
     def _replace(self, handle: WorkerHandle) -> None:
         """A new worker in place of one that has ended; what that had to do is done again."""
+        self._poller = None
         with uninterrupted():
             self._ended.discard(handle.sentinel)
             new = self._launch(handle.number)

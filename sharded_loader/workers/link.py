@@ -1,7 +1,7 @@
-"""The trainer's end of the pipe to one worker process, and the one place where the trainer waits.
+"""The main process's end of the pipe to one worker process, and the one place where the trainer waits.
 
 A message is a head (a pickle) and some buffers, each sent as one frame of `multiprocess.connection`, so that
-the worker's end is an ordinary ``Connection`` that blocks. The trainer's end must not block: two processes
+the worker's end is an ordinary ``Connection`` that blocks. The main process's end must not block: two processes
 that both send 400 KB through one duplex pipe wait for each other for ever. So `SocketLink` frames its own
 messages over a non-blocking socket: what cannot be sent now waits in `outbox`, and what has come in part
 waits in the link until the rest is there.
@@ -40,6 +40,9 @@ PORTABLE = not hasattr(select, "poll") or bool(os.environ.get("SHARDED_LOADER_PO
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
 
+CHUNK = 65536
+"""Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
+
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")
 _SIZE = struct.Struct("!i")
@@ -61,12 +64,16 @@ class Message:
 
 def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
     """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
+    if not places:
+        return _COUNT.pack(0) + head
     return b"".join([_COUNT.pack(len(places)), *[_PLACE.pack(*place) for place in places], head])
 
 
 def read_head(frame: Any) -> tuple[list[Any], memoryview]:
     """Offset and size of each buffer, and the head."""
     (count,) = _COUNT.unpack_from(frame)
+    if not count:
+        return [], memoryview(frame)[_COUNT.size :]
     end = _COUNT.size + _PLACE.size * count
     return list(_PLACE.iter_unpack(memoryview(frame)[_COUNT.size : end])), memoryview(frame)[end:]
 
@@ -128,25 +135,27 @@ def send_descriptors(end: socket.socket, data: bytes, descriptors: Sequence[int]
 
 
 class Link(ABC):
-    """The trainer's end of the pipe to one worker."""
+    """The main process's end of the pipe to one worker.
+
+    Attributes:
+        inbox: messages that have come completely.
+        outbox: what waits to be sent.
+        ended: the worker's end is closed.
+    """
 
     live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
     """Every open link of this process."""
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
+        self.outbox: deque[memoryview | int] = deque()
         self.ended = False
         Link.live.add(self)
 
     @property
     @abstractmethod
     def waitable(self) -> Any:
-        """What `wait_for_any` watches."""
-
-    @property
-    @abstractmethod
-    def has_unsent(self) -> bool:
-        """Whether something waits to be sent."""
+        """What `Poller` watches."""
 
     @abstractmethod
     def send(
@@ -194,32 +203,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class SocketLink(Link):
-    """A link over a non-blocking socket."""
+    """A link over a non-blocking socket. Small frames are read many at a time, large ones into memory of their own."""
 
     def __init__(self, conn: Any) -> None:
         super().__init__()
         self._socket = socket.socket(fileno=os.dup(conn.fileno()))
         conn.close()
         self._socket.setblocking(False)
-        self._outbox: deque[memoryview | int] = deque()
-        self._expect(_SIZE.size)
-        self._reading_size = True
-        self._head: memoryview | None = None
+        self._chunk = bytearray(CHUNK)
+        self._filled = 0  # bytes of the chunk that belong to no complete frame yet
+        self._large: np.ndarray[Any, Any] | None = None
+        self._rest = memoryview(b"")  # what is still to come of the large frame
+        self._message: Message | None = None
         self._places: deque[tuple[int, int]] = deque()
-        self._buffers: deque[Any] = deque()
-
-    def _expect(self, size: int) -> None:
-        self._frame = np.empty(size, np.uint8)
-        self._target = self._frame.data
-        self._filled = 0
 
     @property
     def waitable(self) -> Any:
         return self._socket.fileno()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._outbox)
 
     def send(
         self,
@@ -229,21 +229,22 @@ class SocketLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        frames: list[memoryview] = []
         first = head_frame(head, places if places is not None else piped(buffers) if buffers else ())
         for frame in (memoryview(first), *buffers):
             size = frame.nbytes
             prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
-            # One write for a small frame: two would be two system calls and wake the worker twice.
-            frames.extend([memoryview(prefix + bytes(frame))] if size < 16384 else [memoryview(prefix), frame])
-        self._outbox.extend(frame.cast("B") for frame in frames if frame.nbytes)
+            if size < 16384:
+                # One write for a small frame: two would be two system calls and wake the worker twice.
+                self.outbox.append(memoryview(prefix + bytes(frame)))
+            else:
+                self.outbox.extend((memoryview(prefix), frame.cast("B")))
         if descriptor is not None:
-            self._outbox.append(descriptor)
+            self.outbox.append(descriptor)
         self.flush()
 
     def flush(self) -> None:
-        while self._outbox:
-            item = self._outbox[0]
+        while self.outbox:
+            item = self.outbox[0]
             try:
                 if isinstance(item, int):
                     sent = send_descriptors(self._socket, b"\0", [item])
@@ -254,63 +255,79 @@ class SocketLink(Link):
             except OSError as error:
                 # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
                 if error.errno != getattr(errno, "ETOOMANYREFS", None):
-                    self._outbox.clear()
+                    self.outbox.clear()
                 break
             if isinstance(item, int) or sent == item.nbytes:
-                self._outbox.popleft()
+                self.outbox.popleft()
             else:
-                self._outbox[0] = item[sent:]
+                self.outbox[0] = item[sent:]
 
     def receive(self) -> None:
-        while self._fill():
-            self._advance()
-
-    def _fill(self) -> bool:
-        """Whether the frame (or the size) that is being read is complete."""
-        while self._filled < self._frame.nbytes:
+        while True:
+            target = memoryview(self._chunk)[self._filled :] if self._large is None else self._rest
             try:
-                count = self._socket.recv_into(self._target[self._filled :])
+                count = self._socket.recv_into(target)
             except BlockingIOError:
-                return False
+                return
             except OSError:
                 count = 0
             if count == 0:
                 self.ended = True
-                return False
-            self._filled += count
-        return True
-
-    def _advance(self) -> None:
-        """Go on from a complete frame to the next one."""
-        if self._reading_size:
-            if self._frame.nbytes == _LONG_SIZE.size:
-                (size,) = _LONG_SIZE.unpack(self._target)
-            else:
-                (size,) = _SIZE.unpack(self._target)
-            if size == -1:
-                self._expect(_LONG_SIZE.size)
                 return
-            self._reading_size = False
-            self._expect(size)
-            return
-        if self._head is None:
-            places, self._head = read_head(self._frame)
-            self._places = deque(places)
-            self._buffers = deque()
+            if self._large is None:
+                self._filled += count
+                self._split()
+            else:
+                self._rest = target[count:]
+                if not self._rest.nbytes:
+                    frame, self._large = self._large, None
+                    self._add(frame)
+            if count < target.nbytes:
+                return  # there was no more
+
+    def _split(self) -> None:
+        """Take the complete frames out of the chunk. A frame that is larger gets memory of its own."""
+        chunk, begin, filled = self._chunk, 0, self._filled
+        while filled - begin >= _SIZE.size:
+            start = begin + _SIZE.size
+            (size,) = _SIZE.unpack_from(chunk, begin)
+            if size == -1:
+                start += _LONG_SIZE.size
+                if start > filled:
+                    break
+                (size,) = _LONG_SIZE.unpack_from(chunk, start - _LONG_SIZE.size)
+            if start + size <= filled:
+                begin = start + size
+                self._add(chunk[start:begin])
+                continue
+            if start + size - begin > CHUNK:
+                self._large = np.empty(size, np.uint8)
+                self._large.data[: filled - start] = memoryview(chunk)[start:filled]
+                self._rest = self._large.data[filled - start :]
+                begin = filled
+            break
+        chunk[: filled - begin] = chunk[begin:filled]
+        self._filled = filled - begin
+
+    def _add(self, frame: Any) -> None:
+        """Put a frame into its message: a head, or one of the buffers that follow it."""
+        message, places = self._message, self._places
+        if message is None:
+            found, head = read_head(frame)
+            message, places = Message(head, deque()), deque(found)
+            self._message, self._places = message, places
         else:
-            self._buffers.append(self._frame)
-            self._places.popleft()
-        while self._places and self._places[0][0] >= 0:
-            self._buffers.append(self._places.popleft())
-        if not self._places:
-            self.inbox.append(Message(self._head, self._buffers))
-            self._head = None
-        self._reading_size = True
-        self._expect(_SIZE.size)
+            message.buffers.append(frame)
+            places.popleft()
+        while places and places[0][0] >= 0:
+            message.buffers.append(places.popleft())
+        if not places:
+            self.inbox.append(message)
+            self._message = None
 
     def close(self) -> None:
         Link.live.discard(self)
-        self._outbox.clear()
+        self.outbox.clear()
         self._socket.close()
 
 
@@ -324,10 +341,6 @@ class PortableLink(Link):
     @property
     def waitable(self) -> Any:
         return self._conn
-
-    @property
-    def has_unsent(self) -> bool:
-        return False
 
     def send(
         self,
@@ -361,36 +374,68 @@ class PortableLink(Link):
 
 
 def make_link(conn: Any) -> Link:
-    """The trainer's end over ``conn``, which it takes over."""
+    """The main process's end over ``conn``, which it takes over."""
     return PortableLink(conn) if PORTABLE else SocketLink(conn)
 
 
-def wait_for_any(
-    links: Sequence[Link], sentinels: Sequence[int], waker: Any, timeout: float | None = None
-) -> tuple[list[Any], set[int]]:
-    """Block until a link can be read (or, with something unsent, written), a worker ended, or `waker` woke.
+class Poller:
+    """Waits for workers: for what they send, for their ends, and for somebody who wakes the one that waits.
 
-    No longer than ``timeout`` seconds, if that is not None.
-
-    Returns:
-        The links, and perhaps the waker, that are ready; the sentinels of the workers that have ended.
+    Args:
+        handles: of the workers; each has a ``link`` and a ``sentinel``.
+        waker: the end of a pipe that is written to in order to wake.
     """
-    if PORTABLE:
+
+    def __init__(self, handles: Sequence[Any], waker: Any) -> None:
+        self._handles, self._waker = list(handles), waker
+        self._sentinels = {handle.sentinel for handle in handles}
+        if not PORTABLE:
+            self._by_number = {handle.link.waitable: handle for handle in handles}
+            self._writing: set[Link] = set()
+            self._poller = select.poll()
+            for number in (*self._by_number, *self._sentinels, waker.fileno()):
+                self._poller.register(number, select.POLLIN)
+
+    def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
+        """Block until a link can be read (or, with something unsent, written), a worker has ended, or the waker woke.
+
+        Args:
+            timeout: seconds, at most; None: no limit.
+
+        Returns:
+            The handles whose links are ready; the sentinels of the workers that have ended.
+        """
+        if PORTABLE:
+            return self._wait_portably(timeout)
+        for handle in self._handles:
+            link = handle.link
+            if link.outbox or link in self._writing:
+                self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
+                (self._writing.add if link.outbox else self._writing.discard)(link)
+        ready: list[Any] = []
+        ended: set[int] = set()
+        for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout):
+            if number in self._by_number:
+                ready.append(self._by_number[number])
+            elif number in self._sentinels:
+                ended.add(number)
+            else:
+                self._calm()
+        return ready, ended
+
+    def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
         from multiprocess import connection  # which a spawned worker does without
 
-        by_waitable = {link.waitable: link for link in links}
-        watched = [*by_waitable, waker]
+        watched = [*[handle.link.waitable for handle in self._handles], self._waker]
         # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
-        if sys.platform != "win32" or len(watched) + len(sentinels) <= 63:
-            watched += sentinels
+        if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
+            watched += self._sentinels
         found = connection.wait(watched, timeout)
-        return [by_waitable.get(one, one) for one in found], {one for one in found if isinstance(one, int)}
-    poller = select.poll()
-    by_number: dict[int, Any] = {waker.fileno(): waker}
-    for link in links:
-        by_number[link.waitable] = link
-        poller.register(link.waitable, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
-    for sentinel in (*sentinels, waker.fileno()):
-        poller.register(sentinel, select.POLLIN)
-    numbers = {number for number, _ in poller.poll(None if timeout is None else 1000 * timeout)}
-    return [one for number, one in by_number.items() if number in numbers], numbers.intersection(sentinels)
+        if self._waker in found:
+            self._calm()
+        return [one for one in self._handles if one.link.waitable in found], self._sentinels.intersection(found)
+
+    def _calm(self) -> None:
+        """Take out what the waker was sent: it woke this process."""
+        while self._waker.poll():
+            self._waker.recv_bytes()

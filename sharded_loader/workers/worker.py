@@ -29,7 +29,6 @@ import contextlib
 import errno
 import faulthandler
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -62,6 +61,7 @@ from sharded_loader.engine.messages import (
     pack_head,
     pack_reply,
     pack_result,
+    task_of,
     unpack_head,
     unpack_tasks,
 )
@@ -244,7 +244,7 @@ class _Worker:
         board = self._board
         board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
         try:
-            task = Task._make(pickle.loads(fields) if isinstance(fields, bytes) else fields)
+            task = task_of(fields)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
             self._reply(Result(run, seq, error=error), SlotWriter(None))
