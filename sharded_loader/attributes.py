@@ -1,29 +1,34 @@
-"""What can be read of a loader, and changed, as a plain attribute.
+"""What a loader tells about itself, and what can be set: attributes, its position as a state, its statistics.
 
-    loader.prefetch = 4 -> checked -> the loader's parts
+    loader.prefetch = 4       -> checked -> the loader's parts
+    loader.state_dict()       <- Progress
+    loader.stats(), repr      <- Meter
 
-Most go by the names that other libraries look for. Owns nothing: the parts are the loader's. What can go wrong: a
-wrong value, which is refused; all that decides which samples come, in which order, is read-only.
+Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
+What can go wrong: a wrong value or state, which is rejected with an error. Everything that decides which samples come,
+and in which order, is read-only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharded_loader.arguments import check_count, check_prefetch, check_shard_weights
+from sharded_loader.arguments import check_count, check_prefetch, check_shard_weights, length
 from sharded_loader.devices.placement import Placement
+from sharded_loader.devices.resident import Residence
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.stats import Meter
+from sharded_loader.stats import LoaderStats, Meter
 
 
 class LoaderAttributes:
     """The attributes of a `ShardedDataLoader`, which sets the parts."""
 
+    dataset: Any
     _batch_size: int | None
     _order: EpochOrder
     _split: Split
@@ -32,6 +37,8 @@ class LoaderAttributes:
     _prefetch: int
     _progress: Progress
     _meter: Meter
+    _residence: Residence | None
+    _stale: bool
 
     @property
     def sampler(self) -> Any:
@@ -120,3 +127,110 @@ class LoaderAttributes:
     def num_skipped(self) -> int:
         """How many samples ``on_error`` has skipped or replaced."""
         return self._meter.num_skipped
+
+    # -- position ------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
+
+        An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
+        ``next`` counts.
+
+        Args:
+            epoch: number of an epoch, from 0.
+
+        Raises:
+            ValueError: ``epoch`` is negative or not an integer.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
+        """
+        self._progress.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
+        return self._progress.length()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the last batch that was delivered, whatever has been read ahead.
+
+        A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
+        the order that all ranks share: one saves it, any number of ranks load it.
+
+        Returns:
+            A small dict, fit for JSON: ``epoch``, ``samples`` done in it (``batches`` with a given
+            ``batch_sampler``), and what `load_state_dict` compares.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> state["epoch"], state["samples"]
+            (0, 4)
+        """
+        return self._progress.state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
+
+        An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
+        any other epoch begins from its first batch. A state that was saved after the last batch of an epoch is loaded
+        as the beginning of the next epoch. The state's seed becomes the loader's.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
+                arguments (weights, budgets), which are otherwise refused in mid-epoch.
+
+        Raises:
+            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
+                differs. Nothing has changed then.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> loader.load_state_dict(state)
+            >>> [batch.tolist() for batch in loader]
+            [[4, 5, 6, 7], [8, 9]]
+        """
+        self._pipeline.check_open()
+        # Workers are sent a seed that has changed.
+        self._stale |= self._progress.load(state, strict)
+
+    # -- what it has done ----------------------------------------------------------------------------------
+
+    def stats(self) -> LoaderStats:
+        """Samples per second, the share of time spent waiting for data, where the time went.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for batch in loader: pass
+            >>> loader.stats().samples
+            10
+        """
+        return self._meter.report()
+
+    def __repr__(self) -> str:
+        if self._pipeline.closed:
+            return "ShardedDataLoader(closed)"
+        try:
+            size = length(self.dataset)
+        except Exception:  # a repr must not raise
+            size = None
+        parts = [f"{'?' if size is None else size} samples"]
+        try:
+            parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
+        except Exception:
+            parts.append("batches without number")
+        if self._placement.devices is not None:
+            parts.append("on " + ", ".join(map(str, self._placement.devices)))
+            if self._residence is not None and self._residence.resident:
+                parts.append("resident on " + ", ".join(map(str, self._residence.resident)))
+        elif self._split.num_shards is not None:
+            parts.append(f"{self._split.num_shards} shards")
+        parts.append(repr(self.pool))
+        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
+        at = "resumes at" if self._progress.resumes else "at"
+        return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

@@ -38,18 +38,16 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
-from sharded_loader.engine.epochs import begin_epoch, in_epoch
-from sharded_loader.engine.messages import Job, OnError
+from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.plan import EpochPlan
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
-from sharded_loader.inspection import describe, first_batch
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.inline import InlinePool
-from sharded_loader.progress import KeptRun, Mark, Progress
+from sharded_loader.progress import KeptRun, Mark, Progress, begin_epoch, in_epoch
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.stats import LoaderStats, Meter
+from sharded_loader.stats import Meter
 
 
 class ShardedDataLoader(LoaderAttributes):
@@ -189,30 +187,6 @@ class ShardedDataLoader(LoaderAttributes):
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
-
-        An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
-        ``next`` counts.
-
-        Args:
-            epoch: number of an epoch, from 0.
-
-        Raises:
-            ValueError: ``epoch`` is negative or not an integer.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
-            >>> loader.set_epoch(3)
-            >>> loader.epoch
-            3
-        """
-        self._progress.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
-        return self._progress.length()
-
     def __iter__(self) -> EpochIterator:
         """An iterator over the next epoch, or over the rest of the one that was loaded.
 
@@ -282,53 +256,6 @@ class ShardedDataLoader(LoaderAttributes):
     def _job(self) -> Job:
         return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
 
-    # -- state ----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch that was delivered, whatever has been read ahead.
-
-        A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
-        the order that all ranks share: one saves it, any number of ranks load it.
-
-        Returns:
-            A small dict, fit for JSON: ``epoch``, ``samples`` done in it (``batches`` with a given
-            ``batch_sampler``), and what `load_state_dict` compares.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
-            >>> first, state = next(iter(loader)), loader.state_dict()
-            >>> state["epoch"], state["samples"]
-            (0, 4)
-        """
-        return self._progress.state()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
-
-        An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
-        any other epoch begins from its first batch. A state that was saved after the last batch of an epoch is loaded
-        as the beginning of the next epoch. The state's seed becomes the loader's.
-
-        Args:
-            state: what `state_dict` returned.
-            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise refused in mid-epoch.
-
-        Raises:
-            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
-                differs. Nothing has changed then.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(10), 4)
-            >>> first, state = next(iter(loader)), loader.state_dict()
-            >>> loader.load_state_dict(state)
-            >>> [batch.tolist() for batch in loader]
-            [[4, 5, 6, 7], [8, 9]]
-        """
-        self._pipeline.check_open()
-        # Workers are sent a seed that has changed.
-        self._stale |= self._progress.load(state, strict)
-
     # -- single batches and samples -------------------------------------------------------------------------
 
     def peek(self) -> Any:
@@ -356,9 +283,21 @@ class ShardedDataLoader(LoaderAttributes):
 
     def _read_first(self) -> Any:
         # By itself: the sampler's iterator is closed before the sampler is put back.
-        run = self._new_run()
+        run, placement = self._new_run(), self._placement
+        placement.check_not_capturing()
         with self._in_epoch(run.epoch):
-            return first_batch(run, Reader(self._job()), self._placement)
+            reader, seq = Reader(self._job()), run.delivered
+            while (planned := run.plan.task(seq)) is not None:
+                if isinstance(planned, BaseException):
+                    raise planned
+                task = run.plan.split(planned)
+                result = reader.read(task)
+                if result.error is not None:
+                    raise result.error
+                if result.batch is not NOTHING:
+                    return placement.finish(placement.begin(result.batch, task.sharded))
+                seq += 1
+        raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -410,17 +349,6 @@ class ShardedDataLoader(LoaderAttributes):
             self._residence.stale = True
         self._order.resize(length(self.dataset))
 
-    def stats(self) -> LoaderStats:
-        """Samples per second, the share of time spent waiting for data, where the time went.
-
-        Example:
-            >>> loader = ShardedDataLoader(range(10), 4)
-            >>> for batch in loader: pass
-            >>> loader.stats().samples
-            10
-        """
-        return self._meter.report()
-
     def close(self) -> None:
         """Stop the workers. The loader cannot be used any more; batches that are held stay. Twice is fine.
 
@@ -451,13 +379,6 @@ class ShardedDataLoader(LoaderAttributes):
         raise TypeError(
             "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied: "
             "make it from the same arguments where it is needed; state_dict() takes its place along"
-        )
-
-    def __repr__(self) -> str:
-        if self._pipeline.closed:
-            return "ShardedDataLoader(closed)"
-        return describe(
-            self, self._split, self._residence or self._placement, self._meter.looks, self._progress.resumes
         )
 
 
