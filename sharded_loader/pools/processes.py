@@ -150,7 +150,6 @@ class ProcessPool(Pool):
         self._refused: list[Result] = []
         self._ended: set[int] = set()
         self._classes: list[type] = []
-        self._poller: Poller | None = None  # of the workers that run; made anew when one is replaced
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
@@ -199,7 +198,6 @@ class ProcessPool(Pool):
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
         begun = [task for handle in self._workers for task in handle.tasks.values()]
         try:
-            self._poller = None
             with uninterrupted():
                 self._resources.stop_workers()
                 self._ended.clear()
@@ -277,19 +275,20 @@ class ProcessPool(Pool):
         return slot
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        handles = self._resources.handles
+        resources = self._resources
+        handles = resources.handles
         if not handles:
             return ()
-        if self._poller is None:
-            self._poller = Poller(handles, self._resources.wake_reader)
+        if resources.poller is None:
+            resources.poller = Poller(handles, resources.wake_reader)
         self.waiting = True
         try:
-            ready, ended = self._poller.wait(self._watch.step if block and not self._refused else 0.0)
+            ready, ended = resources.poller.wait(self._watch.step if block and not self._refused else 0.0)
         except (OSError, ValueError):
-            if handles is self._resources.handles:
+            if handles is resources.handles:
                 raise
         self.waiting = False
-        if handles is not self._resources.handles:
+        if handles is not resources.handles:
             return ()  # a signal handler has closed the pool
         self._ended |= ended
         results, self._refused = self._refused, []
@@ -320,7 +319,6 @@ class ProcessPool(Pool):
                 handle.link.send(pack_head(CANCEL, run))
 
     def close(self) -> None:
-        self._poller = None
         self._resources.close()
         self._requeued.clear()
         self._refused.clear()
@@ -384,8 +382,8 @@ class ProcessPool(Pool):
 
     def _replace(self, handle: WorkerHandle) -> None:
         """A new worker in place of one that has ended; what that had to do is done again."""
-        self._poller = None
         with uninterrupted():
+            self._resources.poller = None
             self._ended.discard(handle.sentinel)
             new = self._launch(handle.number)
             self._requeued.extend(handle.tasks.values())

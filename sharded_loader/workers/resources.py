@@ -32,7 +32,7 @@ from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
 from sharded_loader.system import open_pidfd
 from sharded_loader.workers import worker
-from sharded_loader.workers.link import Link
+from sharded_loader.workers.link import Link, Poller
 from sharded_loader.workers.starting import is_starting_worker
 from sharded_loader.workers.supervision import Silent
 from sharded_loader.workers.template import Template
@@ -72,6 +72,7 @@ class WorkerResources:
         self._oom_kills: int | None = None
         self.template: Template | None = None
         self.published: Published | None = None
+        self.poller: Poller | None = None  # of these handles; made again after one of them was replaced
         self._pid = os.getpid()
         _in_use.add(self)
 
@@ -151,7 +152,7 @@ class WorkerResources:
                 self.arena.give(slot)
 
     def stop_workers(self) -> None:
-        handles, self.handles = self.handles, []
+        handles, self.handles, self.poller = self.handles, [], None
         template, self.template = self.template, None
         for handle in handles:
             handle.link.close()
