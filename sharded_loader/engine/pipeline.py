@@ -280,7 +280,8 @@ class Pipeline:
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
             try:
-                entry.task = task = run.plan.split(task)
+                if run.plan.splits:
+                    entry.task = task = run.plan.split(task)
                 tasks.append(task)
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")

@@ -51,6 +51,9 @@ class EpochPlan:
         split: how batches become shards.
         may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
             ``sampler`` are indices, tuples among them too.
+
+    Attributes:
+        splits: flat batches are split into shards.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class EpochPlan:
         self._length = length
         self._split = split
         self._may_shard = may_shard
+        self.splits = split.num_shards is not None
 
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
@@ -133,7 +137,7 @@ class EpochPlan:
         return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
 
     def split(self, task: Task) -> Task:
-        """A flat batch as shards, by the weights of this moment; called when it is dispatched."""
+        """A flat batch as shards, by the weights of this moment; called when it is dispatched, if the plan `splits`."""
         if task.sharded or self._split.num_shards is None:
             return task
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)

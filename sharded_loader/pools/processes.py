@@ -210,6 +210,8 @@ class ProcessPool(Pool):
                 if self._resources.published is None:
                     self._publish(self._new_job)
                 self._send_jobs()
+            self._count_room()
+            self.room -= len(self._requeued)
         except BaseException:
             self.close()
             raise
@@ -232,13 +234,6 @@ class ProcessPool(Pool):
                 before.close()
         return encoded.modules
 
-    @property
-    def room(self) -> int:  # type: ignore[override]
-        room = -len(self._requeued)
-        for handle in self._resources.handles:
-            room += HELD * self.group - len(handle.tasks)
-        return room
-
     def submit(self, tasks: Sequence[Task]) -> None:
         handles, group = self._resources.handles, self.group
         forked = self.start_method == "fork"
@@ -259,6 +254,7 @@ class ProcessPool(Pool):
             chosen.tasks[key] = task
             chosen.slots[key] = slot
             chosen.unsent.append((slot, task, own))
+            self.room -= 1
         for handle in handles:
             if handle.unsent:
                 handle.link.send(pack_tasks(handle.unsent))
@@ -303,10 +299,16 @@ class ProcessPool(Pool):
                 self._bury(handle, results)
         if self._watch.timeout is not None:
             self._stop_late()
+        self._count_room()
         if self._requeued:
-            room = self.room + len(self._requeued)
-            self.submit([self._requeued.popleft() for _ in range(min(room, len(self._requeued)))])
+            self.submit([self._requeued.popleft() for _ in range(min(self.room, len(self._requeued)))])
+            self.room -= len(self._requeued)
         return results
+
+    def _count_room(self) -> None:
+        self.room = HELD * self.group * len(self._resources.handles)
+        for handle in self._resources.handles:
+            self.room -= len(handle.tasks)
 
     def wake(self) -> None:
         self._resources.wake()
@@ -320,6 +322,7 @@ class ProcessPool(Pool):
 
     def close(self) -> None:
         self._resources.close()
+        self.room = 0
         self._requeued.clear()
         self._refused.clear()
         self._ended.clear()
