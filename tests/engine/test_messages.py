@@ -1,0 +1,91 @@
+"""What travels between the main process and a worker arrives as it was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader.engine.messages import (
+    CANCEL,
+    NOTHING,
+    TASKS,
+    Result,
+    Task,
+    pack_head,
+    pack_reply,
+    pack_result,
+    pack_tasks,
+    task_of,
+    unpack_head,
+    unpack_reply,
+    unpack_result,
+    unpack_tasks,
+)
+from sharded_loader.memory.codec import decode, encode, encode_packed
+
+
+def test_a_head_tells_kind_run_and_number() -> None:
+    kind, run, seq, content = unpack_head(pack_head(CANCEL, 3, 2**40, b"rest"))
+    assert (kind, run, seq, bytes(content)) == (CANCEL, 3, 2**40, b"rest")
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [([1, 2], [3]), (["a", ("b", 1)],), (np.array([5, 2**40]),), ([2**70],)],
+    ids=["shards", "keys", "array", "large"],
+)
+def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
+    sent = Task(1, 2, 3, 4, shards, len(shards) > 1, careful=True)
+    kind, _, _, content = unpack_head(pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
+    first, second = unpack_tasks(content)
+    assert kind == TASKS
+    assert (first[:3], second[:2]) == ((1, 2, None), (1, 9))
+    got = task_of(first[3])
+    assert [list(shard) for shard in got.shards] == [list(shard) for shard in shards]
+    assert got._replace(shards=()) == sent._replace(shards=())
+
+
+def test_indices_that_came_as_an_array_may_be_written_to() -> None:
+    _, _, _, content = unpack_head(pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
+    (indices,) = task_of(unpack_tasks(content)[0][3]).shards
+    indices += 1
+    assert indices.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("batch", [np.arange(6).reshape(2, 3), [np.arange(2), np.ones(2, "f4")]], ids=["one", "two"])
+def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> None:
+    packed = pack_result(Result(1, 2, batch, 2, seconds=0.5))
+    assert packed is not None
+    encoded = encode_packed(packed, None)  # type: ignore[arg-type]
+    got = unpack_result(1, 2, decode(encoded.head, list(encoded.buffers)))
+    assert (got.run, got.seq, got.samples, got.seconds, got.error) == (1, 2, 2, 0.5, None)
+    np.testing.assert_equal(got.batch, batch)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Result(0, 0, np.ones(2), error=ValueError()),
+        Result(0, 0, np.ones(2), skipped=((1, ValueError()),)),
+        Result(0, 0, np.ones(2), lost_shards=(1,)),
+        Result(0, 0, {"x": np.ones(2)}),
+    ],
+    ids=["error", "skipped", "lost", "dict"],
+)
+def test_other_results_do_not(result: Result) -> None:
+    assert pack_result(result) is None
+
+
+def test_several_replies_lie_one_behind_the_other() -> None:
+    rest = memoryview(pack_reply(1, 2, 30, encode("a")) + pack_reply(4, 5, 60, encode("b")))
+    found = []
+    while len(rest):
+        run, seq, wanted, buffers, pickled, rest = unpack_reply(rest)
+        found.append((run, seq, wanted, buffers, decode(pickled, [])))
+    assert found == [(1, 2, 30, 0, "a"), (4, 5, 60, 0, "b")]
+
+
+def test_nothing_is_itself_in_every_process() -> None:
+    assert decode(encode(NOTHING).head, []) is NOTHING

@@ -1,0 +1,286 @@
+"""Batches in flight, on numbers: a pool without workers that finishes tasks in the order that the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
+from sharded_loader.engine.plan import EpochPlan, Split
+from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.errors import LoaderClosedError
+
+JOB = Job([], None, 0)
+
+
+class PoolOfNumbers(Pool):
+    """Finishes one task per `wait`, the last that was submitted first. The batch of a task is its number."""
+
+    num_workers = 1
+    room = 100
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.tasks: list[Task] = []
+        self.broken: Exception | None = None
+        self._started = False
+
+    @property
+    def started(self) -> bool:
+        return self._started
+
+    def start(self, job: Job) -> None:
+        self.calls.append("start")
+        self._started = True
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        self.calls.append([(task.run, task.seq) for task in tasks])
+        self.tasks.extend(tasks)
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        if self.broken is not None:
+            raise PoolBroken(self.broken)
+        if not self.tasks or not block:
+            return []
+        task = self.tasks.pop()
+        return [Result(task.run, task.seq, task.seq)]
+
+    def cancel(self, run: int) -> None:
+        self.calls.append(("cancel", run))
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.tasks.clear()
+        self._started = False
+
+    def submitted(self) -> list[tuple[int, int]]:
+        """Run and number of each task, in the order in which they were submitted; forgets them."""
+        found = [key for call in self.calls if isinstance(call, list) for key in call]
+        self.calls = [call for call in self.calls if not isinstance(call, list)]
+        return found
+
+
+def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
+    """A run of batches of one index each."""
+
+    def batch(seq: int) -> list[int] | None:
+        if seq in errors:
+            raise KeyError(seq)
+        return [seq] if seq < length else None
+
+    plan = EpochPlan(number, 0, batch, lambda seq: seq, None, Split(), may_shard=False)
+    return Run(number, 0, plan, None, delivered=first, planned=first)  # type: ignore[arg-type]
+
+
+def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
+    pool = PoolOfNumbers()
+    pipeline = Pipeline(pool, prefetch, threading.RLock())
+    for run in runs:
+        pipeline.begin()
+        pipeline.open(run, JOB)
+        pipeline.end(False)
+    return pipeline, pool
+
+
+def step(pipeline: Pipeline, run: Run) -> Any:
+    """One ``next``: the batch, the error, or None at the end."""
+    inside = pipeline.begin()
+    entry = pipeline.head(run)
+    if not isinstance(entry, Entry):
+        pipeline.end(inside)
+        return entry
+    pipeline.take(run)
+    run.delivered = entry.seq + 1
+    pipeline.end(inside)
+    assert entry.result is not None
+    return entry.result.batch if entry.result.error is None else entry.result.error
+
+
+def test_batches_come_in_order_whatever_finishes_first() -> None:
+    run = run_of(0)
+    pipeline, _ = pipeline_of(run)
+    assert [step(pipeline, run) for _ in range(11)] == [*range(10), None]
+
+
+def test_prefetch_batches_are_in_flight_and_one_more_for_each_that_is_handed_out() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run, prefetch=3)
+    step(pipeline, run)
+    assert pool.submitted() == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    step(pipeline, run)
+    assert pool.submitted() == [(0, 4)]
+
+
+def test_without_prefetch_one_batch_is_read_when_it_is_asked_for() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run, prefetch=0)
+    step(pipeline, run)
+    assert pool.submitted() == [(0, 0)]
+
+
+def test_a_group_of_batches_is_submitted_at_once() -> None:
+    run = run_of(0, length=100)
+    pipeline, pool = pipeline_of(run, prefetch=4)
+    pipeline.scale_by_group, pool.group = True, 4
+    step(pipeline, run)
+    assert len(pool.submitted()) == 16
+    assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0, 0, 4, 0, 0, 0, 4, 0]
+
+
+def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    pool.room = 2
+    step(pipeline, run)
+    calls = [call for call in pool.calls if isinstance(call, list)]
+    assert calls
+    assert max(map(len, calls)) == 2
+
+
+def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
+    first, second = run_of(0), run_of(1)
+    pipeline, pool = pipeline_of(first, second, prefetch=3)
+    pool.room = 0
+    for run in (first, second):
+        pipeline.begin()
+        pipeline._fill(run, 0)
+        pipeline.end(False)
+    pool.room = 6
+    step(pipeline, second)
+    assert pool.submitted()[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+def test_an_error_of_the_sampler_comes_in_its_place() -> None:
+    run = run_of(0, length=4, errors=[2])
+    pipeline, _ = pipeline_of(run)
+    found = [step(pipeline, run) for _ in range(5)]
+    assert isinstance(found.pop(2), KeyError)
+    assert found == [0, 1, 3, None]
+
+
+def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
+    run = run_of(0, length=4)
+    pipeline, pool = pipeline_of(run)
+    answer = pool.wait
+    stray = [Result(9, 0, "stray"), Result(0, 77, "stray"), Result(0, 0, 0), Result(0, 0, "again")]
+    pool.wait = lambda block=True: [stray.pop(0)] if stray else answer(block)  # type: ignore[method-assign]
+    assert [step(pipeline, run) for _ in range(5)] == [0, 1, 2, 3, None]
+
+
+@pytest.mark.parametrize("strikes", ["begin", "head", "take"])
+def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
+    pipeline.begin()
+    if strikes != "begin":
+        pipeline.head(run)
+    if strikes == "take":
+        pipeline.take(run)
+    pipeline.fail()
+    pool.calls.clear()
+    assert step(pipeline, run) == 3
+    assert pool.calls[:2] == ["close", "start"]
+    assert pool.submitted()[0] == (0, 3)
+    assert [step(pipeline, run) for _ in range(7)] == [4, 5, 6, 7, 8, 9, None]
+
+
+def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    pipeline.begin()
+    pool.waiting = True
+    pipeline.fail()
+    pool.calls.clear()
+    assert step(pipeline, run) == 0
+    assert "close" not in pool.calls
+
+
+def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    woken = []
+    pool.wake = lambda: woken.append(True)  # type: ignore[method-assign]
+    assert not pipeline.begin()
+    pool.waiting = True
+    assert step(pipeline, run) == 0
+    assert woken == [True]
+    assert pool.waiting
+    assert pipeline.is_open_step
+
+
+def test_a_dropped_run_is_cancelled_and_the_others_go_on() -> None:
+    first, second = run_of(0), run_of(1)
+    pipeline, pool = pipeline_of(first, second)
+    step(pipeline, first)
+    pipeline.drop(0)
+    assert ("cancel", 0) in pool.calls
+    assert [step(pipeline, second) for _ in range(10)] == list(range(10))
+
+
+def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
+    first, second = run_of(0), run_of(1)
+    pipeline, pool = pipeline_of(first, second)
+    pipeline.begin()
+    pipeline.drop(0)
+    assert ("cancel", 0) not in pool.calls
+    pipeline.end(False)
+    step(pipeline, second)
+    assert ("cancel", 0) in pool.calls
+
+
+def test_a_broken_pool_ends_every_run_with_its_error_once() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    pool.broken = OSError("no memory")
+    assert step(pipeline, run) is pool.broken
+    assert "this iterator has failed (OSError: no memory)" in str(step(pipeline, run))
+
+
+def test_a_pool_that_somebody_has_closed_is_started_again() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    step(pipeline, run)
+    pool.close()
+    assert [step(pipeline, run) for _ in range(9)] == list(range(1, 10))
+
+
+def test_a_closed_pipeline_says_so_and_closes_the_pool() -> None:
+    run = run_of(0)
+    pipeline, pool = pipeline_of(run)
+    step(pipeline, run)
+    pipeline.close()
+    pipeline.close()
+    assert pool.calls.count("close") == 1
+    with pytest.raises(LoaderClosedError):
+        pipeline.check_open()
+
+
+def test_a_pipeline_that_is_closed_inside_a_step_ends_that_step_with_an_error() -> None:
+    run = run_of(0)
+    pipeline, _ = pipeline_of(run)
+    inside = pipeline.begin()
+    pipeline.head(run)
+    pipeline.close()
+    with pytest.raises(LoaderClosedError):
+        pipeline.end(inside)
+
+
+def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:
+    run = run_of(0, first=6)
+    pipeline, _ = pipeline_of(run)
+    assert [step(pipeline, run) for _ in range(5)] == [6, 7, 8, 9, None]
+
+
+def test_batches_that_are_finished_behind_the_head_are_told_up_to_the_first_that_is_not() -> None:
+    run = run_of(0)
+    pipeline, _ = pipeline_of(run)
+    pipeline.begin()
+    pipeline.head(run)  # the last submitted was finished first, so all are
+    assert [entry.seq for entry in pipeline.finished(run, 2)] == [1, 2]
+    run.window[1].result = None
+    assert pipeline.finished(run, 2) == []
