@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROCESS_POOLS
+from programs import run_script
 from samples import Uneven
-from test_process_pool import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.imports import call_after_import, forget_import

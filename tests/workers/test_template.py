@@ -134,31 +134,3 @@ def test_close_does_not_wait_for_a_template_that_hangs() -> None:
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < template.ANSWER / 2
-
-
-def test_a_program_that_was_stopped_meanwhile_still_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on while it is stopped (Ctrl-Z): one look in vain is not the end."""
-    pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
-        next(iter(loader))
-        used = pool._resources.template
-        assert used is not None
-        receive = used._control.recv
-        late = iter([TimeoutError(), TimeoutError()])
-
-        class Control:
-            def __getattr__(self, name: str) -> object:
-                return getattr(control, name)
-
-            def recv(self, size: int) -> bytes:
-                for error in late:
-                    raise error
-                return receive(size)
-
-        control = used._control
-        monkeypatch.setattr(used, "_control", Control())
-        os.kill(pool.pids[0], signal.SIGKILL)
-        pool._workers[0].wait(5)
-        assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
-        assert pool._resources.template is used and next(late, None) is None
-        monkeypatch.undo()
