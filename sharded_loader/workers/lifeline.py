@@ -122,21 +122,9 @@ FLAGS_OFFSET = 16
 
 
 def load_kernel32() -> Any:
-    """kernel32 of this process. Without its signatures a handle would be cut to 32 bits."""
-    return with_signatures(ctypes.WinDLL("kernel32", use_last_error=True))  # type: ignore[attr-defined,unused-ignore]
-
-
-def with_signatures(kernel32: Any) -> Any:
-    """``kernel32``, its functions declared: HANDLE and LPVOID are pointers, BOOL is an int."""
-    pointer, number = ctypes.c_void_p, ctypes.c_uint32
-    for name, result, arguments in (
-        ("CreateJobObjectW", pointer, (pointer, ctypes.c_wchar_p)),
-        ("SetInformationJobObject", ctypes.c_int, (pointer, ctypes.c_int, pointer, number)),
-        ("AssignProcessToJobObject", ctypes.c_int, (pointer, pointer)),
-        ("CloseHandle", ctypes.c_int, (pointer,)),
-    ):
-        function = getattr(kernel32, name)
-        function.restype, function.argtypes = result, arguments
+    """kernel32 of this process."""
+    kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    kernel32.CreateJobObjectW.restype = ctypes.c_void_p  # otherwise the handle would be cut to 32 bits
     return kernel32
 
 
@@ -144,7 +132,7 @@ class JobObject:
     """A job whose processes end with its handle. Owns the handle, which no child inherits.
 
     Args:
-        kernel32: the system's library, as `with_signatures` returns it.
+        kernel32: the system's library, see `load_kernel32`. Handles are passed to it as pointers.
 
     Raises:
         OSError: the system refuses.
@@ -152,7 +140,7 @@ class JobObject:
 
     def __init__(self, kernel32: Any) -> None:
         self._kernel32 = kernel32
-        self._handle = kernel32.CreateJobObjectW(None, None)
+        self._handle = ctypes.c_void_p(kernel32.CreateJobObjectW(None, None))
         self._check(self._handle, "CreateJobObjectW")
         limits = ctypes.create_string_buffer(LIMITS_SIZE)
         struct.pack_into("=I", limits, FLAGS_OFFSET, KILL_ON_JOB_CLOSE | SILENT_BREAKAWAY_OK)
@@ -168,11 +156,12 @@ class JobObject:
         Raises:
             OSError: the system refuses, or it has ended.
         """
-        self._check(self._kernel32.AssignProcessToJobObject(self._handle, process), "AssignProcessToJobObject")
+        done = self._kernel32.AssignProcessToJobObject(self._handle, ctypes.c_void_p(process))
+        self._check(done, "AssignProcessToJobObject")
 
     def close(self) -> None:
         """Terminate the processes that are in it still. Twice does nothing."""
-        handle, self._handle = self._handle, None
+        handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             self._kernel32.CloseHandle(handle)
 

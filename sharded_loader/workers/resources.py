@@ -12,6 +12,7 @@ finalizer when the loader is garbage. In a process that the user forks it does n
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -188,11 +189,11 @@ class WorkerHandle:
         self.hung = False
         self.left_behind = False
         self._released = False
-        self._killed_at: float | None = None
+        self._killed_at = math.inf
         self.exitcode: int | None = None
         self.last_words: str | None = None
         # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
-        # what the dataset forks (`inheritance`). What code in C forks keeps it open after the worker's death.
+        # what the dataset forks (`keep_from_children`). What code in C forks keeps it open after the worker's death.
         self._pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
@@ -211,8 +212,7 @@ class WorkerHandle:
     def kill(self) -> None:
         """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
         if not self._released:
-            if self._killed_at is None:
-                self._killed_at = time.monotonic()
+            self._killed_at = min(self._killed_at, time.monotonic())
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
 
@@ -222,9 +222,8 @@ class WorkerHandle:
         Args:
             noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
         """
-        if self.hung and self._killed_at is not None and time.monotonic() - self._killed_at > KILLED_GRACE:
-            return True
-        return self.sentinel in noted and self.has_ended()
+        given_up = self.hung and time.monotonic() - self._killed_at > KILLED_GRACE
+        return given_up or (self.sentinel in noted and self.has_ended())
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
@@ -247,10 +246,15 @@ class WorkerHandle:
         try:
             if self.is_alive():
                 self.kill()
-                assert self._killed_at is not None  # now, or before
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
                 if self.is_alive():
-                    self._leave_behind()
+                    self.left_behind = True
+                    print(
+                        f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits "
+                        f"inside the kernel, for a disk or a network file system, say. It is left behind",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     self.process.close()  # what it can be waited for with
                     return
             self.process.join()
@@ -265,12 +269,3 @@ class WorkerHandle:
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
-
-    def _leave_behind(self) -> None:
-        self.left_behind = True
-        print(
-            f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits inside the "
-            f"kernel, for a disk or a network file system, say. It is left behind",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -30,11 +30,13 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from multiprocess import popen_fork, process
 
 from sharded_loader.engine.messages import NewJob
+from sharded_loader.interrupts import python_handlers
 from sharded_loader.workers import worker
 from sharded_loader.workers.link import NO_SIGNAL, send_descriptors
 from sharded_loader.workers.spawned import Connection
@@ -236,24 +238,24 @@ class Template:
         self._control.close()
 
 
+@dataclass
 class ForkedWorker:
     """A worker that the template forked; as much of ``multiprocess.Process`` as `WorkerHandle` uses."""
 
-    def __init__(self, template: Template, pid: int, sentinel: int) -> None:
-        self._template = template
-        self.pid = pid
-        self.sentinel = sentinel
-        self.exitcode: int | None = None
+    template: Template
+    pid: int
+    sentinel: int
+    exitcode: int | None = None
 
     def kill(self) -> None:
         """SIGKILL, if it cannot have been reaped. `WorkerHandle` kills nobody after `join`."""
-        if not self._template.finished:
+        if not self.template.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def join(self) -> None:
         """Take note of its end. It has ended: `WorkerHandle` has waited for that."""
-        self.exitcode = self._template.reap(self.pid)
+        self.exitcode = self.template.reap(self.pid)
 
     def close(self) -> None:
         """Close the sentinel."""
@@ -263,32 +265,39 @@ class ForkedWorker:
 # -- in the template ------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Serving:
-    """The template, from its first line to its last. Made in the trainer."""
+    """The template, from its first line to its last. Made in the trainer.
 
-    def __init__(self, control: socket.socket, new_job: NewJob, num_workers: int) -> None:
-        self._control = control
-        self._new_job = new_job
-        self._num_workers = num_workers
-        self._children: dict[int, Any] = {}
-        self._handlers: dict[int, Any] = {}
+    Attributes:
+        control: the pipe to the trainer.
+        new_job, num_workers: for the workers.
+        children: the workers that have not been reaped, by pid.
+        handlers: what workers do about the signals that the template ignores.
+    """
+
+    control: socket.socket
+    new_job: NewJob
+    num_workers: int
+    children: dict[int, Any] = field(default_factory=dict)
+    handlers: dict[int, Any] = field(default_factory=dict)
 
     def run(self, theirs: socket.socket) -> None:
         theirs.close()
-        self._control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
+        self.control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
         self._ignore_signals()
         try:
             while True:
-                data, descriptors, _, _ = socket.recv_fds(self._control, _REQUEST.size, 2)
+                data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
                 if not data:
                     break
                 kind, number = _REQUEST.unpack(data)
                 answer = self._fork(number, descriptors) if kind == _FORK else self._reap(number)
-                self._control.sendall(_ANSWER.pack(answer))
+                self.control.sendall(_ANSWER.pack(answer))
         except OSError:
             pass  # the trainer is gone
         finally:
-            for child in self._children.values():
+            for child in self.children.values():
                 child.join()
             os._exit(0)
 
@@ -298,9 +307,12 @@ class _Serving:
         A whole process group gets a Ctrl-C or a batch system's SIGTERM, and the template ends with its pipe anyway.
         But SIGCHLD gets its default: otherwise the dead workers would be reaped before the trainer asks for them.
         """
-        self._handlers = dict.fromkeys(worker.replace_handlers(signal.SIG_IGN), signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        self.handlers = dict.fromkeys(python_handlers(), signal.SIG_DFL)
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            self._handlers.setdefault(signal.SIGCHLD, signal.SIG_IGN)  # the user's choice, as spawned workers have it
+            self.handlers.setdefault(signal.SIGCHLD, signal.SIG_IGN)  # the user's choice, as spawned workers have it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -315,11 +327,11 @@ class _Serving:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._children[child.pid] = child
+        self.children[child.pid] = child
         return int(child.pid)
 
     def _reap(self, pid: int) -> int:
-        child = self._children.pop(pid)
+        child = self.children.pop(pid)
         child.join()
         code = child.exitcode
         child.close()
@@ -327,11 +339,11 @@ class _Serving:
 
     def _work(self, number: int, fd: int, held: int) -> None:
         """A worker."""
-        self._control.close()
-        for signal_number, handler in self._handlers.items():
+        self.control.close()
+        for signal_number, handler in self.handlers.items():
             signal.signal(signal_number, handler)
         try:
-            worker.main(Connection(fd), number, self._num_workers, self._new_job, held=held)
+            worker.main(Connection(fd), number, self.num_workers, self.new_job, held=held)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -43,6 +43,7 @@ from sharded_loader.environment import ONE_THREAD
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.imports import call_after_import
+from sharded_loader.interrupts import python_handlers
 from sharded_loader.memory.codec import END, Encoded, SetApart, SlotWriter, decode, encode, encode_packed, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.limits import open_files
@@ -60,13 +61,7 @@ Where there is none, the receiver thread does it when told to."""
 
 
 class Worker:
-    """The two threads of a worker process.
-
-    Args:
-        conn: the worker's end of the pipe.
-        number: number of the worker, from 0.
-        num_workers: how many there are.
-    """
+    """The two threads of a worker process. It takes what `main` takes."""
 
     def __init__(self, conn: Any, number: int, num_workers: int) -> None:
         self._conn = conn
@@ -174,9 +169,10 @@ class Worker:
         try:
             new = self._load(segment, content, buffers) if inherited is None else inherited
             self._job = new.job
-            call_after_import("torch", lambda: _tell_torch(self._number, self._num_workers, new.job))
+            key = derive_key(new.job.seed, "worker_init_fn", self._number)
+            call_after_import("torch", lambda: _tell_torch(self._number, self._num_workers, key, new.job.dataset))
             if first and new.worker_init_fn is not None:
-                seed_globals(_worker_key(new.job, self._number))
+                seed_globals(key)
                 new.worker_init_fn(self._number)
             self._reader = Reader(new.job, tells_epoch=True)
         except BaseException as error:
@@ -279,14 +275,18 @@ def main(
     """Run a worker process until its pipe is closed.
 
     Args:
-        conn, number, num_workers: see `Worker`.
+        conn: the worker's end of the pipe.
+        number: number of the worker, from 0.
+        num_workers: how many there are.
         inherited: the job under fork; otherwise None, and it comes as the first message.
         fresh: libraries were limited to one thread before any was loaded (`spawned`).
         held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
     keep_from_children(conn, held)
     # Handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process.
-    replace_handlers(signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for number_of_signal in python_handlers():
+        signal.signal(number_of_signal, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -306,19 +306,6 @@ def main(
     except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
     _leave(0)
-
-
-def replace_handlers(action: signal.Handlers) -> list[int]:
-    """Give another action to the signals that the trainer's program handles in Python.
-
-    Returns:
-        Their numbers.
-    """
-    signal.set_wakeup_fd(-1)
-    handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
-    for number in handled:
-        signal.signal(number, action)
-    return handled
 
 
 def _crash(conn: Any, error: BaseException) -> NoReturn:
@@ -346,7 +333,7 @@ def _explain(error: OSError) -> str:
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
 
-def _tell_torch(number: int, num_workers: int, job: Job) -> None:
+def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:
     """Tell torch, which has been imported, that this is a worker."""
     import torch
     from torch.utils.data._utils import worker as torch_worker
@@ -357,10 +344,6 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
         num_workers=num_workers,
         # What torch.initial_seed() says in worker_init_fn. Not seed + number: worker 1 of one run would have
         # the numbers of worker 0 of the next.
-        seed=_worker_key(job, number) & 0x7FFFFFFFFFFFFFFF,
-        dataset=job.dataset,
+        seed=key & 0x7FFFFFFFFFFFFFFF,
+        dataset=dataset,
     )
-
-
-def _worker_key(job: Job, number: int) -> int:
-    return derive_key(job.seed, "worker_init_fn", number)

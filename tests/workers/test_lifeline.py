@@ -13,7 +13,6 @@ from sharded_loader.workers.lifeline import (
     FLAGS_OFFSET,
     LIMITS_SIZE,
     JobObject,
-    with_signatures,
 )
 
 
@@ -46,11 +45,6 @@ class ExtendedLimits(ctypes.Structure):
     )
 
 
-class Function:
-    restype: Any = None
-    argtypes: Any = None
-
-
 class Kernel32:
     """Notes what it is asked for. The function named ``fails`` does."""
 
@@ -68,37 +62,25 @@ class Kernel32:
         assert security is None and name is None  # not inherited; not to be found by others
         return self._call("create")
 
-    def SetInformationJobObject(self, handle: int, kind: int, limits: Any, size: int) -> int:
-        assert (handle, kind, size, len(limits)) == (77, EXTENDED_LIMIT_INFORMATION, LIMITS_SIZE, LIMITS_SIZE)
+    def SetInformationJobObject(self, handle: ctypes.c_void_p, kind: int, limits: Any, size: int) -> int:
+        assert (handle.value, kind, size, len(limits)) == (77, EXTENDED_LIMIT_INFORMATION, LIMITS_SIZE, LIMITS_SIZE)
         self.flags = ExtendedLimits.from_buffer(limits).BasicLimitInformation.LimitFlags
         return self._call("set")
 
-    def AssignProcessToJobObject(self, handle: int, process: int) -> int:
-        assert handle == 77
-        self.processes.append(process)
+    def AssignProcessToJobObject(self, handle: ctypes.c_void_p, process: ctypes.c_void_p) -> int:
+        assert handle.value == 77
+        assert process.value is not None
+        self.processes.append(process.value)
         return self._call("assign")
 
-    def CloseHandle(self, handle: int) -> int:
-        assert handle == 77
+    def CloseHandle(self, handle: ctypes.c_void_p) -> int:
+        assert handle.value == 77
         return self._call("close")
 
 
 def test_limits_are_laid_out_as_documented() -> None:
     assert ctypes.sizeof(ExtendedLimits) == LIMITS_SIZE
     assert ExtendedLimits.BasicLimitInformation.offset + BasicLimits.LimitFlags.offset == FLAGS_OFFSET
-
-
-def test_handles_are_declared_as_pointers() -> None:
-    class Library:
-        CreateJobObjectW = Function()
-        SetInformationJobObject = Function()
-        AssignProcessToJobObject = Function()
-        CloseHandle = Function()
-
-    library = with_signatures(Library())
-    assert library.CreateJobObjectW.restype is ctypes.c_void_p
-    assert library.AssignProcessToJobObject.argtypes == (ctypes.c_void_p, ctypes.c_void_p)
-    assert library.CloseHandle.argtypes == (ctypes.c_void_p,)
 
 
 def test_a_job_ends_its_processes_with_its_handle_and_lets_theirs_be() -> None:
