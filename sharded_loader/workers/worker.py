@@ -223,7 +223,8 @@ class Worker:
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
-            encoded = _encode(result, slot)
+            packed = messages.pack_result(result)
+            encoded = _encode(result, slot) if packed is None else encode_packed(packed, slot)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -253,9 +254,7 @@ class Worker:
 
 
 def _encode(result: Result, slot: SlotWriter) -> Encoded:
-    packed = messages.pack_result(result)
-    if packed is not None:
-        return encode_packed(packed, slot)
+    """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
     reply = Reply(result._replace(error=None, skipped=()), error, skipped)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import sys
+import time
 from typing import Any
 
+import multiprocess
 import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -13,6 +18,8 @@ from sharded_loader.workers.lifeline import (
     FLAGS_OFFSET,
     LIMITS_SIZE,
     JobObject,
+    die_with,
+    keep_from_children,
 )
 
 
@@ -112,3 +119,58 @@ def test_every_worker_is_put_into_the_job_and_one_that_cannot_be_works_too(fails
         assert kernel32.processes == [handle.process.sentinel for handle in pool._workers]
         assert "close" not in kernel32.calls
     assert kernel32.calls[-1] == "close"
+
+
+# -- Linux ----------------------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a pipe: Linux")
+
+
+@linux
+def test_a_process_dies_with_the_other_end_of_its_pipe() -> None:
+    reader, writer = os.pipe()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        die_with(f"/proc/self/fd/{reader}")
+        os.write(tell, b"x")
+        while True:
+            time.sleep(60)
+    os.read(ready, 1)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    for end in (reader, ready, tell):
+        os.close(end)
+
+
+@linux
+def test_a_pipe_that_is_closed_already_ends_the_process_at_once() -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    pid = os.fork()
+    if pid == 0:
+        die_with(f"/proc/self/fd/{reader}")
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (1, -signal.SIGKILL)
+    os.close(reader)
+
+
+@linux
+def test_what_the_trainer_watches_is_closed_in_the_children_of_a_worker() -> None:
+    ours, theirs = multiprocess.Pipe()
+    sentinel, held = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        keep_from_children(theirs, held)
+        child = os.fork()
+        if child == 0:
+            os._exit(os.path.exists(f"/proc/self/fd/{held}") or not theirs.closed)
+        assert os.get_inheritable(held) is False
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for end in (sentinel, held):
+        os.close(end)
+    ours.close()
+    theirs.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -134,3 +135,20 @@ def test_close_does_not_wait_for_a_template_that_hangs() -> None:
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < template.ANSWER / 2
+
+
+def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
+    socket.setdefaulttimeout(0.05)
+    try:
+        pool = ProcessPool(2, start_method="fork")
+        with ShardedDataLoader(range(40), 4, pool=pool) as loader, warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            list(loader)
+            first = template_pid(pool)
+            time.sleep(0.15)  # three times as long
+            os.kill(pool.pids[0], signal.SIGKILL)
+            pool._workers[0].wait(5)
+            assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
+            assert template_pid(pool) == first
+    finally:
+        socket.setdefaulttimeout(None)
