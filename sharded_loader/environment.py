@@ -43,3 +43,9 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
             f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
         ) from None
     return number
+
+
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
+"""Variables that numerical libraries read once, when they are loaded: a worker process wants one thread of each."""

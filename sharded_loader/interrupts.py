@@ -28,7 +28,7 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     noted: list[tuple[Any, int, Any]] = []
-    before = _handlers()
+    before = python_handlers()
     try:
         for number, handler in before.items():
             signal.signal(number, functools.partial(_note, noted, handler))
@@ -46,8 +46,8 @@ def _note(noted: list[tuple[Any, int, Any]], handler: Any, number: int, frame: A
         noted.append((handler, number, frame))
 
 
-def _handlers() -> dict[int, Any]:
-    """The signals that this program handles in Python, with their handlers."""
+def python_handlers() -> dict[int, Any]:
+    """The signals that this process handles in Python, with their handlers."""
     numbers = signal.valid_signals() if hasattr(signal, "valid_signals") else ()
     return {int(number): found for number in numbers if callable(found := signal.getsignal(number))}
 
@@ -58,7 +58,7 @@ _seen: set[CodeType] = set()
 
 def note_handlers() -> None:
     """Look at the signal handlers of the program, so that `is_from_outside` knows them later."""
-    _seen.update(code for handler in _handlers().values() if (code := _code_of(handler)) is not None)
+    _seen.update(code for handler in python_handlers().values() if (code := _code_of(handler)) is not None)
 
 
 def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:

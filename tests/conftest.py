@@ -23,7 +23,7 @@ import pytest
 from sharded_loader import InlinePool, ProcessPool, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import LoaderClosedError
-from sharded_loader.workers.starting import start_forkserver
+from sharded_loader.workers.start import start_forkserver
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")

@@ -67,10 +67,9 @@ from sharded_loader.memory.sizes import RecentSizes
 from sharded_loader.memory.slot import Slot
 from sharded_loader.pools.translation import decode_result, own_pickle
 from sharded_loader.sampling.base import check_int
-from sharded_loader.workers.launching import launch, send_segment
 from sharded_loader.workers.link import Link, Poller
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
-from sharded_loader.workers.starting import choose_start_method, start_forkserver
+from sharded_loader.workers.start import choose_start_method, launch, send_segment, start_forkserver
 from sharded_loader.workers.supervision import (
     Death,
     Deaths,

@@ -1,8 +1,7 @@
 """What a process pool owns, and gives back: worker processes, their links and slots, the waker, the arena.
 
-    WorkerResources    all of it, also the board (`engine.board`), the pipe (Windows: job object) whose end kills the
-                       workers, the template that forked ones come from, the memory of the published job. It knows no
-                       job, so finalizers may hold it
+    WorkerResources    all of it, also the board (`engine.board`), the lifeline, the template that forked workers come
+                       from, the memory of the published job. It knows no job, so finalizers may hold it
     WorkerHandle       one worker: process, link, the tasks and slots that it has in hand
 
 `WorkerResources.close` ends the workers (end-of-file, then SIGKILL, after `BUSY_GRACE` or `CLOSING_GRACE`) and frees a
@@ -13,6 +12,7 @@ finalizer when the loader is garbage. In a process that the user forks it does n
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -32,10 +32,10 @@ from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, create
 from sharded_loader.system import open_pidfd
 from sharded_loader.workers import worker
+from sharded_loader.workers.lifeline import Lifeline
 from sharded_loader.workers.link import Link, Poller
-from sharded_loader.workers.starting import is_starting_worker
 from sharded_loader.workers.supervision import Silent
-from sharded_loader.workers.template import Template
+from sharded_loader.workers.template import Template, is_starting_worker
 
 CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
@@ -66,38 +66,26 @@ class WorkerResources:
         self.wake_reader: Any = None
         self._wake_writer: Any = None
         self.board: Segment | None = None
-        self.death_reader: int | None = None
-        self._death_writer: int | None = None
-        self.job_object: Any = None
-        self._oom_kills: int | None = None
+        self.lifeline: Lifeline | None = None
         self.template: Template | None = None
         self.published: Published | None = None
         self.poller: Poller | None = None  # of these handles; made again after one of them was replaced
+        self._oom_kills: int | None = None
         self._pid = os.getpid()
         _in_use.add(self)
 
     def open(self, num_workers: int) -> None:
-        if self.wake_reader is None:
-            self._pid = os.getpid()
-            self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
-            try:
-                self.board = create(0, round_up(num_workers * WORDS * 8, PAGE))
-            except OSError as error:
-                raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-            if sys.platform == "linux":
-                self.death_reader, self._death_writer = os.pipe()
-                self._oom_kills = oom_kills()
-            elif sys.platform == "win32":
-                from sharded_loader.workers.windows_job import JobObject
-
-                with contextlib.suppress(OSError):
-                    self.job_object = JobObject()
-
-    def tie(self, process: Any) -> None:
-        """Windows: have the worker end with this process. Elsewhere it is sent the death pipe."""
-        if self.job_object is not None:
-            with contextlib.suppress(OSError):  # it has ended; or may not, and then its receiver thread has to do
-                self.job_object.add(process.sentinel)
+        """Make what workers need to start. Twice does nothing."""
+        if self.wake_reader is not None:
+            return
+        self._pid = os.getpid()
+        self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+        try:
+            self.board = create(0, round_up(num_workers * WORDS * 8, PAGE))
+        except OSError as error:
+            raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+        self.lifeline = Lifeline()
+        self._oom_kills = oom_kills()
 
     def oom_kills(self) -> int | None:
         """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
@@ -114,31 +102,12 @@ class WorkerResources:
             return  # a forked child has the object, but not the workers
         with uninterrupted():
             self.stop_workers()
-            ends = self.wake_reader, self._wake_writer
-            self.wake_reader = self._wake_writer = None
-            for end in ends:
-                if end is not None:
-                    end.close()
-            self.close_death_pipe()
-            job_object, self.job_object = self.job_object, None
-            if job_object is not None:
-                job_object.close()
-            board, self.board = self.board, None
-            if board is not None:
-                board.close()
-            published, self.published = self.published, None
-            if published is not None:
-                published.close()
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
-            arena.close()
-
-    def close_death_pipe(self) -> None:
-        """Kills the workers that live. In a forked child: its copy of the end must not keep them alive."""
-        ends = self.death_reader, self._death_writer
-        self.death_reader = self._death_writer = None
-        for end in ends:
-            if end is not None:
-                os.close(end)
+            owned = self.wake_reader, self._wake_writer, self.lifeline, self.board, self.published, self.arena
+            self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = None
+            self.arena = Arena(self.max_bytes, self.register)
+            for one in owned:
+                if one is not None:
+                    one.close()
 
     def is_at_work(self) -> bool:
         """Whether a worker has a slot to write to; any thread may ask."""
@@ -191,9 +160,12 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     for resources in list(_in_use):
         resources.arena.close_descriptors()
-        resources.close_death_pipe()
+        if resources.lifeline is not None:
+            resources.lifeline.close()
         if resources.board is not None:
             resources.board.close_descriptor()
+        if resources.template is not None:
+            resources.template.close_descriptors()
 
 
 if hasattr(os, "register_at_fork"):
@@ -218,11 +190,11 @@ class WorkerHandle:
         self.hung = False
         self.left_behind = False
         self._released = False
-        self._killed_at: float | None = None
+        self._killed_at = math.inf
         self.exitcode: int | None = None
         self.last_words: str | None = None
         # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
-        # what the dataset forks (`inheritance`). What code in C forks keeps it open after the worker's death.
+        # what the dataset forks (`keep_from_children`). What code in C forks keeps it open after the worker's death.
         self._pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
 
@@ -241,8 +213,7 @@ class WorkerHandle:
     def kill(self) -> None:
         """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
         if not self._released:
-            if self._killed_at is None:
-                self._killed_at = time.monotonic()
+            self._killed_at = min(self._killed_at, time.monotonic())
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
 
@@ -252,9 +223,8 @@ class WorkerHandle:
         Args:
             noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
         """
-        if self.hung and self._killed_at is not None and time.monotonic() - self._killed_at > KILLED_GRACE:
-            return True
-        return self.sentinel in noted and self.has_ended()
+        given_up = self.hung and time.monotonic() - self._killed_at > KILLED_GRACE
+        return given_up or (self.sentinel in noted and self.has_ended())
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
@@ -277,10 +247,15 @@ class WorkerHandle:
         try:
             if self.is_alive():
                 self.kill()
-                assert self._killed_at is not None  # now, or before
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
                 if self.is_alive():
-                    self._leave_behind()
+                    self.left_behind = True
+                    print(
+                        f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits "
+                        f"inside the kernel, for a disk or a network file system, say. It is left behind",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     self.process.close()  # what it can be waited for with
                     return
             self.process.join()
@@ -295,12 +270,3 @@ class WorkerHandle:
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
-
-    def _leave_behind(self) -> None:
-        self.left_behind = True
-        print(
-            f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits inside the "
-            f"kernel, for a disk or a network file system, say. It is left behind",
-            file=sys.stderr,
-            flush=True,
-        )

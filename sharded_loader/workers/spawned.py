@@ -1,17 +1,23 @@
-"""The first lines of a spawned worker: a bare interpreter becomes one, without importing ``multiprocess``.
+"""The first lines of a new interpreter: a spawned worker, or the forkserver that workers are forked from.
 
-    trainer: pools/spawning.py  --pickled dict through a pipe-->  main(orders) -> worker.main
+    trainer: workers/start.py  --pickled dict through a pipe-->  main(orders) -> worker.main
+    trainer: workers/start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
 
-``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. Where the
-user's dataset imports it after all, it finds itself as in any child process: name, authentication key, daemon.
+``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. So a spawned
+worker does without. Where the user's dataset imports it after all, it finds itself as in any child process.
 
-BLAS and OpenMP are limited to one thread here, before NumPy is imported. Nothing may be imported at the top that
-imports NumPy.
+BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothing may be imported at the top that
+imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
+the same forkserver inherit those libraries with one thread, but not the variables.
+
+What can go wrong: a library cannot be imported. A spawned worker then tells the trainer why (`messages.CRASHED`). The
+forkserver leaves it to the workers, whose error says why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import struct
@@ -19,8 +25,11 @@ import sys
 import traceback
 from typing import Any
 
+from sharded_loader.environment import ONE_THREAD
 from sharded_loader.imports import call_after_import
-from sharded_loader.workers.preload import THREADS
+
+PRELOAD = "SHARDED_LOADER_PRELOAD"
+"""The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
 
 _SIZE = struct.Struct("!i")
 _LONG_SIZE = struct.Struct("!Q")
@@ -64,29 +73,30 @@ class Connection:
         return size
 
     def _receive_size(self) -> int:
-        (size,) = _SIZE.unpack(self._fill(memoryview(bytearray(_SIZE.size))))
-        if size == -1:
-            (size,) = _LONG_SIZE.unpack(self._fill(memoryview(bytearray(_LONG_SIZE.size))))
+        for size_format in (_SIZE, _LONG_SIZE):
+            data = bytearray(size_format.size)
+            self._fill(memoryview(data))
+            (size,) = size_format.unpack(data)
+            if size != -1:
+                break
         return int(size)
 
-    def _fill(self, view: memoryview) -> memoryview:
-        rest = view
-        while rest.nbytes:
-            count = self._socket.recv_into(rest)
+    def _fill(self, view: memoryview) -> None:
+        while view.nbytes:
+            count = self._socket.recv_into(view)
             if not count:
                 raise EOFError
-            rest = rest[count:]
-        return view
+            view = view[count:]
 
 
 def main(orders: dict[str, Any]) -> None:
     """Be a worker until the pipe is closed.
 
     Args:
-        orders: what `spawning` sent.
+        orders: what `start.SpawnedProcess` sent.
     """
-    os.environ.update(dict.fromkeys(THREADS, "1"))
-    sys.argv = orders["argv"]
+    os.environ.update(ONE_THREAD)
+    sys.argv = orders["sys_argv"]
     os.chdir(orders["dir"])
     _close_stdin()
     call_after_import("multiprocess", lambda: _tell_multiprocess(orders))
@@ -94,15 +104,12 @@ def main(orders: dict[str, Any]) -> None:
     try:
         from sharded_loader.workers import worker
     except BaseException:
-        _crash(conn, traceback.format_exc())
+        # As `worker` tells why it ends, without NumPy, which may be what cannot be imported.
+        text = traceback.format_exc().encode(errors="replace")
+        with contextlib.suppress(OSError):
+            conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text)
         raise SystemExit(1) from None
     worker.main(conn, orders["number"], orders["num_workers"], None, fresh=True, held=orders["alive"])
-
-
-def _crash(conn: Connection, text: str) -> None:
-    """As `worker` tells why it ends (`messages.CRASHED`), without NumPy, which may be what cannot be imported."""
-    with contextlib.suppress(OSError):
-        conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text.encode(errors="replace"))
 
 
 def _close_stdin() -> None:
@@ -114,6 +121,7 @@ def _close_stdin() -> None:
 
 
 def _tell_multiprocess(orders: dict[str, Any]) -> None:
+    """Name, authentication key, daemon: what ``multiprocess`` itself tells its children."""
     from multiprocess import process, resource_tracker
 
     current: Any = process.current_process()
@@ -121,3 +129,27 @@ def _tell_multiprocess(orders: dict[str, Any]) -> None:
     current._config.update(authkey=process.AuthenticationString(orders["authkey"]), daemon=True)
     process.ORIGINAL_DIR = orders["orig_dir"]
     resource_tracker._resource_tracker._fd = orders["tracker"]
+
+
+def _preload() -> None:
+    """In the forkserver: import what the trainer has asked for, once for all workers."""
+    import json
+
+    request = json.loads(os.environ.pop(PRELOAD))
+    threads = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    # The forkserver of some Pythons has the path of a bare interpreter, without the folder of the user's script.
+    path, sys.path[:] = sys.path[:], request["path"]
+    for name in request["modules"]:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    sys.path[:] = path
+    for name, value in threads.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+if PRELOAD in os.environ:
+    _preload()

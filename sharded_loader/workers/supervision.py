@@ -1,9 +1,10 @@
 """What the death or the silence of a worker means: which batch is to blame, and when to give it up. Policy only.
 
-    Deaths.of_batch(task)  -> this batch has killed enough workers
-    hopeless(...)          -> workers cannot start
-    Watch.observe(workers) -> those that have stood still for too long
-    died, timed_out        -> the errors, with batch, sample, worker, and how to see it again
+    Deaths.of_batch(task)      -> whether this batch has killed enough workers
+    Deaths.in_start(worker)    -> whether workers cannot start
+    Deaths.of_nothing(worker)  -> whether workers die between batches again and again
+    Watch.late(workers)        -> those that have stood still for too long
+    died, timed_out, ...       -> the errors, with batch, sample, worker, and how to see it again
 
 A batch is made again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
 only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
@@ -12,16 +13,19 @@ stopped (Ctrl-Z) makes a worker late.
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from sharded_loader.engine.board import SAMPLE, SHARD, phase, sample_in
 from sharded_loader.engine.messages import Task
 from sharded_loader.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
+
+E = TypeVar("E", bound=BaseException)
 
 IDLE_DEATHS = 10
 """So many deaths between batches of workers of the same number are too many, if no batch has come from any since."""
@@ -29,43 +33,17 @@ IDLE_DEATHS = 10
 PROVEN = 10
 """So many times more often may a worker be killed in its start, if another has been seen to start."""
 
-
 START_SECONDS = 600.0
 """What a worker is given to start, at least: it may import for minutes from a disk far away. One that hangs is known
 by its silence alone."""
 
 
-def hopeless(ended: int, killed: int, limit: int, *, proven: bool) -> bool:
-    """Whether it is no use to start another worker. Counted since any worker was last ready.
-
-    One that ends by itself (an exit code, a segmentation fault) will do so again: ``limit`` of them are enough. One
-    that is killed from outside may have been hit by chance, as were those beside it; so those of each number are
-    counted alone, and generously where workers are known to start. The out-of-memory killer is such a one too: where
-    the dataset never fits, no worker is ever ready, and the error comes after a few.
-
-    Args:
-        ended: starts that have ended by themselves, of all workers.
-        killed: starts of this worker's number that were killed from outside.
-        limit: so many are too many.
-        proven: whether any worker has been ready with the same dataset.
-
-    Example:
-        >>> hopeless(3, 0, 3, proven=True), hopeless(2, 2, 3, proven=False), hopeless(0, 3, 3, proven=True)
-        (True, False, False)
-    """
-    return ended >= limit or killed >= limit * (PROVEN if proven else 1)
-
-
-def is_from_outside(exitcode: int | None) -> bool:
-    """Whether a worker with this exit code was killed by somebody else; if it is not known, it is taken for that."""
-    return exitcode is None or exitcode in _FROM_OUTSIDE
-
-
-_FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
-
-
 class Deaths:
     """Counts the workers that batches, and starting, have killed.
+
+    A worker that ends by itself in its start (an exit code, a segmentation fault) will do so again: ``restarts`` of
+    them, of whatever numbers, are too many. One that is killed there (out of memory, by somebody) may be unlucky: of
+    these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been ready.
 
     Args:
         restarts: so many deaths are too many; 0 counts as 1.
@@ -79,9 +57,8 @@ class Deaths:
     def __init__(self, restarts: int) -> None:
         self._limit = max(1, restarts)
         self._of_batch: Counter[tuple[int, int]] = Counter()
-        self._ended_in_start = 0
-        self._killed_in_start: Counter[int] = Counter()
         self._of_nothing: Counter[int] = Counter()
+        self._in_start: Counter[int] = Counter()
         self._proven = False
         self._told: set[str] = set()
 
@@ -105,32 +82,34 @@ class Deaths:
 
     def in_start(self, worker: int, exitcode: int | None) -> bool:
         """A worker died before it could read; whether it is no use to try again."""
-        if is_from_outside(exitcode):
-            self._killed_in_start[worker] += 1
-        else:
-            self._ended_in_start += 1
-        return hopeless(self._ended_in_start, self._killed_in_start[worker], self._limit, proven=self._proven)
+        killed = exitcode is None or exitcode in _FROM_OUTSIDE
+        who = worker if killed else _BY_ITSELF
+        self._in_start[who] += 1
+        return self._in_start[who] >= self._limit * (PROVEN if killed and self._proven else 1)
 
     def tell(self, death: Death, traceback: str | None) -> None:
         """Print why a worker died that is replaced, but only once what many of them say."""
         if traceback is not None and traceback not in self._told:
             self._told.add(traceback)
-            print(
-                f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}"
+            print(text, file=sys.stderr, flush=True)
 
     def ready(self) -> None:
-        """A worker has started."""
-        self.new_job()
+        """A worker has started: others can start too."""
+        self._in_start.clear()
         self._proven = True
 
     def new_job(self) -> None:
         """What workers get when they start is another from now on."""
-        self._ended_in_start = 0
-        self._killed_in_start.clear()
+        self._in_start.clear()
         self._proven = False
+
+
+_FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
+"""Exit codes of workers that somebody else has killed. One that is not known is taken for such."""
+
+_BY_ITSELF = -1
+"""Instead of a worker's number."""
 
 
 class Silent:
@@ -206,17 +185,9 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
         words: the last one's board.
         deaths: how many there were.
     """
-    sample = sample_in(task, words)
-    error = WorkerDiedError(
-        f"{death}. {_what(task, words, sample)}{_tries(deaths)}; iteration goes on with the next batch",
-        worker=death.worker,
-        exitcode=death.exitcode,
-        batch=task.seq,
-        epoch=task.epoch,
-        index=sample[0] if sample else None,
-    )
-    _note(error, task, words, sample, f"worker {death.worker} (pid {death.pid})", ", which it may end too")
-    return error
+    make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode)
+    who = f"worker {death.worker} (pid {death.pid})"
+    return _given_up(make, who, str(death), task, words, deaths, "", ", which it may end too")
 
 
 def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
@@ -266,29 +237,26 @@ def timed_out(
         tries: how many workers stood still.
         killed: whether it could be stopped; a thread cannot.
     """
-    sample = sample_in(task, words)
+    what = f"{who} made no progress for {timeout:g} s"
     fate = "It was killed; its stack is on stderr" if killed else "A thread cannot be stopped; another has its place"
-    error = WorkerTimeoutError(
-        f"{who} made no progress for {timeout:g} s. {_what(task, words, sample)}{_tries(tries)}. {fate}; "
+    return _given_up(WorkerTimeoutError, who, what, task, words, tries, f". {fate}", ", which may hang too")
+
+
+def _given_up(
+    make: Callable[..., E], who: str, what: str, task: Task, words: Sequence[int], tries: int, fate: str, but: str
+) -> E:
+    """The error for a batch that has stopped too many workers: what happened, where, and how to see it again."""
+    sample = sample_in(task, words)
+    doing = f"reading sample {sample[0]!r}" if sample else phase(words)
+    again = "" if tries <= 1 else f", which has now stopped {tries} workers"
+    error = make(
+        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}; "
         f"iteration goes on with the next batch",
         batch=task.seq,
         epoch=task.epoch,
         index=sample[0] if sample else None,
     )
-    _note(error, task, words, sample, who, ", which may hang too")
-    return error
-
-
-def _what(task: Task, words: Sequence[int], sample: list[Any]) -> str:
-    doing = f"reading sample {sample[0]!r}" if sample else phase(words)
-    return f"It was {doing}, in epoch {task.epoch}, batch {task.seq}"
-
-
-def _tries(count: int) -> str:
-    return "" if count <= 1 else f", which has now stopped {count} workers"
-
-
-def _note(error: BaseException, task: Task, words: Sequence[int], sample: list[Any], who: str, but: str) -> None:
     shard = words[SHARD] if task.sharded else None
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
     Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
+    return error

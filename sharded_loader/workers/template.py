@@ -26,19 +26,20 @@ import os
 import signal
 import socket
 import struct
-import time
+import threading
 import traceback
-import weakref
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from multiprocess import connection
+from multiprocess import popen_fork, process
 
 from sharded_loader.engine.messages import NewJob
+from sharded_loader.interrupts import python_handlers
 from sharded_loader.workers import worker
-from sharded_loader.workers.forking import ForkedProcess
-from sharded_loader.workers.inheritance import ignore_signals
 from sharded_loader.workers.link import NO_SIGNAL, send_descriptors
-from sharded_loader.workers.starting import forget_process, starting_worker
+from sharded_loader.workers.spawned import Connection
 
 ANSWER = 5.0
 """Seconds in which the template answers, however large the process is that it forks (10 ms per GB)."""
@@ -46,13 +47,84 @@ ANSWER = 5.0
 ENDING = 0.1
 """Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
 
-_LOOKS = 10
-"""How many pieces `ANSWER` is waited in. A program that was stopped (Ctrl-Z) loses one of them, not all."""
-
 _REQUEST = struct.Struct("!cq")
 _ANSWER = struct.Struct("!q")
 _FORK, _REAP = b"F", b"R"
 _UNKNOWN = 1 << 32
+
+
+# -- processes of ours ----------------------------------------------------------------------------------------
+
+_this_thread = threading.local()
+
+
+def is_starting_worker() -> bool:
+    """Whether this thread is starting a worker: a fork that happens now is ours, not the user's."""
+    return bool(getattr(_this_thread, "starts_worker", False))
+
+
+@contextlib.contextmanager
+def starting_worker() -> Iterator[None]:
+    """Inside, this thread's processes start without the user's script, and with SIGINT blocked.
+
+    Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
+    it would end in a traceback.
+    """
+    block = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
+    _this_thread.starts_worker = True
+    try:
+        yield
+    finally:
+        _this_thread.starts_worker = False
+        if block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Popen(popen_fork.Popen):  # type: ignore[misc]
+    """A fork that Python does not warn about.
+
+    From Python 3.12 on, a fork beside threads is followed by a DeprecationWarning, which the user cannot act on: the
+    child runs only this library's code. A filter would not do, because all threads share the list of filters. Python
+    drops a warning from code whose module has no name, so this one fork runs in a namespace without a name.
+    """
+
+    def _launch(self, started: _ForkedProcess) -> None:
+        launch = popen_fork.Popen._launch
+        unnamed = {**vars(popen_fork), "__name__": None}
+        types.FunctionType(launch.__code__, unnamed, closure=launch.__closure__)(self, started)
+
+
+class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
+    _start_method = "fork"
+    _Popen = _Popen
+
+
+def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
+    """A process of the fork start method, which ``multiprocess`` does not look after (see `forget_process`).
+
+    Args:
+        name: of the process.
+        target, args: what it calls.
+        daemon: whether it may have no children.
+    """
+    forked = _ForkedProcess(name=name, target=target, args=args, daemon=daemon)
+    with starting_worker():
+        forked.start()
+    forget_process(forked)
+    return forked
+
+
+def forget_process(started: Any) -> None:
+    """Take a worker out of the list of children that ``multiprocess`` looks after.
+
+    It would send them SIGTERM and join them when the program ends, or when a child that the user forked
+    ends; ours end by end-of-file.
+    """
+    process._children.discard(started)
+
+
+# -- in the trainer -------------------------------------------------------------------------------------------
 
 
 class TemplateGone(Exception):
@@ -67,7 +139,6 @@ class Template:
         num_workers: how many the pool has.
 
     Attributes:
-        lost: whether it has died, or stopped answering: another is needed.
         finished: whether it has been told to end: it reaps its workers when it likes.
 
     Raises:
@@ -76,28 +147,17 @@ class Template:
 
     def __init__(self, new_job: NewJob, num_workers: int) -> None:
         self._control, theirs = socket.socketpair()
+        self._control.settimeout(ANSWER)
+        serving = _Serving(theirs, new_job, num_workers)
         try:
-            # Not daemonic: those may have no children. It is forgotten at once, so nobody joins it.
-            process = ForkedProcess(
-                target=_serve,
-                args=(theirs, self._control, new_job, num_workers),
-                name="sharded_loader-template",
-                daemon=False,
-            )
-            with starting_worker("fork"):
-                process.start()
-            forget_process(process)
+            self._process = start_forked("sharded_loader-template", serving.run, self._control, daemon=False)
         except BaseException:
             self._control.close()
             raise
         finally:
             theirs.close()
-        self._process = process
-        self.lost = False
+        self._lost = False
         self.finished = False
-        self._control.settimeout(ANSWER / _LOOKS)
-        self._pid = os.getpid()
-        _templates.add(self)
 
     def fork(self, number: int, conn: Any) -> ForkedWorker:
         """A new worker.
@@ -110,16 +170,10 @@ class Template:
             OSError: the template cannot fork.
             TemplateGone: it is gone: close it, and ``conn``, which a worker may have.
         """
-        if self.lost:
-            raise TemplateGone("the template process has not answered")
         # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
         sentinel, held = os.pipe()
         try:
-            try:
-                self._send_fds(_REQUEST.pack(_FORK, number), [conn.fileno(), held])
-                pid = self._answer()
-            except OSError as error:
-                raise TemplateGone(f"the template process is gone: {error}") from error
+            pid = self._ask(_FORK, number, conn.fileno(), held)
             if pid < 0:
                 raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
         except BaseException:
@@ -131,213 +185,165 @@ class Template:
 
     def reap(self, pid: int) -> int | None:
         """Exit code of a worker that has ended; None if it is not known."""
-        if self.lost or self.finished:
-            return None
         try:
-            self._control.sendall(_REQUEST.pack(_REAP, pid), NO_SIGNAL)
-            code = self._answer()
-        except OSError:
+            code = _UNKNOWN if self.finished else self._ask(_REAP, pid)
+        except TemplateGone:
             return None
         return None if code == _UNKNOWN else code
 
-    def _send_fds(self, request: bytes, descriptors: list[int]) -> None:
-        deadline = time.monotonic() + ANSWER
-        while True:
-            try:
-                send_descriptors(self._control, request, descriptors)
-                return
-            except (ConnectionError, TimeoutError):
-                self.lost = True
-                raise
-            except OSError as error:
-                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
-                if error.errno != getattr(errno, "ETOOMANYREFS", None) or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.001)
-
-    def _answer(self) -> int:
-        data = b""
-        looks = _LOOKS
+    def _ask(self, kind: bytes, number: int, *descriptors: int) -> int:
+        if self._lost:
+            raise TemplateGone("the template process has not answered")
+        # Until it has answered: if this one is interrupted, or it is too slow, its next answer is to this question.
+        self._lost = True
         try:
-            while len(data) < _ANSWER.size:
-                try:
-                    part = self._control.recv(_ANSWER.size - len(data))
-                except TimeoutError:
-                    looks -= 1
-                    if not looks:
-                        raise TimeoutError(f"it has not answered for {ANSWER:g} s") from None
-                    continue
-                if not part:
-                    raise ConnectionResetError("it has ended")
-                data += part
-        except OSError:
-            self.lost = True  # also if it was too slow: its next answer would be to the last question
-            raise
-        return int(_ANSWER.unpack(data)[0])
+            if descriptors:
+                send_descriptors(self._control, _REQUEST.pack(kind, number), descriptors)
+            else:
+                self._control.sendall(_REQUEST.pack(kind, number), NO_SIGNAL)
+            answer = self._control.recv(_ANSWER.size)
+            if not answer:
+                raise ConnectionResetError("it has ended")
+        except OSError as error:
+            raise TemplateGone(f"the template process is gone: {error}") from error
+        self._lost = False
+        return int(_ANSWER.unpack(answer)[0])
 
     def finish(self) -> None:
         """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
-        if not self.finished and os.getpid() == self._pid:
-            self.finished = True
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_WR)
+        self.finished = True
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End the process; its workers have ended before."""
-        if os.getpid() != self._pid:
-            return
         self.finish()
-        with contextlib.suppress(ValueError):
-            if self.lost or not self._has_ended(ENDING):
+        try:
+            # Its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too.
+            self._control.settimeout(ENDING)
+            self._control.recv(1)
+        except TimeoutError:
+            self._lost = True
+        except OSError:
+            pass  # it has ended
+        with contextlib.suppress(ValueError):  # somebody else has reaped it
+            if self._lost:
                 self._process.kill()
             self._process.join()
             self._process.close()
         self.close_descriptors()
 
-    def _has_ended(self, timeout: float) -> bool:
-        """Wait for its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too."""
-        self._control.settimeout(timeout)
-        try:
-            while self._control.recv(_ANSWER.size):  # an answer that an interrupted call has not waited for
-                pass
-        except TimeoutError:
-            return False
-        except OSError:
-            pass
-        return True
-
     def close_descriptors(self) -> None:
         """Close this end of the pipe; in a forked child, where the other end must not be kept from ending."""
-        _templates.discard(self)
         self._control.close()
 
 
+@dataclass
 class ForkedWorker:
     """A worker that the template forked; as much of ``multiprocess.Process`` as `WorkerHandle` uses."""
 
-    def __init__(self, template: Template, pid: int, sentinel: int) -> None:
-        self._template = template
-        self.pid = pid
-        self.sentinel = sentinel
-        self.exitcode: int | None = None
-        self._reaped = False
+    template: Template
+    pid: int
+    sentinel: int
+    exitcode: int | None = None
 
     def kill(self) -> None:
-        """SIGKILL, if it has not been reaped, and no longer may be."""
-        if not self._reaped and not self._template.finished:
+        """SIGKILL, if it cannot have been reaped. `WorkerHandle` kills nobody after `join`."""
+        if not self.template.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def join(self, timeout: float | None = None) -> None:
+    def join(self) -> None:
         """Take note of its end. It has ended: `WorkerHandle` has waited for that."""
-        if not self._reaped:
-            self._reaped = True
-            self.exitcode = self._template.reap(self.pid)
+        self.exitcode = self.template.reap(self.pid)
 
     def close(self) -> None:
         """Close the sentinel."""
-        sentinel, self.sentinel = self.sentinel, -1
-        if sentinel >= 0:
-            os.close(sentinel)
-
-
-_templates: weakref.WeakSet[Template] = weakref.WeakSet()
-
-
-def _leave_to_the_trainer() -> None:
-    for template in list(_templates):
-        template.close_descriptors()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_trainer)
+        os.close(self.sentinel)
 
 
 # -- in the template ------------------------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket, theirs: socket.socket, new_job: NewJob, num_workers: int) -> None:
-    """The template, from its first line to its last."""
-    theirs.close()
-    handlers = ignore_signals()
-    children: dict[int, Any] = {}
-    try:
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 2)
-            while data and len(data) < _REQUEST.size:
-                more = control.recv(_REQUEST.size - len(data))
-                data = data + more if more else b""
-            if not data:
-                break
-            kind, number = _REQUEST.unpack(data)
-            if kind == _FORK:
-                answer = _fork(control, descriptors, number, new_job, num_workers, handlers, children)
-            else:
-                answer = _reap(children.pop(number, None))
-            control.sendall(_ANSWER.pack(answer))
-    except OSError:
-        pass  # the trainer is gone
-    finally:
-        for process in children.values():
-            process.join()
-        os._exit(0)
+@dataclass
+class _Serving:
+    """The template, from its first line to its last. Made in the trainer.
 
+    Attributes:
+        control: the pipe to the trainer.
+        new_job, num_workers: for the workers.
+        children: the workers that have not been reaped, by pid.
+        handlers: what workers do about the signals that the template ignores.
+    """
 
-def _fork(
-    control: socket.socket,
-    descriptors: list[int],
-    number: int,
-    new_job: NewJob,
-    num_workers: int,
-    handlers: dict[int, Any],
-    children: dict[int, Any],
-) -> int:
-    if len(descriptors) < 2:  # there was no room for them
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return -errno.EMFILE
-    conn = connection.Connection(descriptors[0])
-    process = ForkedProcess(
-        target=_work,
-        args=(control, conn, descriptors[1], number, num_workers, handlers, new_job),
-        name=f"sharded_loader-worker-{number}",
-        daemon=True,
-    )
-    try:
-        with starting_worker("fork"):
-            process.start()
-    except OSError as error:
-        return -(error.errno or 1)
-    finally:
-        conn.close()
-        os.close(descriptors[1])
-    children[process.pid] = process
-    return int(process.pid)
+    control: socket.socket
+    new_job: NewJob
+    num_workers: int
+    children: dict[int, Any] = field(default_factory=dict)
+    handlers: dict[int, Any] = field(default_factory=dict)
 
+    def run(self, theirs: socket.socket) -> None:
+        theirs.close()
+        self.control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
+        self._ignore_signals()
+        try:
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
+                if not data:
+                    break
+                kind, number = _REQUEST.unpack(data)
+                answer = self._fork(number, descriptors) if kind == _FORK else self._reap(number)
+                self.control.sendall(_ANSWER.pack(answer))
+        except OSError:
+            pass  # the trainer is gone
+        finally:
+            for child in self.children.values():
+                child.join()
+            os._exit(0)
 
-def _reap(process: Any) -> int:
-    if process is None:
-        return _UNKNOWN
-    process.join()
-    code = process.exitcode
-    process.close()
-    return _UNKNOWN if code is None else int(code)
+    def _ignore_signals(self) -> None:
+        """Ignore what the trainer's program handles: its handlers would run here too, in the wrong process.
 
+        A whole process group gets a Ctrl-C or a batch system's SIGTERM, and the template ends with its pipe anyway.
+        But SIGCHLD gets its default: otherwise the dead workers would be reaped before the trainer asks for them.
+        """
+        signal.set_wakeup_fd(-1)
+        self.handlers = dict.fromkeys(python_handlers(), signal.SIG_DFL)
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            self.handlers.setdefault(signal.SIGCHLD, signal.SIG_IGN)  # the user's choice, as spawned workers have it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-def _work(
-    control: socket.socket,
-    conn: Any,
-    held: int,
-    number: int,
-    num_workers: int,
-    handlers: dict[int, Any],
-    new_job: NewJob,
-) -> None:
-    control.close()
-    for signal_number, handler in handlers.items():
-        signal.signal(signal_number, handler)
-    try:
-        worker.main(conn, number, num_workers, new_job, held=held)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    def _fork(self, number: int, descriptors: list[int]) -> int:
+        """The pid of a new worker, or an error number below 0."""
+        try:
+            if len(descriptors) < 2:
+                return -errno.EMFILE  # there was no room for them
+            child = start_forked(f"sharded_loader-worker-{number}", self._work, number, *descriptors)
+        except OSError as error:
+            return -(error.errno or 1)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.children[child.pid] = child
+        return int(child.pid)
+
+    def _reap(self, pid: int) -> int:
+        child = self.children.pop(pid)
+        child.join()
+        code = child.exitcode
+        child.close()
+        return _UNKNOWN if code is None else int(code)
+
+    def _work(self, number: int, fd: int, held: int) -> None:
+        """A worker."""
+        self.control.close()
+        for signal_number, handler in self.handlers.items():
+            signal.signal(signal_number, handler)
+        try:
+            worker.main(Connection(fd), number, self.num_workers, self.new_job, held=held)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)

@@ -3,24 +3,17 @@
     receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
     main thread:      inbox -> Reader -> slot, encode -> pipe
 
-Before each sample the main thread notes on the board where it is, so that a trainer that finds it dead or silent can
-say which sample it was (`engine.board`).
+Before each sample the main thread notes on the board where it is. So a trainer that finds it dead or silent can say
+which sample it was (`engine.board`).
 
-The job (the dataset and how to read it) comes by inheritance under fork, else in a message; in either case the
-message says when to begin. The process ends when the pipe does: the trainer closed it, or is gone. A main thread that
-is in the user's code then gets `GRACE` seconds, because nobody waits for what it does.
+A message brings the job (the dataset and how to read it), or says to a forked worker, which inherits it, when to begin.
 
-Where that code holds the GIL (in C) no thread of ours can run, and the kernel has to see to it: on Linux by a signal
-(`inheritance.die_with`), on Windows by the trainer's job object (`pools.job_object`). On macOS nothing does: where the
-trainer was killed or left by ``os._exit``, such a worker ends `GRACE` seconds after that call (`close` kills it, at the
-end of a program too). What ends a process there without the GIL (faulthandler's watchdog, a timer's signal) would have
-to be put off again and again by a thread that needs it, and so would also end workers whose trainer lives.
+The process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code then
+gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`workers.lifeline`), but not on
+macOS: there `close` kills the worker, and without a `close` it ends after that call.
 
-SIGINT is the trainer's affair: it is ignored here (and was blocked while the process started). BLAS and
-OpenMP are limited to one thread: a pool is parallel by its processes.
-
-Nothing here imports torch. If the user's dataset does, torch is told that it is in a worker, also when the
-import comes later, in the middle of a batch.
+SIGINT is the trainer's affair and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here imports
+torch. If the user's dataset does, torch is told that it is in a worker.
 """
 
 from __future__ import annotations
@@ -40,58 +33,42 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from sharded_loader.engine import messages
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, SEQ, SHARD, board_in, new_board
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import (
-    BOARD,
-    CANCEL,
-    CRASHED,
-    DEATH,
-    FAILED,
-    JOB,
-    READY,
-    RESULTS,
-    SEGMENT,
-    STACKS,
-    Job,
-    NewJob,
-    Reply,
-    Result,
-    Task,
-    pack_head,
-    pack_reply,
-    pack_result,
-    task_of,
-    unpack_head,
-    unpack_tasks,
-)
+from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
+from sharded_loader.environment import ONE_THREAD
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.imports import call_after_import
+from sharded_loader.interrupts import python_handlers
 from sharded_loader.memory.codec import END, Encoded, SetApart, SlotWriter, decode, encode, encode_packed, set_apart
 from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
 from sharded_loader.rng import derive_key
-from sharded_loader.workers.inheritance import die_with, forget_handlers, keep_from_children
-from sharded_loader.workers.link import Message, receive_descriptor, receive_message, send_message
-from sharded_loader.workers.preload import THREADS
+from sharded_loader.workers.lifeline import die_with, keep_from_children
+from sharded_loader.workers.link import receive_descriptor, receive_message, send_message
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Makes a worker write its stacks to stderr and end, also while it holds the GIL: a signal that nobody else uses. Where
-there is none, the receiver thread does it when told to."""
+"""Makes a worker write its stacks to stderr and end, also while it holds the GIL: a signal that nobody else uses.
+Where there is none, the receiver thread does it when told to."""
 
 
-class _Worker:
+class Worker:
+    """The two threads of a worker process. It takes what `main` takes."""
+
     def __init__(self, conn: Any, number: int, num_workers: int) -> None:
         self._conn = conn
         self._number = number
         self._num_workers = num_workers
         self._name = f"worker {number} (pid {os.getpid()})"
-        self._inbox: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
+        # Kind, run or segment, content and buffers of a message; None: the pipe has ended.
+        self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._finished = threading.Event()
         self._job: Job | None = None
@@ -100,139 +77,117 @@ class _Worker:
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
-        self._segments: dict[int, np.ndarray[Any, Any]] = {}
-        self._refused: dict[int, OSError] = {}
+        self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
 
     # -- receiver thread ------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Take what comes, until the pipe ends."""
         try:
             while True:
                 message = receive_message(self._conn)
-                kind, run, seq, content = unpack_head(message.head)
-                if kind == CANCEL:
+                kind, run, seq, content = messages.unpack_head(message.head)
+                if kind == messages.CANCEL:
                     self._cancelled.add(run)
-                    self._inbox.put(message)  # behind the last of the tasks that it is about
-                elif kind == BOARD:
-                    self._map_board(run, seq, bytes(content).decode() or None)
-                elif kind == DEATH:
-                    self._take_death_pipe(bytes(content).decode() or None)
-                elif kind == STACKS:
+                if kind in (
+                    messages.TASKS,
+                    messages.JOB,
+                    messages.CANCEL,
+                ):  # the last one lies behind the tasks that it is about
+                    self._inbox.put((kind, run, content, message.buffers))
+                elif kind == messages.STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                     os._exit(1)
-                elif kind == SEGMENT:
-                    self._attach(run, seq, bytes(content).decode() or None)
-                else:  # the user's objects are unpickled by the main thread
-                    self._inbox.put(message)
+                else:
+                    self.open_shared(kind, run, seq, bytes(content).decode())
         except (EOFError, OSError):
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
         except BaseException as error:
-            # Nobody would feed the main thread any more; the trainer notices the death.
-            if self._job is None:
-                self._inbox.put(error)  # it waits for its job, and tells the trainer
-                self._finished.wait(GRACE)
-            traceback.print_exc()
-            os._exit(1)
+            self._crash(error)  # nobody would feed the main thread any more
 
-    def _attach(self, number: int, nbytes: int, name: str | None) -> None:
-        """Map a segment; without one, its batches go through the pipe, and its dataset cannot be taken."""
-        fd = None
+    def open_shared(self, kind: bytes, number: int, nbytes: int, name: str) -> None:
+        """Open what the trainer has made, by its name or by a descriptor that follows. Nothing of it is vital."""
         try:
             fd = None if name else receive_descriptor(self._conn)
-            # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
-            segment = attach(number, nbytes, fd, name, private=number < 0)
-        except EOFError:
-            raise
+            if kind == messages.DEATH:
+                try:
+                    die_with(name or f"/proc/self/fd/{fd}")
+                finally:
+                    if fd is not None:
+                        os.close(fd)
+            elif kind == messages.BOARD:
+                self._board = board_in(attach(0, nbytes, fd, name).mapping, number)
+            else:
+                # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
+                segment = attach(number, nbytes, fd, name, private=number < 0)
+                self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
-            self._refused[number] = error
-            if number >= 0:
-                # No warning: where the user makes errors of those, the worker would die of it.
-                text = f"{self._name} sends batches through the pipe, which is slower: {_explain(error)}"
-                print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
-        else:
-            self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
-
-    def _map_board(self, number: int, nbytes: int, name: str | None) -> None:
-        try:
-            fd = None if name else receive_descriptor(self._conn)
-            self._board = board_in(attach(0, nbytes, fd, name).mapping, number)
-        except EOFError:
-            raise
-        except OSError:
-            pass  # no descriptors: errors will not name the sample
-
-    def _take_death_pipe(self, name: str | None) -> None:
-        if name:
-            die_with(name)
-            return
-        try:
-            fd = receive_descriptor(self._conn)
-        except EOFError:
-            raise
-        except OSError:
-            return  # no descriptors: this thread has to do
-        try:
-            die_with(f"/proc/self/fd/{fd}")
-        finally:
-            os.close(fd)
+            # Without the board errors will not name the sample; without the lifeline this thread ends the process.
+            if kind == messages.SEGMENT:
+                self._segments[number] = error
+                if number >= 0:
+                    # No warning: where the user makes errors of those, the worker would die of it.
+                    text = f"{self._name} sends batches through the pipe, which is slower: {_explain(error)}"
+                    print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        threading.Thread(target=self._receive, name="sharded_loader-receiver", daemon=True).start()
-
     def run(self, inherited: NewJob | None) -> None:
+        """Do what comes, until the pipe ends or the job cannot be taken."""
         try:
-            self.start()
+            threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
+            while (message := self._inbox.get()) is not None:
+                kind, run, content, buffers = message
+                if kind == messages.JOB:
+                    if not self._take_job(run, content, buffers, inherited):
+                        break
+                elif kind == messages.CANCEL:
+                    self._cancelled.discard(run)
+                else:
+                    for task in messages.unpack_tasks(content):
+                        self._do(*task)
+                del message, content, buffers
+                if self._inbox.empty():
+                    if self._replies:
+                        self._send_replies()
+                    self._board[SAMPLE] = IDLE
         except BaseException as error:  # this process may have no more threads
-            _crash(self._conn, error)
-        taken = True
-        while taken and (message := self._inbox.get()) is not None:
-            if isinstance(message, BaseException):
-                _crash(self._conn, message)
-            kind, cancelled, _, content = unpack_head(message.head)
-            if kind == JOB:
-                taken = self._take_job(message if inherited is None else inherited)
-            elif kind == CANCEL:
-                self._cancelled.discard(cancelled)
-            else:
-                for task in unpack_tasks(content):
-                    self._do(*task)
-            del message, content
-            if self._inbox.empty():
-                self._send_replies()
-                self._board[SAMPLE] = IDLE
+            self._crash(error)
         self._finished.set()
 
-    def _take_job(self, source: NewJob | Message) -> bool:
+    def _crash(self, error: BaseException) -> NoReturn:
+        if self._job is None:
+            _crash(self._conn, error)
+        traceback.print_exc()
+        os._exit(1)
+
+    def _take_job(self, segment: int, content: memoryview, buffers: Sequence[Any], inherited: NewJob | None) -> bool:
         first = self._job is None
         try:
-            new = self._load(source) if isinstance(source, Message) else source
+            new = self._load(segment, content, buffers) if inherited is None else inherited
             self._job = new.job
-            _prepare_torch(self._number, self._num_workers, new.job)
+            key = derive_key(new.job.seed, "worker_init_fn", self._number)
+            call_after_import("torch", lambda: _tell_torch(self._number, self._num_workers, key, new.job.dataset))
             if first and new.worker_init_fn is not None:
-                seed_globals(_worker_key(new.job, self._number))
+                seed_globals(key)
                 new.worker_init_fn(self._number)
             self._reader = Reader(new.job, tells_epoch=True)
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
-            self._send(pack_head(FAILED), encode(encode_error(failure)))
+            self._send(messages.pack_head(messages.FAILED) + encode(encode_error(failure)).head)
             return False
-        self._send(pack_head(READY), encode(None))
+        self._send(messages.pack_head(messages.READY))
         return True
 
-    def _load(self, message: Message) -> NewJob:
-        _, number, _, content = unpack_head(message.head)
-        memory = self._segments.pop(number, None)
-        if (error := self._refused.pop(number, None)) is not None:
-            raise OSError(error.errno, f"the dataset cannot be mapped: {_explain(error)}") from error
-        buffers = [
-            memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
-            for place in message.buffers
-        ]
+    def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
+        memory = self._segments.pop(segment, None)
+        if isinstance(memory, OSError):
+            raise OSError(memory.errno, f"the dataset cannot be mapped: {_explain(memory)}") from memory
+        if memory is not None:
+            buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
         new: NewJob = decode(content, buffers)
         return new
 
@@ -244,7 +199,7 @@ class _Worker:
         board = self._board
         board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
         try:
-            task = task_of(fields)
+            task = messages.task_of(fields)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
             self._reply(Result(run, seq, error=error), SlotWriter(None))
@@ -253,7 +208,7 @@ class _Worker:
         if place is not None:
             segment, offset, nbytes = place
             whole = self._segments.get(segment)
-            memory = None if whole is None else whole[offset : offset + nbytes]
+            memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
         if task.careful:
             self._reader.probe(task, board)
         # The same for a batch that is made again, by whichever worker.
@@ -266,8 +221,8 @@ class _Worker:
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
-            packed = pack_result(result)
-            encoded = encode(_apart(_for_travel(result)), slot) if packed is None else encode_packed(packed, slot)
+            packed = messages.pack_result(result)
+            encoded = _encode(result, slot) if packed is None else encode_packed(packed, slot)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -276,40 +231,33 @@ class _Worker:
             if task is not None:
                 Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
-            encoded = encode(_for_travel(Result(result.run, result.seq, error=failure)))
-        self._replies.append(pack_reply(result.run, result.seq, slot.wanted, encoded))
+            encoded = _encode(Result(result.run, result.seq, error=failure), SlotWriter(None))
+        self._replies.append(messages.pack_reply(result.run, result.seq, slot.wanted, encoded))
         self._places.extend(encoded.places)
-        now = time.perf_counter()
         # Buffers are views into the batch's own arrays, which nobody keeps after this.
-        if encoded.buffers or now - self._sent >= GROUP_SECONDS:
+        if encoded.buffers or time.perf_counter() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
-        if self._replies:
-            head = pack_head(RESULTS, content=b"".join(self._replies))
-            self._send(head, Encoded(b"", tuple(self._places), tuple(buffers)))
-            self._replies.clear()
-            self._places.clear()
+        self._send(messages.pack_head(messages.RESULTS, content=b"".join(self._replies)), self._places, buffers)
+        self._replies.clear()
+        self._places.clear()
         self._sent = time.perf_counter()
 
-    def _send(self, head: bytes, content: Encoded) -> None:
+    def _send(self, head: bytes, places: Sequence[tuple[int, int]] = (), buffers: Sequence[memoryview] = ()) -> None:
         try:
-            send_message(self._conn, head + content.head, content.places, content.buffers)
+            send_message(self._conn, head, places, buffers)
         except OSError:
             _leave(1)  # the trainer has closed the pipe, or is gone
 
 
-def _for_travel(result: Result) -> Reply:
-    """The result with its exceptions encoded."""
+def _encode(result: Result, slot: SlotWriter) -> Encoded:
+    """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
-    return Reply(result._replace(error=None, skipped=()), error, skipped)
-
-
-def _apart(reply: Reply) -> Reply | SetApart:
-    """The reply, with what the library does not copy to a device itself set apart."""
-    objects = set_apart(reply.result.batch)
-    return SetApart([*objects, reply.skipped], END, reply) if objects or reply.skipped else reply
+    reply = Reply(result._replace(error=None, skipped=()), error, skipped)
+    objects = set_apart(result.batch)
+    return encode(SetApart([*objects, skipped], END, reply) if objects or skipped else reply, slot)
 
 
 def main(
@@ -327,44 +275,50 @@ def main(
         conn: the worker's end of the pipe.
         number: number of the worker, from 0.
         num_workers: how many there are.
-        inherited: the job under fork; else None, and it comes as the first message.
+        inherited: the job under fork; otherwise None, and it comes as the first message.
         fresh: libraries were limited to one thread before any was loaded (`spawned`).
         held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
     keep_from_children(conn, held)
-    forget_handlers()
+    # Handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process.
+    signal.set_wakeup_fd(-1)
+    for number_of_signal in python_handlers():
+        signal.signal(number_of_signal, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         if not fresh:
-            limit_threads()
+            import threadpoolctl  # 2 ms, where it has not been inherited
+
+            os.environ.update(ONE_THREAD)
+            threadpoolctl.threadpool_limits(1)
         if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
                 # Chained to the default action, the end of the process: so the trainer knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-    except BaseException as error:
+        Worker(conn, number, num_workers).run(inherited)
+    except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
-    _Worker(conn, number, num_workers).run(inherited)
     _leave(0)
 
 
 def _crash(conn: Any, error: BaseException) -> NoReturn:
     """End, and leave the traceback to the trainer: of many workers that end alike it prints one."""
     with contextlib.suppress(OSError):
-        send_message(conn, pack_head(CRASHED, content=format_traceback(error).encode(errors="replace")), (), ())
+        send_message(
+            conn, messages.pack_head(messages.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()
+        )
     _leave(1)
 
 
 def _leave(exitcode: int) -> NoReturn:
     """End the process. Not by returning: tearing down an interpreter with torch in it takes 100 ms, for nothing."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            continue
     os._exit(exitcode)
 
 
@@ -372,29 +326,12 @@ def _explain(error: OSError) -> str:
     """Why a segment could not be mapped, and what to do."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
-    from sharded_loader.memory.limits import open_files
-
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
 
-def limit_threads() -> None:
-    """One BLAS and OpenMP thread in this process, in the libraries that are loaded and those to come."""
-    import threadpoolctl  # 2 ms, where it has not been inherited
-
-    os.environ.update(dict.fromkeys(THREADS, "1"))
-    threadpoolctl.threadpool_limits(1)
-
-
-# -- torch ----------------------------------------------------------------------------------------------------
-
-
-def _prepare_torch(number: int, num_workers: int, job: Job) -> None:
-    """Tell torch, if it is here or as soon as it comes, that this is worker ``number``."""
-    call_after_import("torch", lambda: _tell_torch(number, num_workers, job))
-
-
-def _tell_torch(number: int, num_workers: int, job: Job) -> None:
+def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:
+    """Tell torch, which has been imported, that this is a worker."""
     import torch
     from torch.utils.data._utils import worker as torch_worker
 
@@ -404,10 +341,6 @@ def _tell_torch(number: int, num_workers: int, job: Job) -> None:
         num_workers=num_workers,
         # What torch.initial_seed() says in worker_init_fn. Not seed + number: worker 1 of one run would have
         # the numbers of worker 0 of the next.
-        seed=_worker_key(job, number) & 0x7FFFFFFFFFFFFFFF,
-        dataset=job.dataset,
+        seed=key & 0x7FFFFFFFFFFFFFFF,
+        dataset=dataset,
     )
-
-
-def _worker_key(job: Job, number: int) -> int:
-    return derive_key(job.seed, "worker_init_fn", number)

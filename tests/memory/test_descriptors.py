@@ -95,7 +95,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
     """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
     ours, theirs = multiprocess.Pipe(duplex=True)
     trainer = link.make_link(ours)
-    reader = worker._Worker(theirs, 0, 1)
+    reader = worker.Worker(theirs, 0, 1)
     read, write = os.pipe()
     try:
         trainer.send(pack_head(DEATH), descriptor=read)
@@ -109,7 +109,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(worker, "receive_descriptor", refuse)
             reader._finished.set()
-            reader._receive()
+            reader.receive()
         assert reader._cancelled == {7}
     finally:
         theirs.close()

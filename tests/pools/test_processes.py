@@ -18,21 +18,11 @@ import psutil
 import pytest
 import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin
+from programs import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory import codec
-from sharded_loader.workers.starting import choose_start_method
-
-
-def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a user's script in a process of its own; it must end well and print nothing to stderr."""
-    path.write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, check=False, **options
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done
-
+from sharded_loader.workers.start import choose_start_method
 
 # -- no guard, no second run of the script --------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,12 @@ def no_thread(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize("where", ["start", "_map_board"])
-def test_of_many_workers_that_cannot_start_one_is_heard(where: str) -> None:
+@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.Worker, "open_shared")])
+def test_of_many_workers_that_cannot_start_one_is_heard(owner: type, method: str) -> None:
     """In the main thread; in the receiver thread, before there is a job."""
 
     def work() -> object:
-        setattr(worker._Worker, where, no_thread)
+        setattr(owner, method, no_thread)
         error, written = start(ProcessPool(8, start_method="fork"))
         assert "it raised RuntimeError: can't start new thread" in error and "in no_thread" in error, error
         assert written.count("RuntimeError: can't") == written.count("Traceback") == 1, written
@@ -114,7 +115,7 @@ def test_of_many_workers_that_cannot_start_one_is_heard(where: str) -> None:
 
 def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
     def work() -> object:
-        begin = worker._Worker.start
+        begin = threading.Thread.start
 
         def fails_once(self: Any) -> None:
             with contextlib.suppress(FileExistsError):
@@ -122,7 +123,7 @@ def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
                 no_thread()
             begin(self)
 
-        worker._Worker.start = fails_once  # type: ignore[method-assign]
+        threading.Thread.start = fails_once  # type: ignore[method-assign]
         with stderr_of_all() as written:
             with ShardedDataLoader(range(64), 4, pool=ProcessPool(2, start_method="fork")) as loader:
                 batches = [index for batch in loader for index in batch.tolist()]

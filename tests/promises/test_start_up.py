@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import PROCESS_POOLS
+from programs import run_script
 from samples import Uneven
-from test_process_pool import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
-from sharded_loader.workers.spawned import Connection
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -245,30 +243,6 @@ def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -
         found = next(iter(loader))
     key = bytes(multiprocess.current_process().authkey).hex()
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
-
-
-@posix
-@pytest.mark.parametrize("size", [0, 1, 16384, 16385, 3_000_000])
-def test_a_worker_s_connection_speaks_as_multiprocess_does(size: int) -> None:
-    import multiprocess
-
-    ours, theirs = multiprocess.Pipe()
-    connection = Connection(os.dup(theirs.fileno()))
-    data = os.urandom(size)
-    buffer = bytearray(size)
-    try:
-        for send, receive in ((ours, connection), (connection, ours)):
-            for read in (receive.recv_bytes, lambda end=receive: buffer[: end.recv_bytes_into(buffer)]):
-                thread = threading.Thread(target=send.send_bytes, args=(data,))
-                thread.start()
-                assert read() == data
-                thread.join()
-        ours.close()
-        with pytest.raises(EOFError):
-            connection.recv_bytes()
-    finally:
-        theirs.close()
-        connection._socket.close()
 
 
 def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
-from sharded_loader.workers import launching, link, resources
+from sharded_loader.workers import lifeline, link, resources
 from sharded_loader.workers.supervision import IDLE_DEATHS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
@@ -136,7 +136,7 @@ def test_half_a_message_from_a_worker_that_has_died_is_made_again(method: str, h
 
 def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the portable pipes, whose receiving end blocks."""
-    for module in (link, launching):
+    for module in (link, lifeline):
         monkeypatch.setattr(module, "PORTABLE", True)
     fail = Fails(killed, tmp_path / "count", times=3)
     pool = make_pool("fork", 1, worker_init_fn=DiesWhileSending(fail))

@@ -8,7 +8,7 @@ import pytest
 
 from sharded_loader.errors import describe_exit
 from sharded_loader.workers import supervision
-from sharded_loader.workers.supervision import IDLE_DEATHS, PROVEN, Deaths, Silent, Watch, hopeless
+from sharded_loader.workers.supervision import IDLE_DEATHS, PROVEN, Deaths, Silent, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -32,12 +32,6 @@ def test_starts_that_are_killed_are_given_up_late_where_workers_are_known_to_sta
     deaths = Deaths(3)
     deaths.ready()
     assert [deaths.in_start(0, exitcode) for _ in range(3 * PROVEN)] == [False] * (3 * PROVEN - 1) + [True]
-
-
-def test_each_reason_alone_is_enough() -> None:
-    assert not hopeless(2, 2, 3, proven=False)
-    assert hopeless(3, 0, 3, proven=True)
-    assert hopeless(0, 3, 3, proven=False)
 
 
 def test_many_workers_that_are_killed_at_once_while_they_start_are_no_reason_to_stop() -> None:

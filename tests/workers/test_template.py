@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -136,29 +137,18 @@ def test_close_does_not_wait_for_a_template_that_hangs() -> None:
     assert time.monotonic() - began < template.ANSWER / 2
 
 
-def test_a_program_that_was_stopped_meanwhile_still_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on while it is stopped (Ctrl-Z): one look in vain is not the end."""
-    pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
-        next(iter(loader))
-        used = pool._resources.template
-        assert used is not None
-        receive = used._control.recv
-        late = iter([TimeoutError(), TimeoutError()])
-
-        class Control:
-            def __getattr__(self, name: str) -> object:
-                return getattr(control, name)
-
-            def recv(self, size: int) -> bytes:
-                for error in late:
-                    raise error
-                return receive(size)
-
-        control = used._control
-        monkeypatch.setattr(used, "_control", Control())
-        os.kill(pool.pids[0], signal.SIGKILL)
-        pool._workers[0].wait(5)
-        assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
-        assert pool._resources.template is used and next(late, None) is None
-        monkeypatch.undo()
+def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
+    socket.setdefaulttimeout(0.05)
+    try:
+        pool = ProcessPool(2, start_method="fork")
+        with ShardedDataLoader(range(40), 4, pool=pool) as loader, warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            list(loader)
+            first = template_pid(pool)
+            time.sleep(0.15)  # three times as long
+            os.kill(pool.pids[0], signal.SIGKILL)
+            pool._workers[0].wait(5)
+            assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
+            assert template_pid(pool) == first
+    finally:
+        socket.setdefaulttimeout(None)

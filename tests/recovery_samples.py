@@ -199,8 +199,8 @@ class DiesWhileSending:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.engine import messages, worker
-        from sharded_loader.workers import link
+        from sharded_loader.engine import messages
+        from sharded_loader.workers import link, worker
 
         send = worker.send_message
 

@@ -1,0 +1,19 @@
+"""Programs of the user's, each in an interpreter of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+
+def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a user's script in a process of its own; it must end well and print nothing to stderr."""
+    path.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, check=False, **options
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done
