@@ -1,6 +1,7 @@
-"""Environment variables that hold numbers.
+"""Environment variables that hold numbers, and those that switch something on.
 
     integer("LOCAL_WORLD_SIZE", 1, least=1, advice="...") -> int
+    is_on("SHARDED_LOADER_PORTABLE") -> bool
 
 What can go wrong: a value that is not an integer, or too small. The error names the variable.
 """
@@ -15,7 +16,7 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
     """The number that an environment variable holds.
 
     Args:
-        name: of the variable.
+        name: name of the variable.
         default: what an unset or empty variable means.
         least: the smallest number allowed.
         advice: what to do instead; the end of the error message.
@@ -32,14 +33,23 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
         ...
         ValueError: the environment variable RANK is 'abc'; it must be an integer of at least 0: unset it
     """
-    text = environ.get(name, "").strip()
+    given = environ.get(name)
     try:
-        number = int(text) if text else default
-        if number < least:
-            raise ValueError
+        number = int((given or "").strip() or default)
+        if number >= least:
+            return number
     except ValueError:
-        given = environ.get(name)
-        raise ValueError(
-            f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
-        ) from None
-    return number
+        pass
+    raise ValueError(
+        f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
+    )
+
+
+def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an environment variable switches something on: it is set, and neither empty nor 0.
+
+    Example:
+        >>> [is_on("X", environ) for environ in ({}, {"X": ""}, {"X": "0"}, {"X": "1"})]
+        [False, False, False, True]
+    """
+    return environ.get(name, "").strip() not in ("", "0")

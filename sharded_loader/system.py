@@ -1,4 +1,4 @@
-"""System calls that a kernel, a container or a platform may refuse, each with its twin.
+"""What the operating system gives: calls that it may refuse, each with its twin, and how much memory is free.
 
     open_pidfd(pid)             None: the caller watches a pipe that the process holds
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
@@ -6,8 +6,13 @@
     is_readable(fd)             poll, else select
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
+    free_bytes() -> Limit(nbytes, what)      the tightest limit: the machine, or a cgroup around this process (v1, v2)
+    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
+
+`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel does not refuse, it kills.
 
 Owns nothing: the caller closes the descriptors. Nothing here imports NumPy or torch.
 """
@@ -21,15 +26,17 @@ import select
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sharded_loader.environment import integer
 
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
-
-_WRITTEN_AT_ONCE = 1 << 20
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -54,14 +61,14 @@ def open_pidfd(pid: int) -> int | None:
 # -- shared memory --------------------------------------------------------------------------------------------
 
 
-def _open_memfd(label: str) -> int:
+def _open_memfd(label: str) -> tuple[int, None]:
     try:
-        return os.memfd_create(label, os.MFD_CLOEXEC)
+        return os.memfd_create(label, os.MFD_CLOEXEC), None
     except AttributeError as error:  # not Linux
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
 
 
-def _open_shm(label: str) -> int:
+def _open_shm(label: str) -> tuple[int, str]:
     try:
         import _posixshmem  # type: ignore[import-not-found]
     except ImportError as error:
@@ -73,19 +80,16 @@ def _open_shm(label: str) -> int:
         with contextlib.suppress(OSError):
             _posixshmem.shm_unlink(name)
     os.set_inheritable(fd, False)
-    return fd
+    return fd, "/dev/shm"
 
 
-def _open_file(label: str) -> int:
+def _open_file(label: str) -> tuple[int, str]:
     fd, path = tempfile.mkstemp(prefix=f"{label}-")
     os.unlink(path)
-    return fd
+    return fd, os.path.dirname(path)
 
 
-_MEMORY: dict[str, Callable[[str], int]] = {"memfd": _open_memfd, "shm": _open_shm, "file": _open_file}
-
-
-def open_memory(label: str, kind: str | None = None) -> tuple[int, str]:
+def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
     """A descriptor of new, empty memory that processes can share, without a name that could stay behind.
 
     Args:
@@ -93,18 +97,19 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str]:
         kind: ``"memfd"``, ``"shm"`` or ``"file"``; None: the first of them that works.
 
     Returns:
-        The descriptor, and the kind.
+        The descriptor, and the folder where the memory is a file; None if it is in no folder.
 
     Raises:
         OSError: none works, or there are no descriptors.
     """
-    for name in _MEMORY if kind is None else (kind,):
-        try:
-            return _MEMORY[name](label), name
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                raise
-            last = error
+    for name, opener in (("memfd", _open_memfd), ("shm", _open_shm), ("file", _open_file)):
+        if kind in (None, name):
+            try:
+                return opener(label)
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS:
+                    raise
+                last = error
     raise last
 
 
@@ -128,7 +133,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def _write_zeros(fd: int, offset: int, size: int) -> None:
-    zeros = memoryview(bytes(min(size, _WRITTEN_AT_ONCE)))
+    zeros = memoryview(bytes(min(size, 1 << 20)))
     end = offset + size
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
@@ -167,3 +172,112 @@ def _pass_one() -> bool:
     finally:
         ours.close()
         theirs.close()
+
+
+# -- how much there is ------------------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """How many bytes are free, and what sets that limit, in words."""
+
+    nbytes: int
+    what: str
+
+
+def processes_here() -> int:
+    """How many processes share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ValueError: the variable holds no such number.
+    """
+    advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
+    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
+
+
+def free_bytes(root: Path = Path("/")) -> Limit:
+    """What is free for this process.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+    """
+    return min([_machine(root), *_cgroups(root)])
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+
+    Returns:
+        None where the kernel does not say.
+    """
+    for base, group, version in _groups(root):
+        for folder in (group, base):
+            try:
+                text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+                return int(dict(line.split(maxsplit=1) for line in text.splitlines())["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None
+
+
+def open_files() -> int | None:
+    """How many descriptors this process may have; None where the platform does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _machine(root: Path) -> Limit:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return Limit(int(line.split()[1]) * 1024, "the machine's memory")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return Limit(pages * size // 2, "half of the machine's memory")
+    except (AttributeError, ValueError, OSError):
+        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
+    """This process's cgroups that count memory: where they are mounted, the group itself, version (1, 2).
+
+    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
+    container's own group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+            yield base, base / path.lstrip("/"), 2
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            yield base, base / path.lstrip("/"), 1
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    for base, group, version in _groups(root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                yield _cgroup(folder, *names)
+
+
+def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
+    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+    # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
+    # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
+    stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+    for key in ("inactive_file", "active_file"):
+        used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
+    return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")

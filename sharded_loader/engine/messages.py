@@ -34,9 +34,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sharded_loader.memory.codec import Encoded, pack_arrays, unpack_arrays
+from sharded_loader.memory.codec import Encoded, is_plain
 from sharded_loader.memory.exceptions import EncodedError
-from sharded_loader.memory.slot import Slot
+from sharded_loader.memory.segments import Slot
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
@@ -64,10 +64,7 @@ def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes
             cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
     """
     return pickle.dumps(
-        [
-            (task.run, task.seq, None if slot is None else (slot.segment, slot.offset, slot.nbytes), own or tuple(task))
-            for slot, task, own in tasks
-        ],
+        [(task.run, task.seq, None if slot is None else tuple(slot), own or tuple(task)) for slot, task, own in tasks],
         protocol=5,
     )
 
@@ -198,11 +195,10 @@ def pack_result(result: Result) -> Any:
     """
     if result.error is not None or result.skipped or result.lost_shards:
         return None
-    packed = pack_arrays(result.batch)
-    return None if packed is None else (packed, result.samples, result.seconds)
+    return (result.batch, result.samples, result.seconds) if is_plain(result.batch) else None
 
 
 def unpack_result(run: int, seq: int, packed: Any) -> Result:
     """What `pack_result` made."""
     batch, samples, seconds = packed
-    return Result(run, seq, unpack_arrays(batch), samples, seconds=seconds)
+    return Result(run, seq, batch, samples, seconds=seconds)

@@ -19,7 +19,7 @@ import sys
 import traceback
 from typing import Any
 
-from sharded_loader.imports import call_after_import
+from sharded_loader.process_hooks import call_after_import
 from sharded_loader.workers.preload import THREADS
 
 _SIZE = struct.Struct("!i")

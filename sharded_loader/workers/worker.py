@@ -68,11 +68,21 @@ from sharded_loader.engine.messages import (
 from sharded_loader.engine.reader import Reader
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
-from sharded_loader.imports import call_after_import
-from sharded_loader.memory.codec import END, Encoded, SetApart, SlotWriter, decode, encode, encode_packed, set_apart
+from sharded_loader.memory.codec import (
+    Encoded,
+    End,
+    PlainPickler,
+    SetApart,
+    SlotWriter,
+    decode,
+    encode,
+    set_apart,
+)
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
+from sharded_loader.process_hooks import call_after_import
 from sharded_loader.rng import derive_key
+from sharded_loader.system import open_files
 from sharded_loader.workers.inheritance import die_with, forget_handlers, keep_from_children
 from sharded_loader.workers.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.workers.preload import THREADS
@@ -267,7 +277,10 @@ class _Worker:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
             packed = pack_result(result)
-            encoded = encode(_apart(_for_travel(result)), slot) if packed is None else encode_packed(packed, slot)
+            if packed is None:
+                encoded = encode(_apart(_for_travel(result)), slot)
+            else:
+                encoded = encode(packed, slot, PlainPickler)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -309,7 +322,7 @@ def _for_travel(result: Result) -> Reply:
 def _apart(reply: Reply) -> Reply | SetApart:
     """The reply, with what the library does not copy to a device itself set apart."""
     objects = set_apart(reply.result.batch)
-    return SetApart([*objects, reply.skipped], END, reply) if objects or reply.skipped else reply
+    return SetApart([*objects, reply.skipped], End, reply) if objects or reply.skipped else reply
 
 
 def main(
@@ -372,8 +385,6 @@ def _explain(error: OSError) -> str:
     """Why a segment could not be mapped, and what to do."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
-    from sharded_loader.memory.limits import open_files
-
     limit = "" if (most := open_files()) is None else f" of {most}"
     return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sharded_loader.memory.limits import free_bytes, oom_kills
+from sharded_loader.system import free_bytes, oom_kills
 
 GIB = 1 << 30
 

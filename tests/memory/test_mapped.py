@@ -15,7 +15,8 @@ from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory import mapped as mapped_module
-from sharded_loader.memory.publish import load, publish
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.publish import publish
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 OFFSET = 5000
@@ -40,7 +41,7 @@ def bytes_of(obj: Any) -> int:
 
 def reopened(obj: Any) -> Any:
     encoded = publish(obj)
-    return load(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
+    return decode(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
 
 
 VIEWS: dict[str, Any] = {
@@ -85,10 +86,8 @@ def test_views_of_one_mapping_stay_views_of_one_mapping(file: Path) -> None:
 
 def test_many_slices_are_described_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, described = mapped(file), []
-    from sharded_loader.memory import publish as module
-
-    real = module.describe
-    monkeypatch.setattr(module, "describe", lambda *args: (described.append(1), real(*args))[1])
+    real = mapped_module.Mapping
+    monkeypatch.setattr(mapped_module, "Mapping", lambda *args: (described.append(1), real(*args))[1])
     rows = list(whole)
     assert bytes_of(rows) < 200 * len(rows)
     assert len(described) == 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory.sizes import WINDOW, RecentSizes
+from sharded_loader.memory.arena import WINDOW, RecentSizes
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=200), st.integers(1, 70))
@@ -19,13 +19,6 @@ def test_it_is_the_largest_of_the_window_and_a_sixteenth(sizes: list[int], windo
         recent.note(nbytes)
         largest = max(sizes[max(0, number - window) : number])
         assert recent.wanted == largest + largest // 16
-
-
-def test_it_remembers_no_more_than_a_window() -> None:
-    recent = RecentSizes(8)
-    for nbytes in range(1000, 0, -1):
-        recent.note(nbytes)
-    assert len(recent._falling) == 8
 
 
 def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
