@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from sharded_loader.system import is_readable
 
 
 def call_after_import(name: str, then: Callable[[], None]) -> None:
@@ -72,6 +71,19 @@ class _Finder:
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def is_readable(fd: int) -> bool:
+    """Whether a read would return at once. POSIX; unlike ``select``, for any number of open descriptors.
+
+    Example:
+        >>> reader, writer = os.pipe()
+        >>> is_readable(reader), os.write(writer, b"x"), is_readable(reader), os.close(reader), os.close(writer)
+        (False, 1, True, None, None)
+    """
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class Fork:

@@ -1,13 +1,14 @@
-"""What the operating system gives: calls that it may refuse, each with its twin, and how much memory is free.
+"""What the operating system gives: calls that it may refuse, each with its twin; how much is free; its environment.
 
     open_pidfd(pid)             None: the caller watches a pipe that the process holds
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
-    is_readable(fd)             poll, else select
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
     free_bytes() -> Limit(nbytes, what)      the tightest limit: the machine, or a cgroup around this process (v1, v2)
     oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+    integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
+    is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
@@ -22,15 +23,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-from sharded_loader.environment import integer
 
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
@@ -142,36 +140,20 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
 # -- descriptors ----------------------------------------------------------------------------------------------
 
 
-def is_readable(fd: int) -> bool:
-    """Whether a read would return at once; for any number of open descriptors, where the platform has ``poll``."""
-    if hasattr(select, "poll"):  # `select` takes no descriptor above 1,023
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return bool(poller.poll(0))
-    return bool(select.select([fd], [], [], 0)[0])
-
-
 def can_pass_descriptors() -> bool:
     """Whether this process may send a descriptor through a socket, and receive one. To find out takes 30 us."""
-    try:
-        return _pass_one()
-    except OSError as error:
-        return error.errno in _NO_DESCRIPTORS  # then nothing was refused
-
-
-def _pass_one() -> bool:
     if sys.platform == "win32":
         return False
-    ours, theirs = socket.socketpair()
     try:
-        socket.send_fds(ours, [b"\0"], [ours.fileno()])
-        _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return bool(descriptors)
-    finally:
-        ours.close()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(ours, [b"\0"], [ours.fileno()])
+            _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
+    except OSError as error:
+        return error.errno in _NO_DESCRIPTORS  # then nothing was refused
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return bool(descriptors)
 
 
 # -- how much there is ------------------------------------------------------------------------------------------------
@@ -281,3 +263,49 @@ def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
     for key in ("inactive_file", "active_file"):
         used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
     return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")
+
+
+# -- environment variables --------------------------------------------------------------------------------------------
+
+
+def integer(name: str, default: int, *, least: int, advice: str, environ: Mapping[str, str] = os.environ) -> int:
+    """The number that an environment variable holds.
+
+    Args:
+        name: name of the variable.
+        default: what an unset or empty variable means.
+        least: the smallest number allowed.
+        advice: what to do instead; the end of the error message.
+        environ: where to look.
+
+    Raises:
+        ValueError: the variable holds something else.
+
+    Example:
+        >>> integer("RANK", 0, least=0, advice="unset it", environ={"RANK": "3"})
+        3
+        >>> integer("RANK", 0, least=0, advice="unset it", environ={"RANK": "abc"})
+        Traceback (most recent call last):
+        ...
+        ValueError: the environment variable RANK is 'abc'; it must be an integer of at least 0: unset it
+    """
+    given = environ.get(name)
+    try:
+        number = int((given or "").strip() or default)
+        if number >= least:
+            return number
+    except ValueError:
+        pass
+    raise ValueError(
+        f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
+    )
+
+
+def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an environment variable switches something on: it is set, and neither empty nor 0.
+
+    Example:
+        >>> [is_on("X", environ) for environ in ({}, {"X": ""}, {"X": "0"}, {"X": "1"})]
+        [False, False, False, True]
+    """
+    return environ.get(name, "").strip() not in ("", "0")

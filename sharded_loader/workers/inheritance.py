@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows
     pass
 
-from sharded_loader.system import is_readable
+from sharded_loader.process_hooks import is_readable
 
 
 def ignore_signals() -> dict[int, Any]:

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sharded_loader.environment import is_on
+from sharded_loader.system import is_on
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 

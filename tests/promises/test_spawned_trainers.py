@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from test_process_pool import run_script
+from test_processes import run_script
 
 from sharded_loader.memory import publish
 

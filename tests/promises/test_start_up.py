@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import PROCESS_POOLS
 from samples import Uneven
-from test_process_pool import run_script
+from test_processes import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.memory.publish import publish
