@@ -204,13 +204,22 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
-def open_files() -> int | None:
-    """How many descriptors this process may have; None where the platform does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def why_refused(error: OSError) -> str:
+    """Why there was no shared memory, and what to do."""
+    if error.errno in _NO_DESCRIPTORS:
+        limit = ""
+        with contextlib.suppress(ImportError):  # Windows
+            import resource
+
+            limit = f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        return f"the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return (
+            f"the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
+            f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
+            f"smaller batches"
+        )
+    return f"the system refused ({error})"
 
 
 def _machine(root: Path) -> Limit:

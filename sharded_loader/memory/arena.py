@@ -288,7 +288,7 @@ class Arena:
                 if full and size > least:
                     size = max(least, _pages(size // 2))
                     continue
-                text = _refused(error, size, have)
+                text = f"{size:,} bytes of shared memory wanted, {have:,} in use: {system.why_refused(error)}"
                 # What the machine does not have would be missing in the pipe too; not so a small mount (`filename`).
                 # With segments of its own the arena may be what fills the machine, and goes on with those.
                 if full and not have and error.filename is None:
@@ -314,20 +314,6 @@ class Arena:
 def _pages(nbytes: int) -> int:
     """The bytes of the whole pages in ``nbytes``."""
     return nbytes // PAGE * PAGE
-
-
-def _refused(error: OSError, size: int, have: int) -> str:
-    wanted = f"{size:,} bytes of shared memory wanted, {have:,} in use"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        limit = "" if (most := system.open_files()) is None else f" of {most}"
-        return f"{wanted}: the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return (
-            f"{wanted}: the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
-            f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
-            f"smaller batches"
-        )
-    return f"{wanted}: the system refused ({error})"
 
 
 def _give_up(segment: Segment) -> None:

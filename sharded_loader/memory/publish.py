@@ -140,7 +140,7 @@ def publish(job: Any, **parts: Any) -> Encoded:
         return _dump(job)
     except Exception as error:
         try:
-            culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
+            culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
         except RecursionError:  # too deep for pickle, and so for us
             culprit = "it"
         fork = (
@@ -207,26 +207,17 @@ def _dump(obj: Any) -> Encoded:
         return encode(obj, pickler=_Publisher)
 
 
-def _pickles(obj: Any) -> bool:
+def _culprit(obj: Any, path: str, seen: set[int]) -> str | None:
+    """The first of the innermost attributes below ``obj`` that do not pickle, as the user would write it."""
+    if id(obj) in seen:
+        return None
+    seen.add(id(obj))
     try:
         _dump(obj)
     except Exception:
-        return False
-    return True
-
-
-def _culprits(obj: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """The innermost attributes below ``obj`` that do not pickle, as the user would write them."""
-    if id(obj) in seen or _pickles(obj):
-        return
-    seen.add(id(obj))
-    found = False
-    for where, child in _children(obj, path):
-        for culprit in _culprits(child, where, seen):
-            found = True
-            yield culprit
-    if not found:
-        yield f"{path} ({type(obj).__name__})"
+        below = (_culprit(child, where, seen) for where, child in _children(obj, path))
+        return next(filter(None, below), f"{path} ({type(obj).__name__})")
+    return None
 
 
 def _children(obj: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,6 @@ import comes later, in the middle of a batch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import os
 import pickle
@@ -82,7 +81,7 @@ from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
 from sharded_loader.process_hooks import call_after_import
 from sharded_loader.rng import derive_key
-from sharded_loader.system import open_files
+from sharded_loader.system import why_refused
 from sharded_loader.workers.inheritance import die_with, forget_handlers, keep_from_children
 from sharded_loader.workers.link import Message, receive_descriptor, receive_message, send_message
 from sharded_loader.workers.preload import THREADS
@@ -159,7 +158,7 @@ class _Worker:
             self._refused[number] = error
             if number >= 0:
                 # No warning: where the user makes errors of those, the worker would die of it.
-                text = f"{self._name} sends batches through the pipe, which is slower: {_explain(error)}"
+                text = f"{self._name} sends batches through the pipe, which is slower: {why_refused(error)}"
                 print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
         else:
             self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
@@ -238,7 +237,7 @@ class _Worker:
         _, number, _, content = unpack_head(message.head)
         memory = self._segments.pop(number, None)
         if (error := self._refused.pop(number, None)) is not None:
-            raise OSError(error.errno, f"the dataset cannot be mapped: {_explain(error)}") from error
+            raise OSError(error.errno, f"the dataset cannot be mapped: {why_refused(error)}") from error
         buffers = [
             memory[place[0] : sum(place)] if isinstance(place, tuple) and memory is not None else place
             for place in message.buffers
@@ -379,14 +378,6 @@ def _leave(exitcode: int) -> NoReturn:
         except (AttributeError, OSError, ValueError):
             continue
     os._exit(exitcode)
-
-
-def _explain(error: OSError) -> str:
-    """Why a segment could not be mapped, and what to do."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return str(error)
-    limit = "" if (most := open_files()) is None else f" of {most}"
-    return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
 
 def limit_threads() -> None:
