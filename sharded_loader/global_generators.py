@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.imports import call_after_import
+from sharded_loader.process_hooks import call_after_import
 
 if TYPE_CHECKING:
     import torch

@@ -1,13 +1,19 @@
-"""System calls that a kernel, a container or a platform may refuse, each with its twin.
+"""What the operating system gives: calls that it may refuse, each with its twin; how much is free; its environment.
 
     open_pidfd(pid)             None: the caller watches a pipe that the process holds
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
-    is_readable(fd)             poll, else select
     can_pass_descriptors()      False: the other process opens them by name, under /proc
+
+    free_bytes() -> Limit(nbytes, what)      the tightest limit: the machine, or a cgroup around this process (v1, v2)
+    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+    integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
+    is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
+
+`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel does not refuse, it kills.
 
 Owns nothing: the caller closes the descriptors. Nothing here imports NumPy or torch.
 """
@@ -17,19 +23,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
-
-_WRITTEN_AT_ONCE = 1 << 20
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -54,14 +59,14 @@ def open_pidfd(pid: int) -> int | None:
 # -- shared memory --------------------------------------------------------------------------------------------
 
 
-def _open_memfd(label: str) -> int:
+def _open_memfd(label: str) -> tuple[int, None]:
     try:
-        return os.memfd_create(label, os.MFD_CLOEXEC)
+        return os.memfd_create(label, os.MFD_CLOEXEC), None
     except AttributeError as error:  # not Linux
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
 
 
-def _open_shm(label: str) -> int:
+def _open_shm(label: str) -> tuple[int, str]:
     try:
         import _posixshmem  # type: ignore[import-not-found]
     except ImportError as error:
@@ -73,19 +78,16 @@ def _open_shm(label: str) -> int:
         with contextlib.suppress(OSError):
             _posixshmem.shm_unlink(name)
     os.set_inheritable(fd, False)
-    return fd
+    return fd, "/dev/shm"
 
 
-def _open_file(label: str) -> int:
+def _open_file(label: str) -> tuple[int, str]:
     fd, path = tempfile.mkstemp(prefix=f"{label}-")
     os.unlink(path)
-    return fd
+    return fd, os.path.dirname(path)
 
 
-_MEMORY: dict[str, Callable[[str], int]] = {"memfd": _open_memfd, "shm": _open_shm, "file": _open_file}
-
-
-def open_memory(label: str, kind: str | None = None) -> tuple[int, str]:
+def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
     """A descriptor of new, empty memory that processes can share, without a name that could stay behind.
 
     Args:
@@ -93,18 +95,19 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str]:
         kind: ``"memfd"``, ``"shm"`` or ``"file"``; None: the first of them that works.
 
     Returns:
-        The descriptor, and the kind.
+        The descriptor, and the folder where the memory is a file; None if it is in no folder.
 
     Raises:
         OSError: none works, or there are no descriptors.
     """
-    for name in _MEMORY if kind is None else (kind,):
-        try:
-            return _MEMORY[name](label), name
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                raise
-            last = error
+    for name, opener in (("memfd", _open_memfd), ("shm", _open_shm), ("file", _open_file)):
+        if kind in (None, name):
+            try:
+                return opener(label)
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS:
+                    raise
+                last = error
     raise last
 
 
@@ -128,7 +131,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def _write_zeros(fd: int, offset: int, size: int) -> None:
-    zeros = memoryview(bytes(min(size, _WRITTEN_AT_ONCE)))
+    zeros = memoryview(bytes(min(size, 1 << 20)))
     end = offset + size
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
@@ -137,33 +140,187 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
 # -- descriptors ----------------------------------------------------------------------------------------------
 
 
-def is_readable(fd: int) -> bool:
-    """Whether a read would return at once; for any number of open descriptors, where the platform has ``poll``."""
-    if hasattr(select, "poll"):  # `select` takes no descriptor above 1,023
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return bool(poller.poll(0))
-    return bool(select.select([fd], [], [], 0)[0])
-
-
 def can_pass_descriptors() -> bool:
     """Whether this process may send a descriptor through a socket, and receive one. To find out takes 30 us."""
-    try:
-        return _pass_one()
-    except OSError as error:
-        return error.errno in _NO_DESCRIPTORS  # then nothing was refused
-
-
-def _pass_one() -> bool:
     if sys.platform == "win32":
         return False
-    ours, theirs = socket.socketpair()
     try:
-        socket.send_fds(ours, [b"\0"], [ours.fileno()])
-        _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return bool(descriptors)
-    finally:
-        ours.close()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(ours, [b"\0"], [ours.fileno()])
+            _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
+    except OSError as error:
+        return error.errno in _NO_DESCRIPTORS  # then nothing was refused
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return bool(descriptors)
+
+
+# -- how much there is ------------------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """How many bytes are free, and what sets that limit, in words."""
+
+    nbytes: int
+    what: str
+
+
+def processes_here() -> int:
+    """How many processes share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ValueError: the variable holds no such number.
+    """
+    advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
+    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
+
+
+def free_bytes(root: Path = Path("/")) -> Limit:
+    """What is free for this process.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+    """
+    return min([_machine(root), *_cgroups(root)])
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+
+    Returns:
+        None where the kernel does not say.
+    """
+    for base, group, version in _groups(root):
+        for folder in (group, base):
+            try:
+                text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+                return int(dict(line.split(maxsplit=1) for line in text.splitlines())["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None
+
+
+def why_refused(error: OSError) -> str:
+    """Why there was no shared memory, and what to do."""
+    if error.errno in _NO_DESCRIPTORS:
+        limit = ""
+        with contextlib.suppress(ImportError):  # Windows
+            import resource
+
+            limit = f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        return f"the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return (
+            f"the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
+            f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
+            f"smaller batches"
+        )
+    return f"the system refused ({error})"
+
+
+def _machine(root: Path) -> Limit:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return Limit(int(line.split()[1]) * 1024, "the machine's memory")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return Limit(pages * size // 2, "half of the machine's memory")
+    except (AttributeError, ValueError, OSError):
+        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
+    """This process's cgroups that count memory: where they are mounted, the group itself, version (1, 2).
+
+    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
+    container's own group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+            yield base, base / path.lstrip("/"), 2
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            yield base, base / path.lstrip("/"), 1
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    for base, group, version in _groups(root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                yield _cgroup(folder, *names)
+
+
+def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
+    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+    # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
+    # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
+    stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+    for key in ("inactive_file", "active_file"):
+        used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
+    return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")
+
+
+# -- environment variables --------------------------------------------------------------------------------------------
+
+
+def integer(name: str, default: int, *, least: int, advice: str, environ: Mapping[str, str] = os.environ) -> int:
+    """The number that an environment variable holds.
+
+    Args:
+        name: name of the variable.
+        default: what an unset or empty variable means.
+        least: the smallest number allowed.
+        advice: what to do instead; the end of the error message.
+        environ: where to look.
+
+    Raises:
+        ValueError: the variable holds something else.
+
+    Example:
+        >>> integer("RANK", 0, least=0, advice="unset it", environ={"RANK": "3"})
+        3
+        >>> integer("RANK", 0, least=0, advice="unset it", environ={"RANK": "abc"})
+        Traceback (most recent call last):
+        ...
+        ValueError: the environment variable RANK is 'abc'; it must be an integer of at least 0: unset it
+    """
+    given = environ.get(name)
+    try:
+        number = int((given or "").strip() or default)
+        if number >= least:
+            return number
+    except ValueError:
+        pass
+    raise ValueError(
+        f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
+    )
+
+
+def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an environment variable switches something on: it is set, and neither empty nor 0.
+
+    Example:
+        >>> [is_on("X", environ) for environ in ({}, {"X": ""}, {"X": "0"}, {"X": "1"})]
+        [False, False, False, True]
+    """
+    return environ.get(name, "").strip() not in ("", "0")
+
+
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
+"""Variables that numerical libraries read once, when they are loaded: a worker process wants one thread of each."""

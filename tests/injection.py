@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import signal
@@ -12,8 +13,8 @@ from typing import Any
 
 PUMP = (
     *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
-    *("process.py", "thread.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py", "sizes.py"),
-    *("placement.py", "structure.py", "supervision.py", "grouping.py"),
+    *("processes.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
+    *("placement.py", "tree.py", "supervision.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""
 
@@ -60,6 +61,8 @@ class InterruptAt:
             return None
         before, self.before[id(frame)] = self.before.get(id(frame), 0), frame.f_lineno
         if event == "line" and not _leaves_a_block(name, before, frame.f_lineno):
+            if self.left == 1 and _ends_a_handler(frame):
+                return self
             self.left -= 1
             if self.left == 0:
                 self.fired = True
@@ -80,6 +83,15 @@ def _leaves_a_block(name: str, before: int, line: int) -> bool:
     return text.lstrip().startswith("with ") and line < before and deeper
 
 
+def _ends_a_handler(frame: FrameType) -> bool:
+    """Whether the line begins with the end of an ``except`` block, where Python looks for no signal.
+
+    An exception at that instruction skips it (Python 3.11 and later). The handled exception then stays the thread's
+    current one, and keeps all that its frames refer to.
+    """
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "POP_EXCEPT"
+
+
 def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -> tuple[list[Any], bool]:
     """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
     tracer = interrupt(number)
@@ -93,4 +105,5 @@ def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -
         assert tracer.fired
     finally:
         sys.settrace(before)
+    assert sys.exc_info() == (None, None, None)  # no exception of the library's is left as the current one
     return got, tracer.fired

@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.memory.codec import Encoded, pack_arrays, unpack_arrays
+from sharded_loader.memory.codec import Encoded, is_plain
 from sharded_loader.memory.exceptions import EncodedError
-from sharded_loader.memory.slot import Slot
+from sharded_loader.memory.segments import Slot
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
@@ -71,8 +71,7 @@ def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes
         if own is None and type(indices := task.shards[0]) is np.ndarray:
             # As bytes: a tenth of the time that an array takes.
             fields = (*task[:4], indices.tobytes(), task.sharded, task.careful)
-        where = None if slot is None else (slot.segment, slot.offset, slot.nbytes)
-        packed.append((task.run, task.seq, where, fields))
+        packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
     return _HEAD.pack(TASKS, 0, 0) + pickle.dumps(packed, protocol=5)
 
 
@@ -216,11 +215,10 @@ def pack_result(result: Result) -> Any:
     """
     if result.error is not None or result.skipped or result.lost_shards:
         return None
-    packed = pack_arrays(result.batch)
-    return None if packed is None else (packed, result.samples, result.seconds)
+    return (result.batch, result.samples, result.seconds) if is_plain(result.batch) else None
 
 
 def unpack_result(run: int, seq: int, packed: Any) -> Result:
     """What `pack_result` made."""
     batch, samples, seconds = packed
-    return Result(run, seq, unpack_arrays(batch), samples, seconds=seconds)
+    return Result(run, seq, batch, samples, seconds=seconds)

@@ -1,28 +1,27 @@
-"""The trainer's shared memory: a few segments, carved into slots, each of which holds one batch at a time.
+"""The shared memory of a process pool: a few segments, divided into slots, each of which holds one batch at a time.
 
-    free -> filling (a worker writes) -> ready -> lent to the user -> free
+    free -> a worker writes -> lent to the user -> free
 
-    Arena.take(nbytes) -> Slot              when a task is dispatched
-    Arena.lend(slot)   -> buffer over it    when its batch is decoded; arrays over the buffer keep the lease
-    Arena.give(slot)                        when nothing in it is wanted, and its writer has let go of it
+    RecentSizes.wanted -> nbytes            how large the next slot should be
+    Arena.take(nbytes) -> Slot              when a task is sent
+    Arena.lend(slot, places) -> buffers     when its batch has arrived; the arrays over the buffers keep the lease
+    Arena.give(slot)                        when nobody wants the slot, and its writer has ended
 
-A segment is mapped once and used for ever, so a batch costs no system call and no page fault. Segments grow
-geometrically: each holds a descriptor in every process, and one per batch would exhaust 1,024. Slots begin at
-multiples of 64 bytes.
+A segment is mapped once, so a batch costs no system call and no page fault. Segments grow geometrically, because each
+of them holds a descriptor in every process. Slots begin at multiples of 64 bytes.
 
-The lease is a finalizer on the lent buffer: a fresh exporter per lend, because NumPy collapses ``.base``
-chains past an array view, and a lease on a view would end while tensors are held. It runs in any thread and
-inside the garbage collector, so it appends to a deque and does nothing else.
+A lease is a weak reference to the array that the buffers are views of. When that array dies, in any thread or inside
+the garbage collector, the reference is appended to a deque. The next `take` finds it there, and uses the slot again.
 
 What can go wrong:
-  * the bound is reached, all of it held: `take` returns None, the batch goes through the pipe;
-  * there are no descriptors, or no room in the mount: a bound too, found by reaching it, and tried again from time
-    to time. One warning names it and the bytes, and `take` returns None: the pipe needs neither;
-  * the machine or a cgroup has no memory left: MemoryError, naming it and the bytes. The pipe would need as much.
-Never waiting: nothing here waits for memory that the user holds.
+  * the bound is reached and all slots are held: `take` returns None, and the batch goes through the pipe;
+  * the system gives no descriptor, or the mount has no room: a warning, and `take` returns None too. The arena asks
+    again from time to time;
+  * the machine or a cgroup has no memory left: MemoryError, because the pipe would need the same memory.
+Nothing here waits for memory that the user holds.
 
-A process that the user forks holds what was lent when it began (`memory.forks`): those slots are used again when their
-lease is over and it has ended too.
+A process that the user forks can read the batches that are lent at that moment. Their slots are used again when both
+the lease and that process have ended (`process_hooks.Fork`).
 
 Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fixed number of slots are ours.
 """
@@ -33,33 +32,32 @@ import bisect
 import contextlib
 import errno
 import mmap
-import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from sharded_loader import system
 from sharded_loader.interrupts import uninterrupted
-from sharded_loader.memory import limits
 from sharded_loader.memory.codec import ALIGNMENT
-from sharded_loader.memory.forks import Fork
-from sharded_loader.memory.segments import Segment, create
-from sharded_loader.memory.slot import Slot as Slot
+from sharded_loader.memory.segments import Segment, Slot, create
+from sharded_loader.process_hooks import Fork
 
 PAGE = 4096
 FIRST_SEGMENT = 4 << 20
 """Enough for the batches in flight of most small datasets; allocating it takes 1 ms."""
 
 HELD_LONG = 32
-"""A batch that is lent while so many others are begun is held, not in flight: a window is that deep with 16
-workers."""
+"""A batch is held, not in flight, if it stays lent while 32 others are begun: 16 workers have that many in flight."""
 
 PAUSE = 256
 """Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
 
+WINDOW = 64
+"""Batches: where sizes vary at random, one batch in 64 does not fit its slot, and is copied once more."""
 
 LEFT_ALONE: list[mmap.mmap] = []
 """Memory that a device may still read when its arena is closed: it stays mapped until the program ends."""
@@ -67,35 +65,73 @@ LEFT_ALONE: list[mmap.mmap] = []
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
 
-def round_up(nbytes: int, multiple: int) -> int:
-    """The least multiple that holds ``nbytes``."""
-    return -(-nbytes // multiple) * multiple
+class RecentSizes:
+    """How large the next slot should be: the largest of the last ``window`` batches, and a sixteenth more.
+
+    Not the mean: a slot that is too small costs a copy through the pipe, one that is too large costs only memory.
+
+    Args:
+        window: how many sizes are remembered.
+
+    Attributes:
+        wanted: bytes; 0 before the first batch.
+
+    Example:
+        >>> sizes = RecentSizes(window=2)
+        >>> for nbytes in (1600, 160, 160):
+        ...     sizes.note(nbytes)
+        ...     print(sizes.wanted)
+        1700
+        1700
+        170
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._sizes: deque[int] = deque(maxlen=window)
+        self.wanted = 0
+
+    def note(self, nbytes: int) -> None:
+        """A batch of ``nbytes`` has arrived."""
+        self._sizes.append(nbytes)
+        largest = max(self._sizes)
+        self.wanted = largest + largest // 16
+
+
+class Lease(weakref.ref):  # type: ignore[type-arg]
+    """A reference to the array over a slot that is lent. Its callback is C code, which runs safely anywhere.
+
+    Attributes:
+        slot: the slot.
+        since: how many slots had been taken when it was lent.
+    """
+
+    __slots__ = ("since", "slot")
+    slot: Slot
+    since: int
 
 
 class Arena:
-    """Slots for one pool.
+    """Slots for one pool. One thread at a time uses it; leases end in any thread.
 
     Args:
         max_bytes: bound on all segments together; None: a quarter of what is free when the first is made,
             shared by the processes of this machine (LOCAL_WORLD_SIZE).
-        register: called with the memory of each new segment (a device is to read it by itself); returns what is to be
-            called before that memory goes, or None.
+        register: called with the memory of each new segment, which a device is to read by itself. It returns a function
+            to call before that memory goes, or None.
     """
 
     def __init__(self, max_bytes: int | None = None, register: Register | None = None) -> None:
         self.register = register
-        self._registered: list[Callable[[], Any] | None] = []
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
         self._taken = 0
-        self._returned: deque[Slot | Fork] = deque()
-        self._forks: list[tuple[Fork, set[Slot]]] = []
-        self._retired: set[Slot] = set()
-        self._out: dict[Slot, int] = {}
+        self._out: dict[Slot, Lease] = {}
+        self._returned: deque[Lease] = deque()
+        self._forks: dict[Slot, list[Fork]] = {}
+        self._retired: list[Slot] = []
         self._warned = self._warned_of_refusal = False
         self._paused_until = 0
-        self._pid = os.getpid()
 
     @property
     def nbytes(self) -> int:
@@ -104,128 +140,108 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """Slots whose batches somebody holds."""
-        self._reclaim()
-        return len(self._out)
+        """How many batches somebody holds. Any thread may ask: it counts, and changes nothing."""
+        return len(self._out) - len(self._returned)
 
     def take(self, nbytes: int) -> Slot | None:
         """A free slot of at least ``nbytes``; None at the bound.
 
         Raises:
-            MemoryError: the arena may grow, but the system has not got the memory.
+            MemoryError: the arena may grow, but the system does not have the memory.
         """
-        self._reclaim()
         self._taken += 1
-        if len(self._registered) < len(self._free):
-            self._register()
-        wanted = round_up(max(1, nbytes), ALIGNMENT)
-        slot = self._carve(wanted)
-        if slot is None and self._forks:
+        wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        while self._returned:
+            slot = self._returned.popleft().slot
+            del self._out[slot]
+            if slot in self._forks:
+                self._retired.append(slot)
+            elif slot.nbytes == wanted:
+                return slot  # as it is, where all batches are equally large
+            else:
+                self.give(slot)
+        found = self._carve(wanted)
+        if found is None and self._retired:
             self._revive()
-            slot = self._carve(wanted)
-        if slot is None and self._grow(wanted):
-            slot = self._carve(wanted)
-        return slot
+            found = self._carve(wanted)
+        if found is None and self._grow(wanted):
+            found = self._carve(wanted)
+        return found
 
     def give(self, slot: Slot) -> None:
-        """Nothing in the slot is wanted any more."""
+        """Free a slot that is not lent, and join it with its free neighbours."""
         free = self._free[slot.segment]
         start, end = slot.offset, slot.offset + slot.nbytes
         place = bisect.bisect(free, (start, end))
         if place < len(free) and free[place][0] == end:
             end = free.pop(place)[1]
         if place and free[place - 1][1] == start:
-            start = free.pop(place - 1)[0]
             place -= 1
+            start = free.pop(place)[0]
         free.insert(place, (start, end))
 
-    def lend(self, slot: Slot) -> np.ndarray[Any, Any]:
-        """The slot's memory, as bytes; the slot comes back when the last array over it has died."""
-        whole = np.frombuffer(self.segments[slot.segment].mapping, np.uint8, slot.nbytes, slot.offset)
-        finalizer = weakref.finalize(whole, _return, self._returned, slot, self._pid)
-        finalizer.atexit = False
-        # From here on the lease counts: after an interruption before this line the slot is still its taker's.
-        slot.lent = True
-        self._out[slot] = self._taken
-        return whole
+    def lend(self, slot: Slot, places: Sequence[Any]) -> list[Any]:
+        """The buffers of a batch. The slot comes back when the last array over it has died.
 
-    def is_registered(self, slot: Slot) -> bool:
-        """Whether a device reads the slot's memory by itself."""
-        return slot.segment < len(self._registered) and self._registered[slot.segment] is not None
-
-    def retire_lent(self, fork: Fork) -> None:
-        """The process is being forked by its user: what is lent may be held by the child too, until that ends.
-
-        Any thread may fork, in the middle of another one's `take`: this leaves a mark, which `_reclaim` comes
-        to before it comes to anything that is returned after the fork.
+        Args:
+            slot: the slot.
+            places: of each buffer, (offset, size) in the slot, or the buffer itself if it is not there. A negative size
+                marks an object that the library does not copy to a device itself. It is copied out of memory that a
+                device reads: PyTorch would not keep the slot for a copy that the user has begun.
         """
-        try:
-            last: Slot | Fork | None = self._returned[-1]
-        except IndexError:  # no look before: another thread may take out the only one in between
-            last = None
-        if fork.is_followed or not isinstance(last, Fork) or last.is_followed:  # else that one says the same
-            self._returned.append(fork)
+        segment = self.segments[slot.segment]
+        # An array of its own for each lease: NumPy makes it the base of all views of it.
+        whole = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
+        lease = Lease(whole, self._returned.append)
+        lease.slot, lease.since = slot, self._taken
+        self._out[slot] = lease
+        buffers = []
+        for place in places:
+            if type(place) is tuple:
+                offset, nbytes = place
+                part = whole[offset : offset + abs(nbytes)]
+                place = part.copy() if nbytes < 0 and segment.unregister is not None else part
+            buffers.append(place)
+        return buffers
 
-    def has_lent(self) -> bool:
-        """Whether somebody holds a batch; any thread may ask."""
-        out, returned = list(self._out), list(self._returned)  # each in one step: another thread may be at work
-        return not set(out) <= set(returned)
+    def note_fork(self, fork: Fork) -> None:
+        """The user is about to fork this process: the child can read what is lent. Any thread may call this."""
+        for slot, lease in list(self._out.items()):
+            if lease() is not None:
+                before = self._forks.get(slot, [])
+                self._forks[slot] = [*(one for one in before if not one.has_ended()), fork]
 
     def close_descriptors(self) -> None:
-        """In a forked child: the descriptors are the trainer's."""
+        """In a forked child: the descriptors belong to the main process."""
         for segment in self.segments:
             segment.close_descriptor()
 
     def close(self) -> None:
         """Give the segments up. Memory under batches that are held stays until they go."""
-        # Each step is done, whatever another one raises.
-        with contextlib.ExitStack() as steps:
-            registered, segments = self._registered, self.segments
-            for number, segment in enumerate(segments):
-                steps.callback(_give_up, segment, number, registered)
-            try:
-                self._register()
-                registered += [None] * (len(segments) - len(registered))  # one without slots was not registered
-            finally:
-                self._registered, self.segments, self._free = [], [], []
-                # A new deque: what is still lent comes back to the old one, and is no slot of a later segment.
-                self._returned, self._out, self._retired, self._forks = deque(), {}, set(), []
-
-    def _reclaim(self) -> None:
-        while self._returned:
-            slot = self._returned[0]
-            if isinstance(slot, Fork):
-                # Taken out last: an interruption marks twice, which does no harm.
-                self._forks.append((slot, set(self._out)))
-                self._returned.popleft()
-                self._revive()
-                continue
-            self._returned.popleft()
-            if not slot.lent:
-                continue
-            self._out.pop(slot, None)
-            if self._forks and any(slot in held for _, held in self._forks):
-                self._retired.add(slot)
-            else:
-                self.give(slot)
+        segments = self.segments
+        self.segments, self._free = [], []
+        # New ones: a lease that ends later must not free a slot of a later segment.
+        self._out, self._returned, self._forks, self._retired = {}, deque(), {}, []
+        with contextlib.ExitStack() as steps:  # each step is done, whatever another one raises
+            for segment in segments:
+                steps.callback(_give_up, segment)
 
     def _revive(self) -> None:
-        """Give back what only processes held that have ended."""
-        self._forks = [(fork, held) for fork, held in self._forks if held and not fork.has_ended()]
-        for slot in list(self._retired):
-            if not any(slot in held for _, held in self._forks):
-                self._retired.discard(slot)
+        """Free the slots that only processes held that have ended."""
+        retired, self._retired = self._retired, []
+        for slot in retired:
+            if all(fork.has_ended() for fork in self._forks[slot]):
+                del self._forks[slot]
                 self.give(slot)
+            else:
+                self._retired.append(slot)
 
     def _carve(self, nbytes: int) -> Slot | None:
-        # The first that fits: slots that were just used are reused before memory that was never touched.
+        # The first that fits: memory that was just used is used again before memory that was never touched.
         for number, free in enumerate(self._free):
             for place, (start, end) in enumerate(free):
                 if end - start >= nbytes:
-                    if end - start == nbytes:
-                        free.pop(place)
-                    else:
-                        free[place] = (start + nbytes, end)
+                    free[place : place + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                     return Slot(number, start, nbytes)
         return None
 
@@ -235,51 +251,46 @@ class Arena:
             return False
         have = self.nbytes
         if self._max_bytes is None:
-            self._max_bytes = limits.free_bytes().nbytes // 4 // limits.processes_here()
-        room = (self._max_bytes - have) // PAGE * PAGE
-        least = round_up(nbytes, PAGE)
+            self._max_bytes = system.free_bytes().nbytes // 4 // system.processes_here()
+        room = _pages(self._max_bytes - have)
+        least = _pages(nbytes + PAGE - 1)
         if room < least:
             self._warn_of_bound(have)
             return False
-        size = min(round_up(max(FIRST_SEGMENT, 4 * nbytes, have), PAGE), room)
-        free = limits.free_bytes()
+        size = min(_pages(max(FIRST_SEGMENT, 4 * nbytes, have) + PAGE - 1), room)
+        free = system.free_bytes()
         if free.nbytes < size + size // 4:
             # Half of what may be taken, not only one slot: near a limit, too, there are to be few descriptors.
-            size = max(least, min(size, free.nbytes * 2 // 5 // PAGE * PAGE))
+            size = max(least, min(size, _pages(free.nbytes * 2 // 5)))
         if free.nbytes < size + size // 4:
             raise MemoryError(
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        with uninterrupted():  # a segment that nobody knows would keep its descriptor
+        with uninterrupted():  # a segment that nobody knows would keep its descriptor, and stay registered
             segment = self._create(size, least, have)
             if segment is None:
                 self._paused_until = self._taken + PAUSE
                 return False
             self.segments.append(segment)
             self._free.append([(0, segment.nbytes)])
-        self._register()
+            if self.register is not None:
+                segment.unregister = self.register(segment.mapping)
         return True
-
-    def _register(self) -> None:
-        """Register the segments that are not noted as registered: an interruption may have come before the note."""
-        while len(self._registered) < len(self._free):
-            mapping = self.segments[len(self._registered)].mapping
-            self._registered.append(None if self.register is None else self.register(mapping))
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:
         """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
         while True:
             try:
-                return create(len(self._free), size)
+                return create(len(self.segments), size)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 if full and size > least:
-                    size = max(least, size // 2 // PAGE * PAGE)
+                    size = max(least, _pages(size // 2))
                     continue
-                text = _refused(error, size, have)
-                # What the machine has not got would be missing in the pipe too; not so a small mount (`filename`). With
-                # segments of its own the arena may be what fills the machine, and goes on with those.
+                text = f"{size:,} bytes of shared memory wanted, {have:,} in use: {system.why_refused(error)}"
+                # What the machine does not have would be missing in the pipe too; not so a small mount (`filename`).
+                # With segments of its own the arena may be what fills the machine, and goes on with those.
                 if full and not have and error.filename is None:
                     raise MemoryError(text) from error
                 if not self._warned_of_refusal:
@@ -289,7 +300,7 @@ class Arena:
 
     def _warn_of_bound(self, have: int) -> None:
         # Not the batches in flight, however many: those that stay while others come and go.
-        held = sum(self._taken - since >= HELD_LONG for since in self._out.values())
+        held = sum(self._taken - lease.since >= HELD_LONG for lease in self._out.values())
         if not self._warned and held and 2 * held >= len(self._out):
             self._warned = True
             warnings.warn(
@@ -300,38 +311,19 @@ class Arena:
             )
 
 
-def _refused(error: OSError, size: int, have: int) -> str:
-    wanted = f"{size:,} bytes of shared memory wanted, {have:,} in use"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        limit = "" if (most := limits.open_files()) is None else f" of {most}"
-        return f"{wanted}: the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return (
-            f"{wanted}: the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
-            f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
-            f"smaller batches"
-        )
-    return f"{wanted}: the system refused ({error})"
+def _pages(nbytes: int) -> int:
+    """The bytes of the whole pages in ``nbytes``."""
+    return nbytes // PAGE * PAGE
 
 
-def _give_up(segment: Segment, number: int, registered: list[Callable[[], Any] | None]) -> None:
+def _give_up(segment: Segment) -> None:
     """Close a segment; leave its mapping alone if a device may still read it."""
-    left_alone = True
+    left_alone = False
     try:
-        if number < len(registered):
-            undo = registered[number]
-            left_alone = undo is not None and undo() is False
-    except Exception:
-        left_alone = False  # the device is broken, and reads nothing any more
-        raise
-    finally:
+        left_alone = segment.unregister is not None and segment.unregister() is False
+    finally:  # where this raises, the device is broken, and reads nothing any more
         if left_alone:
             LEFT_ALONE.append(segment.mapping)
             segment.close_descriptor()
         else:
             segment.close()
-
-
-def _return(returned: deque[Slot | Fork], slot: Slot, pid: int) -> None:
-    if os.getpid() == pid:
-        returned.append(slot)

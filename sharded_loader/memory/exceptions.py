@@ -1,4 +1,4 @@
-"""Exceptions on their way from a worker process to the trainer.
+"""Exceptions on their way from a worker process to the main process.
 
     encode_error(error) -> EncodedError(payload, texts) -> decode_error -> the same exception, or its stand-in
 
@@ -8,6 +8,8 @@ exception is the user's code: its ``__reduce__``, ``__str__`` and ``__getattr__`
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import io
 import re
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from sharded_loader.memory.codec import ReplyPickler, decode, encode
 
 @dataclass(frozen=True)
 class EncodedError:
-    """An exception on its way to the trainer: the object where it pickles, and always its text."""
+    """An exception on its way to the main process: the object where it pickles, and always its text."""
 
     payload: bytes | None
     summary: str
@@ -32,7 +34,7 @@ def encode_error(error: BaseException) -> EncodedError:
 
     The exception's own reduction is tried first, then one that does not call ``__init__`` (a constructor
     with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
-    trainer would come too late.
+    main process would come too late.
     """
     notes = tuple(notes_of(error))
     text = format_traceback(error)
@@ -60,15 +62,11 @@ def _text(error: BaseException) -> str:
 
 def decode_error(encoded: EncodedError) -> BaseException:
     """The exception that `encode_error` packed, with the worker's traceback as its cause. Never raises."""
-    error: BaseException | None = None
+    error: BaseException = SampleReadError(encoded.summary)
     if encoded.payload is not None:
-        try:
+        with contextlib.suppress(Exception):
             found = decode(encoded.payload)
             error = found.error if isinstance(found, _WithoutInit) else found
-        except Exception:
-            error = None
-    if error is None:
-        error = SampleReadError(encoded.summary)
     set_notes(error, list(encoded.notes))
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
     return error
@@ -82,23 +80,17 @@ def _summary(error: BaseException) -> str:
 def _slots(error: BaseException) -> dict[str, Any]:
     """What the exception has in slots."""
     found = {}
-    for cls in type(error).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            try:
-                found[name] = getattr(error, name)
-            except Exception:  # not set, or private
-                continue
+    for name in copyreg._slotnames(type(error)):  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):  # it is not set, or private
+            found[name] = getattr(error, name)
     return found
 
 
 def _attributes(error: BaseException) -> dict[str, Any]:
     """What the exception carries beside its args; not its notes, which travel by themselves."""
     found = _slots(error)
-    try:
+    with contextlib.suppress(Exception):  # a __dict__ of the user's
         found |= vars(error)
-    except Exception:  # a __dict__ of the user's
-        pass
     found.pop("__notes__", None)
     return found
 
@@ -112,11 +104,9 @@ class _WithoutInit:
     def __reduce__(self) -> Any:
         attributes = {}
         for name, value in _attributes(self.error).items():
-            try:
+            with contextlib.suppress(BaseException):  # as above
                 encode(value)
-            except BaseException:  # as above
-                continue
-            attributes[name] = value
+                attributes[name] = value
         return _rebuild_without_init, (type(self.error), self.error.args, attributes)
 
 

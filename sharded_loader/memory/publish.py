@@ -1,24 +1,24 @@
-"""The dataset on its way to spawned workers: pickled once, by value where it must be, sent to all.
+"""The dataset on its way to spawned workers: pickled once, by value where it must be, and sent to all.
 
-    publish(job) -> Encoded      cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks
-                                 by value (`script_by_value`), arrays and tensors out of band, not copied;
-                                 arrays over files by name (`mapped`)
-    share(encoded) -> Published  its large buffers in shared memory, once for all workers
-    load(head, buffers) -> job   in the worker, which maps that memory privately: a dataset that writes to
-                                 itself writes to its own copy of the page
+    publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
+                                           value (`script_by_value`), arrays and tensors out of band, arrays over files
+                                           by name (`mapped`)
+    share(encoded, number) -> Published    its large buffers in one segment, for all workers
+
+A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
+stays in that worker. The pool owns the segment, until it publishes again or is closed.
 
 dill, which ``multiprocess`` uses by itself, pickles in pure Python and puts arrays in band: 0.92 s for a
 154 MB dataset with a lambda in it, against 2 ms. Under fork nothing is published: the worker is born with it.
 
-What cannot be pickled is looked for and named: "cannot pickle '_thread.lock' object" alone helps nobody.
+What can go wrong: an object that cannot be pickled. It is looked for and named, because "cannot pickle '_thread.lock'
+object" alone helps nobody. Without room for a segment the buffers go through the pipe to each worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import pickle
 import sys
 import threading
 import types
@@ -30,19 +30,20 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.memory.arena import PAGE, round_up
 from sharded_loader.memory.codec import (
     ALIGNMENT,
+    Array,
     Encoded,
-    dump,
+    dtype_name,
+    encode,
     is_plain_tensor,
-    rebuild_view,
+    rebuild_tensor,
     reduce_array,
     reduce_tensor,
 )
-from sharded_loader.memory.limits import free_bytes
-from sharded_loader.memory.mapped import Mapping, Regions, as_memmap, describe, memmap_of, view_mapping
+from sharded_loader.memory.mapped import MappedFiles
 from sharded_loader.memory.segments import Segment, create
+from sharded_loader.system import free_bytes
 
 SHARED_BYTES = 65536
 """Below this the buffers of a job go through the pipe to each worker: a segment costs as much."""
@@ -51,18 +52,7 @@ SHARED_BYTES = 65536
 SCRIPT = "__mp_main__"
 """What ``multiprocessing`` calls the user's script in a process that it has spawned, or forked from a forkserver."""
 
-_registering = threading.Lock()
-_registered = 0
-
-
-def _begin_afresh() -> None:
-    """In a forked child: nobody would release a lock that another thread of the parent holds."""
-    global _registering
-    _registering = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+_registering = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -72,26 +62,20 @@ def script_by_value() -> Iterator[None]:
     A worker does not run the script, so it can import neither ``__main__`` nor ``__mp_main__``. Outside, the user's
     own use of cloudpickle goes on as before, unless it is in another thread at this moment.
     """
-    global _registered
     script = sys.modules.get(SCRIPT)
     if script is None or script.__name__ != SCRIPT:  # elsewhere it is another name of ``__main__``
         yield
         return
     with _registering:
-        # A registration of the user's own is left alone.
-        ours = _registered > 0 or SCRIPT not in cloudpickle.list_registry_pickle_by_value()
-        if ours:
-            _registered += 1
-            cloudpickle.register_pickle_by_value(script)
-    try:
-        yield
-    finally:
-        if ours:
-            with _registering:
-                _registered -= 1
-                if not _registered:
-                    with contextlib.suppress(ValueError):  # the user has done so
-                        cloudpickle.unregister_pickle_by_value(script)
+        if SCRIPT in cloudpickle.list_registry_pickle_by_value():  # by the user, or further out
+            yield
+            return
+        cloudpickle.register_pickle_by_value(script)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # the user has done so
+                cloudpickle.unregister_pickle_by_value(script)
 
 
 class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
@@ -103,15 +87,14 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.modules: set[str] = set()
-        self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
-        self._regions = Regions()
-        self._mappings: dict[int, tuple[Mapping | None, Any]] = {}
+        self._storages: dict[tuple[int, int], Array] = {}
+        self._files = MappedFiles()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
             return importlib.import_module, ("__main__",)  # not its variables, of which nobody knows what they are
-        reduced = self._reduce_mapped(obj) if isinstance(obj, np.ndarray) else NotImplemented
-        if reduced is NotImplemented:
+        reduced = self._files.reduce(obj) if isinstance(obj, np.ndarray) else NotImplemented
+        if reduced is NotImplemented and type(obj) is np.ndarray:
             reduced = reduce_array(obj)
         if reduced is NotImplemented and is_plain_tensor(obj):
             self.modules.add("torch")
@@ -132,23 +115,6 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(name, str):
             self.modules.add(name)
 
-    def _reduce_mapped(self, array: np.ndarray[Any, Any]) -> Any:
-        if type(array) not in (np.ndarray, np.memmap) or array.base is None or not array.nbytes:
-            return NotImplemented
-        found = memmap_of(array)
-        if found is None:
-            return NotImplemented
-        whole, start = found
-        key = id(whole._mmap)
-        if key not in self._mappings:  # kept beside its description, so that its id stays its own
-            self._mappings[key] = describe(whole, self._regions), whole._mmap
-        mapping, _ = self._mappings[key]
-        if mapping is not None:
-            layout = array.dtype, array.shape, array.strides, array.flags.writeable
-            return view_mapping, (mapping, type(array), start, *layout)
-        # NumPy itself would pickle its subclass in band.
-        return (as_memmap, (array.view(np.ndarray),)) if type(array) is np.memmap else NotImplemented
-
     def _reduce_view(self, tensor: Any) -> Any:
         import torch
 
@@ -157,8 +123,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages:  # the array keeps the storage alive, and so the address its own
             self._storages[key] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
         raw = self._storages[key]
-        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return rebuild_view, (raw, str(tensor.dtype).removeprefix("torch."), *place)
+        return rebuild_tensor, (raw, dtype_name(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def publish(job: Any, **parts: Any) -> Encoded:
@@ -175,7 +140,7 @@ def publish(job: Any, **parts: Any) -> Encoded:
         return _dump(job)
     except Exception as error:
         try:
-            culprit = next((where for name, part in parts.items() for where in _culprits(part, name, set())), "it")
+            culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
         except RecursionError:  # too deep for pickle, and so for us
             culprit = "it"
         fork = (
@@ -219,56 +184,40 @@ def share(encoded: Encoded, number: int) -> Published:
 
     Args:
         encoded: what `publish` made.
-        number: of the segment.
+        number: number of the segment.
     """
-    total = sum(round_up(buffer.nbytes, ALIGNMENT) for buffer in encoded.buffers)
-    if total >= SHARED_BYTES and free_bytes().nbytes > total + total // 4:
-        try:
-            segment = create(number, round_up(total, PAGE))
-        except OSError:
-            pass  # a pipe takes longer, and gets it there
-        else:
-            places = []
-            offset = 0
-            memory = np.frombuffer(segment.mapping, np.uint8)
-            for buffer in encoded.buffers:
-                memory[offset : offset + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
-                places.append((offset, buffer.nbytes))
-                offset += round_up(buffer.nbytes, ALIGNMENT)
+    places, end = [], 0
+    for buffer in encoded.buffers:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + buffer.nbytes
+        places.append((start, buffer.nbytes))
+    if end >= SHARED_BYTES and free_bytes().nbytes > end + end // 4:
+        with contextlib.suppress(OSError):  # a pipe takes longer, and gets it there
+            segment = create(number, end)
+            memory = memoryview(segment.mapping)
+            for (start, nbytes), buffer in zip(places, encoded.buffers, strict=True):
+                memory[start : start + nbytes] = buffer
+            memory.release()
             return Published(encoded.head, tuple(places), (), number, segment)
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
 
-def load(head: bytes | memoryview, buffers: list[Any]) -> Any:
-    """What `publish` pickled; arrays lie in ``buffers``, which become their memory."""
-    return pickle.loads(head, buffers=buffers)
-
-
 def _dump(obj: Any) -> Encoded:
     with script_by_value():
-        return dump(_Publisher, obj)
+        return encode(obj, pickler=_Publisher)
 
 
-def _pickles(obj: Any) -> bool:
+def _culprit(obj: Any, path: str, seen: set[int]) -> str | None:
+    """The first of the innermost attributes below ``obj`` that do not pickle, as the user would write it."""
+    if id(obj) in seen:
+        return None
+    seen.add(id(obj))
     try:
         _dump(obj)
     except Exception:
-        return False
-    return True
-
-
-def _culprits(obj: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """The innermost attributes below ``obj`` that do not pickle, as the user would write them."""
-    if id(obj) in seen or _pickles(obj):
-        return
-    seen.add(id(obj))
-    found = False
-    for where, child in _children(obj, path):
-        for culprit in _culprits(child, where, seen):
-            found = True
-            yield culprit
-    if not found:
-        yield f"{path} ({type(obj).__name__})"
+        below = (_culprit(child, where, seen) for where, child in _children(obj, path))
+        return next(filter(None, below), f"{path} ({type(obj).__name__})")
+    return None
 
 
 def _children(obj: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,10 @@
-"""Stretches of memory that two processes share, and how the second one gets at them.
+"""Memory that two processes share, and how the second process gets it.
 
-    create(nbytes) -> Segment(descriptor or name, mapping)     in the trainer
-    attach(handle) -> Segment                                  in a worker
+    create(number, nbytes) -> Segment(descriptor or name, mapping)     in the main process
+    attach(number, nbytes, fd, name) -> Segment                        in a worker
+    Slot(segment, offset, nbytes)                                      the part of a segment that holds one batch
 
-Several back ends. The first that the system does not refuse is used (`system.open_memory`), unless
+There are several back ends. The first that the system does not refuse is used (`system.open_memory`), unless
 ``SHARDED_LOADER_MEMORY`` names one, so that all are tested on Linux:
 
     memfd   Linux. Anonymous: no name to leak, and not counted against a container's small shm mount.
@@ -12,13 +13,14 @@ Several back ends. The first that the system does not refuse is used (`system.op
     file    Where neither works: a file in the folder for temporary files, unlinked at once. Slower: the system
             writes it to the disk.
     named   Windows: a named mapping, which vanishes with its last handle. Elsewhere, for tests and where descriptors
-            cannot be passed, the name is that of the trainer's descriptor under /proc, which vanishes with the trainer.
+            cannot be passed, the name of the main process's descriptor under /proc. It vanishes with that process.
 
-A segment is allocated in full when it is created (`system.allocate`): memory that is promised and not there
-ends in SIGBUS, in whoever touches it. What may be taken is decided before, by `limits`.
+A segment owns its mapping and its descriptor. It is allocated in full when it is created (`system.allocate`): memory
+that is promised and not there ends in SIGBUS, in the process that touches it. `Arena` and `publish` ask before how
+much memory is free (`system.free_bytes`).
 
-Before Python 3.13 a mapping holds a descriptor of its own, a duplicate that nobody may close: until the last array
-over it has gone, one per segment stays open, also after `close`.
+What can go wrong: the system refuses (OSError). Before Python 3.13 a mapping holds a second descriptor, which nobody
+may close: it stays open after `close`, until the last array over the memory has died.
 """
 
 from __future__ import annotations
@@ -27,10 +29,9 @@ import contextlib
 import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.system import PREFIX, allocate, can_pass_descriptors, open_memory
@@ -53,16 +54,25 @@ def chosen_backend() -> str | None:
     return chosen
 
 
+class Slot(NamedTuple):
+    """The part of a segment that holds one batch: the segment's number, and bytes."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
 @dataclass
 class Segment:
     """Shared memory, mapped in this process.
 
     Attributes:
-        number: identifies it between the trainer and its workers.
+        number: identifies it between the main process and its workers.
         nbytes: its size.
         mapping: the memory.
         fd: its descriptor, where it has one.
         name: its name, where workers open it by name.
+        unregister: to be called before the memory goes, where a device reads it by itself (`Arena`).
     """
 
     number: int
@@ -70,12 +80,10 @@ class Segment:
     mapping: mmap.mmap
     fd: int | None = None
     name: str | None = None
-    _pid: int = field(default_factory=os.getpid, repr=False)
+    unregister: Callable[[], Any] | None = None
 
     def __del__(self) -> None:
-        # A Ctrl-C may have come before anybody could note that it is there.
-        if self.fd is not None and os.getpid() == self._pid:
-            self.close_descriptor()
+        self.close_descriptor()  # an exception may have struck before anybody could note that it is there
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
@@ -91,7 +99,7 @@ class Segment:
 
 
 def create(number: int, nbytes: int) -> Segment:
-    """Make a segment of ``nbytes``, a multiple of the page size.
+    """Make a segment of ``nbytes``.
 
     Raises:
         OSError: the system refuses (no memory, no room in the mount, no descriptors). Its ``filename`` is the folder
@@ -102,26 +110,22 @@ def create(number: int, nbytes: int) -> Segment:
         name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
     with uninterrupted():
-        fd, kind = open_memory(f"{PREFIX}-{number}", None if backend == "named" else backend)
+        fd, folder = open_memory(f"{PREFIX}-{number}", None if backend == "named" else backend)
         try:
             os.ftruncate(fd, nbytes)
             allocate(fd, nbytes)
             mapping = mmap.mmap(fd, nbytes, **_MAPPING)
         except BaseException as error:
             os.close(fd)
-            if isinstance(error, OSError) and kind in _FOLDERS:
-                raise OSError(error.errno, error.strerror, _FOLDERS[kind]()) from error
+            if isinstance(error, OSError) and folder is not None:
+                raise OSError(error.errno, error.strerror, folder) from error
             raise
         by_name = backend == "named" or not can_pass_descriptors()
         return Segment(number, nbytes, mapping, fd, f"/proc/{os.getpid()}/fd/{fd}" if by_name else None)
 
 
-_FOLDERS: dict[str, Callable[[], str]] = {"shm": lambda: "/dev/shm", "file": tempfile.gettempdir}
-"""Where the memory of a back end is a file."""
-
-
 def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, private: bool = False) -> Segment:
-    """Map a segment of the trainer's in a worker.
+    """Map a segment of the main process in a worker.
 
     Args:
         number, nbytes, name: of the segment.

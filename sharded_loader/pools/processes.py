@@ -6,7 +6,7 @@
     wait <- inbox of each link            <==socket==   encoded result      arena slot v
          <- arrays over the slot, lent out
 
-How large a slot must be is learned from the batches that have come lately (`memory.sizes`): the first ones, and
+How large a slot must be is learned from the batches that have come lately (`memory.arena`): the first ones, and
 what does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then
 to the user until nothing refers to it.
 
@@ -34,8 +34,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.engine.grouping import HELD, Grouping
@@ -58,15 +56,14 @@ from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_nu
 from sharded_loader.errors import Location, as_batch_error, as_exception
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import classes_of_main, decode
+from sharded_loader.memory.arena import RecentSizes, Register
+from sharded_loader.memory.classes import classes_of_main
+from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.memory.limits import processes_here
-from sharded_loader.memory.segments import chosen_backend
-from sharded_loader.memory.sizes import RecentSizes
-from sharded_loader.memory.slot import Slot
+from sharded_loader.memory.segments import Slot, chosen_backend
 from sharded_loader.pools.translation import decode_result, own_pickle
 from sharded_loader.sampling.base import check_int
+from sharded_loader.system import processes_here
 from sharded_loader.workers.link import Link, Poller
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
 from sharded_loader.workers.start import choose_start_method, launch, send_segment, start_forkserver
@@ -375,8 +372,7 @@ class ProcessPool(Pool):
         task, slot = handle.tasks.pop((run, seq), None), handle.slots.pop((run, seq), None)
         if slot is not None:
             # Also if nothing lies in it: then it comes back at once.
-            whole, pinned = self._resources.arena.lend(slot), self._resources.arena.is_registered(slot)
-            buffers = [_part(whole, place, pinned) if isinstance(place, tuple) else place for place in buffers]
+            buffers = self._resources.arena.lend(slot, buffers)
         result = decode_result(run, seq, pickled, buffers, task)
         self.group = self._grouping.note(result.seconds)
         self._deaths.settle(run, seq)
@@ -458,14 +454,3 @@ class ProcessPool(Pool):
                 handle.dump_stacks()
                 handle.kill()
             self._ended.add(handle.sentinel)
-
-
-def _part(whole: np.ndarray[Any, Any], place: tuple[int, int], pinned: bool) -> np.ndarray[Any, Any]:
-    """A buffer in a slot. One that is set apart is copied out of pinned memory.
-
-    A device reads pinned memory late. PyTorch does not know this memory, so it would not keep the slot for a copy that
-    the user has begun.
-    """
-    offset, nbytes = place
-    part = whole[offset : offset + abs(nbytes)]
-    return part.copy() if pinned and nbytes < 0 else part

@@ -17,7 +17,8 @@ import numpy as np
 
 from sharded_loader.engine.messages import Result, Task, unpack_result
 from sharded_loader.errors import Location
-from sharded_loader.memory.codec import SetApart, decode, is_findable
+from sharded_loader.memory.classes import is_findable
+from sharded_loader.memory.codec import SetApart, decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.environment import integer
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.shuffle import shuffle
 from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
+from sharded_loader.system import integer
 
 
 def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:

@@ -24,7 +24,8 @@ import sys
 from typing import Any
 
 from sharded_loader.engine.messages import DEATH, pack_head
-from sharded_loader.system import can_pass_descriptors, is_readable
+from sharded_loader.process_hooks import is_readable
+from sharded_loader.system import can_pass_descriptors
 from sharded_loader.workers.link import PORTABLE, Link
 
 try:

@@ -35,7 +35,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-PORTABLE = not hasattr(select, "poll") or bool(os.environ.get("SHARDED_LOADER_PORTABLE"))
+from sharded_loader.system import is_on
+
+PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""

@@ -25,12 +25,11 @@ from multiprocess import connection
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, new_board
 from sharded_loader.engine.messages import STACKS, Task, pack_head
 from sharded_loader.interrupts import uninterrupted
-from sharded_loader.memory.arena import PAGE, Arena, Register, Slot, round_up
-from sharded_loader.memory.forks import Fork, members
-from sharded_loader.memory.limits import oom_kills
+from sharded_loader.memory.arena import Arena, Register
 from sharded_loader.memory.publish import Published
-from sharded_loader.memory.segments import Segment, create
-from sharded_loader.system import open_pidfd
+from sharded_loader.memory.segments import Segment, Slot, create
+from sharded_loader.process_hooks import Fork
+from sharded_loader.system import oom_kills, open_pidfd
 from sharded_loader.workers import worker
 from sharded_loader.workers.lifeline import Lifeline
 from sharded_loader.workers.link import Link, Poller
@@ -81,7 +80,7 @@ class WorkerResources:
         self._pid = os.getpid()
         self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
         try:
-            self.board = create(0, round_up(num_workers * WORDS * 8, PAGE))
+            self.board = create(0, num_workers * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
         self.lifeline = Lifeline()
@@ -109,15 +108,11 @@ class WorkerResources:
                 if one is not None:
                     one.close()
 
-    def is_at_work(self) -> bool:
-        """Whether a worker has a slot to write to; any thread may ask."""
-        return any(handle.slots for handle in list(self.handles))
-
     def free_slots(self, handle: WorkerHandle) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
         slots, handle.slots = handle.slots, {}
         for slot in slots.values():
-            if slot is not None and not slot.lent and not handle.left_behind:
+            if slot is not None and not handle.left_behind:
                 self.arena.give(slot)
 
     def stop_workers(self) -> None:
@@ -149,12 +144,11 @@ def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
     if is_starting_worker():
         return
-    # Not one that is idle for long: it would not come to the mark.
-    arenas = [resources.arena for resources in members(_in_use) if resources.is_at_work() or resources.arena.has_lent()]
+    arenas = [resources.arena for resources in list(_in_use) if resources.arena.lent]
     if arenas:
         fork = Fork()
         for arena in arenas:
-            arena.retire_lent(fork)
+            arena.note_fork(fork)
 
 
 def _after_fork_in_child() -> None:

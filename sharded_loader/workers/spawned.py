@@ -25,8 +25,8 @@ import sys
 import traceback
 from typing import Any
 
-from sharded_loader.environment import ONE_THREAD
-from sharded_loader.imports import call_after_import
+from sharded_loader.process_hooks import call_after_import
+from sharded_loader.system import ONE_THREAD
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""

@@ -19,7 +19,6 @@ torch. If the user's dataset does, torch is told that it is in a worker.
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import os
 import queue
@@ -38,16 +37,15 @@ from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, S
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.environment import ONE_THREAD
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
-from sharded_loader.imports import call_after_import
 from sharded_loader.interrupts import python_handlers
-from sharded_loader.memory.codec import END, Encoded, SetApart, SlotWriter, decode, encode, encode_packed, set_apart
+from sharded_loader.memory.codec import Encoded, End, PlainPickler, SetApart, SlotWriter, decode, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.memory.limits import open_files
 from sharded_loader.memory.segments import attach
+from sharded_loader.process_hooks import call_after_import
 from sharded_loader.rng import derive_key
+from sharded_loader.system import ONE_THREAD, why_refused
 from sharded_loader.workers.lifeline import die_with, keep_from_children
 from sharded_loader.workers.link import receive_descriptor, receive_message, send_message
 
@@ -129,7 +127,7 @@ class Worker:
                 self._segments[number] = error
                 if number >= 0:
                     # No warning: where the user makes errors of those, the worker would die of it.
-                    text = f"{self._name} sends batches through the pipe, which is slower: {_explain(error)}"
+                    text = f"{self._name} sends batches through the pipe, which is slower: {why_refused(error)}"
                     print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
     # -- main thread ----------------------------------------------------------------------------------------
@@ -185,7 +183,7 @@ class Worker:
     def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
         memory = self._segments.pop(segment, None)
         if isinstance(memory, OSError):
-            raise OSError(memory.errno, f"the dataset cannot be mapped: {_explain(memory)}") from memory
+            raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
         if memory is not None:
             buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
         new: NewJob = decode(content, buffers)
@@ -222,7 +220,7 @@ class Worker:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
             packed = messages.pack_result(result)
-            encoded = _encode(result, slot) if packed is None else encode_packed(packed, slot)
+            encoded = _encode(result, slot) if packed is None else encode(packed, slot, PlainPickler)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
@@ -257,7 +255,7 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     error = None if result.error is None else encode_error(result.error)
     reply = Reply(result._replace(error=None, skipped=()), error, skipped)
     objects = set_apart(result.batch)
-    return encode(SetApart([*objects, skipped], END, reply) if objects or skipped else reply, slot)
+    return encode(SetApart([*objects, skipped], End, reply) if objects or skipped else reply, slot)
 
 
 def main(
@@ -320,14 +318,6 @@ def _leave(exitcode: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(exitcode)
-
-
-def _explain(error: OSError) -> str:
-    """Why a segment could not be mapped, and what to do."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return str(error)
-    limit = "" if (most := open_files()) is None else f" of {most}"
-    return f"its limit{limit} of open files is reached: raise it (ulimit -n), or close files in the dataset"
 
 
 def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:

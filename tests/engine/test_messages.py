@@ -23,7 +23,7 @@ from sharded_loader.engine.messages import (
     unpack_result,
     unpack_tasks,
 )
-from sharded_loader.memory.codec import decode, encode, encode_packed
+from sharded_loader.memory.codec import PlainPickler, decode, encode
 
 
 def test_a_head_tells_kind_run_and_number() -> None:
@@ -58,7 +58,7 @@ def test_indices_that_came_as_an_array_may_be_written_to() -> None:
 def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> None:
     packed = pack_result(Result(1, 2, batch, 2, seconds=0.5))
     assert packed is not None
-    encoded = encode_packed(packed, None)  # type: ignore[arg-type]
+    encoded = encode(packed, None, PlainPickler)
     got = unpack_result(1, 2, decode(encoded.head, list(encoded.buffers)))
     assert (got.run, got.seq, got.samples, got.seconds, got.error) == (1, 2, 2, 0.5, None)
     np.testing.assert_equal(got.batch, batch)

@@ -10,20 +10,23 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from conftest import PROCESS_POOLS
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from memory_samples import SHAPE, Filled
 
+from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory import arena as arena_module
-from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, Arena, Slot
-from sharded_loader.memory.forks import Fork
-from sharded_loader.memory.limits import Limit
+from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
+from sharded_loader.memory.segments import Slot
+from sharded_loader.process_hooks import Fork
+from sharded_loader.system import Limit
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 
@@ -41,11 +44,17 @@ def take(arena: Arena, nbytes: int) -> Slot:
     return slot
 
 
+def lend(arena: Arena, slot: Slot) -> Any:
+    """All of the slot's memory."""
+    (whole,) = arena.lend(slot, [(0, slot.nbytes)])
+    return whole
+
+
 def test_a_slot_is_as_large_as_asked_and_aligned(arena: Arena) -> None:
     for nbytes in (0, 1, 63, 64, 65, 100_000):
         slot = take(arena, nbytes)
         assert slot.nbytes >= max(1, nbytes) and slot.offset % 64 == 0
-        assert arena.lend(slot).ctypes.data % 64 == 0
+        assert lend(arena, slot).ctypes.data % 64 == 0
 
 
 def test_the_first_that_fits_is_taken_and_neighbours_join(arena: Arena) -> None:
@@ -81,7 +90,7 @@ def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) 
     left = 100 << 20
     arena = Arena()
     monkeypatch.setattr(
-        arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
+        arena_module.system, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
     )
     arena._max_bytes = 1 << 40
     count = 0
@@ -110,7 +119,7 @@ def test_the_bound_is_kept(max_bytes: int) -> None:
 
 
 def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
+    monkeypatch.setattr(arena_module.system, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     arena = Arena()
     while arena.take(1 << 20) is not None:
@@ -124,7 +133,7 @@ def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
 
 def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = Limit(1_000_000, "the memory limit of cgroup /sys/fs/cgroup/job")
-    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: limit)
+    monkeypatch.setattr(arena_module.system, "free_bytes", lambda: limit)
     arena = Arena(1 << 30)
     with pytest.raises(MemoryError, match=r"2,002,944 bytes wanted, 0 in use.* cgroup /sys/fs/cgroup/job .*1,000,000"):
         arena.take(2_000_000)
@@ -227,7 +236,7 @@ def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -
 
 def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> None:
     slot = take(arena, 100_000)
-    whole = arena.lend(slot)
+    whole = lend(arena, slot)
     part = whole[1000:2000].view(np.int32).reshape(10, 25)[::2, 3]
     wide = np.lib.stride_tricks.as_strided(part, (2, 2), (0, 0))
     raw = memoryview(wide)
@@ -243,7 +252,7 @@ def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> Non
 
 def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None:
     for _ in range(4):
-        held = [arena.lend(take(arena, 1 << 16)) for _ in range(10)]
+        held = [lend(arena, take(arena, 1 << 16)) for _ in range(10)]
         threads = [threading.Thread(target=held.pop) for _ in range(5)]
         for thread in threads:
             thread.start()
@@ -258,19 +267,9 @@ def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None
     assert arena.nbytes == FIRST_SEGMENT
 
 
-def test_a_fork_in_the_moment_in_which_another_thread_takes_back_a_slot_is_noted(arena: Arena) -> None:
-    class EmptiedInBetween(deque[Any]):
-        def __bool__(self) -> bool:
-            return True
-
-    arena._returned = EmptiedInBetween()
-    arena.retire_lent(Fork())
-    assert len(arena._returned) == 1
-
-
 def test_what_is_lent_outlives_the_arena() -> None:
     arena = Arena()
-    whole = arena.lend(take(arena, 100_000))
+    whole = lend(arena, take(arena, 100_000))
     whole[:] = 7
     arena.close()
     del arena
@@ -280,9 +279,9 @@ def test_what_is_lent_outlives_the_arena() -> None:
 
 def test_what_comes_back_after_close_is_no_slot_of_a_later_segment() -> None:
     arena = Arena()
-    whole = arena.lend(take(arena, 1 << 16))
+    whole = lend(arena, take(arena, 1 << 16))
     arena.close()
-    again = arena.lend(take(arena, 1 << 16))
+    again = lend(arena, take(arena, 1 << 16))
     del whole
     assert arena.take(1 << 16) != Slot(0, 0, 1 << 16)
     assert arena.lent == 1
@@ -293,7 +292,7 @@ def test_what_comes_back_after_close_is_no_slot_of_a_later_segment() -> None:
 @pytest.mark.parametrize("batches", [3, 40])
 def test_held_batches_at_the_bound_are_warned_of_once(batches: int) -> None:
     arena = Arena(batches * 4096)
-    held = [arena.lend(take(arena, 4096)) for _ in range(batches)]
+    held = [lend(arena, take(arena, 4096)) for _ in range(batches)]
     with pytest.warns(UserWarning, match=rf"{batches} batches are held.* {batches * 4096:,} bytes.*max_bytes") as seen:
         for _ in range(HELD_LONG + 100):
             assert arena.take(4096) is None
@@ -309,7 +308,7 @@ def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak() -> None:
     for _ in range(500):
         slot = arena.take(4096)
         refused += slot is None
-        window.append(None if slot is None else arena.lend(slot))
+        window.append(None if slot is None else lend(arena, slot))
         if len(window) > 20:
             window.pop(0)
     assert refused > 50
@@ -325,55 +324,18 @@ def test_what_is_lent_at_a_fork_is_not_used_again_before_the_child_ends(arena: A
     child = Fork()
     before, free = take(arena, 1 << 16), take(arena, 1 << 16)
     gone = take(arena, 1 << 16)
-    lent, returned = arena.lend(before), arena.lend(gone)
+    lent, returned = lend(arena, before), lend(arena, gone)
     del returned
-    arena.retire_lent(child)
-    after = arena.lend(take(arena, 1 << 16))
+    arena.note_fork(child)
+    after = lend(arena, take(arena, 1 << 16))
     del lent, after
     arena.give(free)
     slots = {take(arena, 1 << 16) for _ in range(20)}
     assert before not in slots and free in slots and gone in slots
-    child.close_writer()  # as if it had ended
+    child.close(1)  # as if it had ended
     while before not in slots:
         assert len(arena.segments) == 1
         slots.add(take(arena, 1 << 16))
-
-
-def test_a_fork_without_a_pipe_is_taken_to_live_for_ever(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pipe", refuse)
-        child = Fork()
-    whole = arena.lend(before := take(arena, 1 << 16))
-    arena.retire_lent(child)
-    del whole, child
-    gc.collect()
-    assert before not in {take(arena, 1 << 16) for _ in range(200)}
-
-
-@pytest.mark.slow
-@posix
-def test_a_fork_has_ended_when_those_have_who_came_of_it() -> None:
-    ready, go = os.pipe(), os.pipe()
-    child = Fork()
-    pid = os.fork()
-    if pid == 0:
-        if os.fork() == 0:
-            os.close(go[1])
-            os.write(ready[1], b"x")
-            os.read(go[0], 1)  # until the parent closes it
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    os.read(ready[0], 1)
-    assert not child.has_ended()  # there is a grandchild
-    for end in (*ready, *go):
-        os.close(end)
-    deadline = time.monotonic() + 5
-    while not child.has_ended():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @posix
@@ -383,8 +345,8 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
     def fork() -> None:
         while not stop.is_set():
             child = Fork()
-            arena.retire_lent(child)
-            child.close_writer()
+            arena.note_fork(child)
+            child.close(1)
             time.sleep(1e-5)
 
     thread = threading.Thread(target=fork)
@@ -397,7 +359,7 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
             slot = take(arena, 64 * (1 + step % 50))
             for other, _ in live:
                 assert not _overlap(slot, other)
-            live.append((slot, arena.lend(slot)))
+            live.append((slot, lend(arena, slot)))
             if len(live) > 10:
                 live.pop(step % 7)
     finally:
@@ -407,13 +369,14 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
 
 
 @posix
-def test_the_finalizers_of_a_forked_child_do_nothing(arena: Arena) -> None:
-    whole = arena.lend(take(arena, 1000))
+def test_what_a_forked_child_drops_stays_lent_here(arena: Arena) -> None:
+    whole = lend(arena, take(arena, 1000))
     pid = os.fork()
     if pid == 0:
         del whole
-        os._exit(arena.lent != 1)
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert arena.lent == 1
     del whole
 
 
@@ -459,7 +422,7 @@ class Slots(RuleBasedStateMachine):
         if slot is None:
             return None
         self.out.append(slot)
-        return [slot, self.arena.lend(slot)[: slot.nbytes // 2]]
+        return [slot, lend(self.arena, slot)[: slot.nbytes // 2]]
 
     @rule(batch=consumes(lent))
     def drop(self, batch: Any) -> None:
@@ -472,13 +435,13 @@ class Slots(RuleBasedStateMachine):
     @rule()
     def fork(self) -> None:
         child = Fork()
-        self.arena.retire_lent(child)
+        self.arena.note_fork(child)
         self.children.append((child, self.out[:]))
 
     @rule(number=st.integers(0, 3))
     def end_child(self, number: int) -> None:
         if number < len(self.children):
-            self.children.pop(number)[0].close_writer()
+            self.children.pop(number)[0].close(1)
 
     @invariant()
     def counted(self) -> None:
@@ -495,3 +458,35 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=200), st.integers(1, 70))
+def test_it_is_the_largest_of_the_window_and_a_sixteenth(sizes: list[int], window: int) -> None:
+    recent = RecentSizes(window)
+    assert recent.wanted == 0
+    for number, nbytes in enumerate(sizes, 1):
+        recent.note(nbytes)
+        largest = max(sizes[max(0, number - window) : number])
+        assert recent.wanted == largest + largest // 16
+
+
+def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
+    # Batch 4 has 64 samples, every other one has 4.
+    starts = range(68, 68 + 4 * (WINDOW + 30), 4)
+    order = [[n, n, n, n] for n in range(4)] + [list(range(64))] + [list(range(s, s + 4)) for s in starts]
+    with ShardedDataLoader(
+        Filled(600), batch_sampler=order, pool=ProcessPool(2, start_method=PROCESS_POOLS[0])
+    ) as loader:
+        held = []
+        for number, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == order[number]
+            if number == 10:
+                assert loader._pipeline.pool._sizes.wanted >= 64 * SHAPE
+            if number > WINDOW + 15:
+                held.append(batch)
+        arena = loader._pipeline.pool._resources.arena
+        assert arena.lent == len(held) > 5
+        assert all(slot.nbytes < 8 * SHAPE for slot in list(arena._out)[-5:])

@@ -63,7 +63,7 @@ def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
     with ShardedDataLoader(data, 1000, pool=pool) as loader:
         assert next(iter(loader)).shape == (1000,)
         loader.refresh()
-        with pytest.raises(OSError, match=r"dataset cannot be mapped: its limit of \d+ of open files .*ulimit -n"):
+        with pytest.raises(OSError, match=r"dataset cannot be mapped: the limit of \d+ of open files .*ulimit -n"):
             list(loader)
 
 

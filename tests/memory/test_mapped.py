@@ -15,7 +15,8 @@ from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory import mapped as mapped_module
-from sharded_loader.memory.publish import load, publish
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.publish import publish
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 OFFSET = 5000
@@ -40,7 +41,7 @@ def bytes_of(obj: Any) -> int:
 
 def reopened(obj: Any) -> Any:
     encoded = publish(obj)
-    return load(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
+    return decode(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
 
 
 VIEWS: dict[str, Any] = {
@@ -59,13 +60,16 @@ VIEWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("mode", ["r", "r+", "c"])
-def test_views_go_by_name_and_arrive_the_same(file: Path, mode: str, view: str) -> None:
+def test_views_arrive_the_same_and_go_by_name(file: Path, mode: str, view: str) -> None:
     array = VIEWS[view](mapped(file, mode))
     got = reopened(array)
-    assert (type(got), got.dtype, got.shape, got.strides) == (type(array), array.dtype, array.shape, array.strides)
-    assert (got == array).all() and got.flags.writeable == array.flags.writeable
-    if mode != "c" or sys.platform.startswith("linux"):
+    assert (type(got), got.dtype, got.shape) == (type(array), array.dtype, array.shape)
+    assert (got == array).all()
+    if mode == "c":  # by value: nobody can say which of its pages were written to
+        assert bytes_of(array) >= array.nbytes
+    else:
         assert bytes_of(array) < 2000
+        assert (got.strides, got.flags.writeable) == (array.strides, array.flags.writeable)
 
 
 def test_what_only_comes_from_a_memmap_goes_by_value(file: Path) -> None:
@@ -85,31 +89,11 @@ def test_views_of_one_mapping_stay_views_of_one_mapping(file: Path) -> None:
 
 def test_many_slices_are_described_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, described = mapped(file), []
-    from sharded_loader.memory import publish as module
-
-    real = module.describe
-    monkeypatch.setattr(module, "describe", lambda *args: (described.append(1), real(*args))[1])
+    real = mapped_module.Mapping
+    monkeypatch.setattr(mapped_module, "Mapping", lambda *args: (described.append(1), real(*args))[1])
     rows = list(whole)
     assert bytes_of(rows) < 200 * len(rows)
     assert len(described) == 1
-
-
-@linux
-@pytest.mark.parametrize("mode", ["r", "c"])
-def test_many_files_are_looked_for_in_one_look_at_memory(
-    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = []
-    real = mapped_module._regions
-    monkeypatch.setattr(mapped_module, "_regions", lambda source: (looks.append(source), real(source))[1])
-    for number in range(20):
-        np.save(tmp_path / f"{number}.npy", np.arange(number, number + 1000))
-    files = [np.load(tmp_path / f"{number}.npy", mmap_mode=mode) for number in range(20)]
-    if mode == "c":
-        files[7][0] = -1
-    assert bytes_of(files) < 20 * 1000 + 8000 * (mode == "c")  # the one that was written to goes by value
-    assert [whole[0] for whole in reopened(files)] == [whole[0] for whole in files]
-    assert len(looks) == 2  # of two publications
 
 
 @pytest.mark.parametrize("mode", ["r+", "w+"])

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from injection import HANDLERS, InterruptAt, next_interrupted
+from injection import HANDLERS, PUMP, InterruptAt, next_interrupted
 
+import sharded_loader
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 
@@ -131,7 +133,7 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         for _ in range(10):  # the first ones are in no slot
             assert int(next(iterator)[0, 0]) == next(expected)
         interrupted = set()
-        at_slot = functools.partial(InterruptAtSlot, modules=("process.py", "arena.py"))
+        at_slot = functools.partial(InterruptAtSlot, modules=("processes.py", "arena.py"))
         for line in range(1, 50):
             for _ in range(3):  # how many lines one call runs depends on what has come
                 got, fired = next_interrupted(iterator, line, at_slot)
@@ -149,5 +151,12 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         del batch, got
         assert arena.lent == 0
         free = sum(end - start for parts in arena._free for start, end in parts)
+        free += sum(lease.slot.nbytes for lease in arena._returned)
         taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes
+
+
+def test_the_modules_of_the_road_have_these_names() -> None:
+    """A module that was renamed would be left out of the tests above."""
+    names = {path.name for path in Path(sharded_loader.__file__).parent.rglob("*.py")}
+    assert set(PUMP) <= names

@@ -15,8 +15,8 @@ from programs import run_script
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
+from sharded_loader.process_hooks import call_after_import, forget_import
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -262,7 +262,7 @@ def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("comes_later", None)
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "sharded_loader.imports"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "sharded_loader.process_hooks"]
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from conftest import METHODS, SPAWNED
 from memory_samples import Diary, Large, Slow
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.memory.limits import Limit
-from sharded_loader.memory.publish import SHARED_BYTES, load, publish, share
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.publish import SHARED_BYTES, publish, share
+from sharded_loader.system import Limit
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
@@ -24,7 +25,7 @@ MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 
 def reopened(obj: Any) -> Any:
     encoded = publish(obj)
-    return load(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
+    return decode(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
 
 
 # -- in the pickle --------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
     assert published.segment is not None and not published.buffers
     assert all(offset % 64 == 0 for offset, _ in published.places)
     memory = np.frombuffer(published.segment.mapping, np.uint8)
-    got = load(published.head, [memory[offset : offset + size] for offset, size in published.places])
+    got = decode(published.head, [memory[offset : offset + size] for offset, size in published.places])
     assert all((a == b).all() for a, b in zip(got, parts, strict=True))
     del got, memory
     published.close()

@@ -1,0 +1,114 @@
+"""A class that a worker names is the very class of this process, however it came into being."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+
+import cloudpickle
+import pytest
+
+from sharded_loader.memory import classes
+from sharded_loader.memory.classes import class_reference, classes_of_main, is_findable, resolve_class
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+def make_class(name: str = "Local") -> type:
+    class Local:
+        pass
+
+    Local.__name__ = name
+    return Local
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """An empty ``__main__``."""
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    yield module
+
+
+def resolved(cls: type) -> type:
+    function, arguments = class_reference(cls)
+    assert function is resolve_class
+    return resolve_class(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("obj", "findable"),
+    [(Outer, True), (Outer.Inner, True), (make_class, True), (make_class(), False), (lambda: None, False), (len, True)],
+)
+def test_what_is_found_under_its_name(obj: object, findable: bool) -> None:
+    assert is_findable(obj) == findable
+
+
+def test_a_class_whose_name_was_given_to_another_is_not_findable(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Outer
+    monkeypatch.setattr(sys.modules[__name__], "Outer", make_class())
+    assert not is_findable(before)
+
+
+def test_classes_arrive_by_name() -> None:
+    assert resolved(Outer) is Outer and resolved(Outer.Inner) is Outer.Inner
+
+
+def test_a_class_that_was_sent_by_value_is_known_by_its_tracker() -> None:
+    cls = make_class()
+    twin = cloudpickle.loads(cloudpickle.dumps(cls))
+    assert resolved(twin) is cls
+
+
+def test_among_classes_of_one_name_the_address_tells() -> None:
+    one, other = make_class(), make_class()
+    assert resolved(one) is one and resolved(other) is other
+    module, qualname = one.__module__, one.__qualname__
+    with pytest.raises(AttributeError, match=r"Local, used by a worker .* top level of a module"):
+        resolve_class(module, qualname, None, 1)
+
+
+def test_the_only_class_of_its_name_is_found_whatever_its_address() -> None:
+    def make_only() -> type:
+        class Only:
+            pass
+
+        return Only
+
+    cls = make_only()
+    assert resolve_class(cls.__module__, cls.__qualname__, None, 1) is cls
+
+
+def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = make_class()
+    assert resolved(cls) is cls
+    with monkeypatch.context() as patched:
+        patched.setattr(classes, "_all_classes", lambda: pytest.fail("walked again"))
+        assert resolved(cls) is cls
+    key = cls.__module__, cls.__qualname__, id(cls)
+    assert key in classes._nameless
+    del cls
+    gc.collect()
+    assert key not in classes._nameless
+
+
+def test_workers_go_on_with_the_classes_that_main_had_when_they_started(main: types.ModuleType) -> None:
+    def define(base: type) -> type:
+        cls = type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"})
+        main.Cell = cls  # type: ignore[attr-defined]
+        return cls
+
+    first = define(object)
+    kept = classes_of_main()
+    second = define(object)
+    assert kept == [first]
+    assert resolved(first) is first and resolved(second) is second
+    error = define(Exception)
+    kept += classes_of_main()
+    later = define(Exception)
+    assert resolved(error) is later  # the loop catches it by the name that it has now
