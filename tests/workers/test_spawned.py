@@ -13,7 +13,7 @@ from pathlib import Path
 import multiprocess
 import pytest
 
-from sharded_loader.environment import ONE_THREAD
+from sharded_loader.system import ONE_THREAD
 from sharded_loader.workers import spawned
 from sharded_loader.workers.spawned import PRELOAD, Connection
 
