@@ -29,6 +29,7 @@ class LoaderAttributes:
     _split: Split
     _placement: Placement
     _pipeline: Pipeline
+    _workers: Pool
     _prefetch: int
     _progress: Progress
     _meter: Meter
@@ -56,7 +57,7 @@ class LoaderAttributes:
     @property
     def num_workers(self) -> int:
         """How many workers read at the same time; 0 if the loop reads itself."""
-        return self._pipeline.pool.num_workers
+        return self._workers.num_workers
 
     @property
     def seed(self) -> int:
@@ -66,7 +67,7 @@ class LoaderAttributes:
     @property
     def pool(self) -> Pool:
         """Who reads."""
-        return self._pipeline.pool
+        return self._workers
 
     @property
     def prefetch(self) -> int:
@@ -76,9 +77,7 @@ class LoaderAttributes:
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
-        self._prefetch = check_prefetch(prefetch, self.num_workers)
-        # Without workers nothing is read ahead, whatever was asked for.
-        self._pipeline.prefetch = self._prefetch if self.num_workers else 0
+        self._prefetch = self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
 
     @property
     def device_prefetch(self) -> int:
@@ -87,8 +86,7 @@ class LoaderAttributes:
 
     @device_prefetch.setter
     def device_prefetch(self, ahead: int) -> None:
-        count = check_count("device_prefetch", ahead)
-        self._placement.ahead = count if self._placement.asynchronous else 0
+        self._placement.copy_ahead(check_count("device_prefetch", ahead))
         # Not asking the pool for more would leave nothing to be copied ahead.
         self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 

@@ -6,11 +6,13 @@ describe(loader, ...) -> text
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
-from sharded_loader.devices.resident import Residence
 from sharded_loader.engine.messages import NOTHING
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.reader import Reader
@@ -38,19 +40,26 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
         if result.error is not None:
             raise result.error
         if result.batch is not NOTHING:
-            return placement.finish(placement.begin(result.batch, task.sharded))
+            return placement.place(result.batch, task.sharded)
         seq += 1
     raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
 
 def describe(
-    loader: ShardedDataLoader, split: Split, placement: Placement | Residence, looks: str | None, resumes: bool
+    loader: ShardedDataLoader,
+    split: Split,
+    devices: Sequence[torch.device] | None,
+    resident: Sequence[torch.device],
+    looks: str | None,
+    resumes: bool,
 ) -> str:
     """The repr of a loader.
 
     Args:
         loader: an open one.
-        split, placement: its parts.
+        split: how batches become shards.
+        devices: where batches end up; None: host memory.
+        resident: the devices that hold the data.
         looks: what its last batch looked like; None: none was read.
         resumes: whether its place was loaded.
     """
@@ -63,10 +72,10 @@ def describe(
         parts.append(f"{len(loader)} batches" + (f" of {loader.batch_size}" if loader.batch_size else ""))
     except Exception:
         parts.append("batches without number")
-    if placement.devices is not None:
-        parts.append("on " + ", ".join(map(str, placement.devices)))
-        if isinstance(placement, Residence) and placement.resident:
-            parts.append("resident on " + ", ".join(map(str, placement.resident)))
+    if devices is not None:
+        parts.append("on " + ", ".join(map(str, devices)))
+        if resident:
+            parts.append("resident on " + ", ".join(map(str, resident)))
     elif split.num_shards is not None:
         parts.append(f"{split.num_shards} shards")
     parts.append(repr(loader.pool))

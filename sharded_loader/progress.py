@@ -18,7 +18,6 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
@@ -35,12 +34,10 @@ class KeptRun:
     Attributes:
         run: the run, perhaps opened, perhaps with batches in flight.
         mark: where the loader was before it began.
-        pipeline: where it was opened.
     """
 
     run: Run
     mark: Mark
-    pipeline: Pipeline
 
 
 class Progress:

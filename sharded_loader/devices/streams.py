@@ -3,8 +3,8 @@
     Streams(device)   of torch's module for its kind (torch.cuda, torch.xpu): one code path for all of them
     streams_of(device) -> Streams, or None where there are none (CPU, mps)
 
-Nothing here decides anything: when to copy and what waits for what is said in `devices.lane`. Tests put a device
-in this place that carries its streams' work out late and in odd orders.
+Nothing here decides anything: `devices.copies` says when to copy and what waits for what. Tests put a device in its
+place that does the work of its streams late and in odd orders.
 
 What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (RuntimeError of torch).
 """

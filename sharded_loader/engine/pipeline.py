@@ -104,11 +104,20 @@ class Pipeline:
         if self.closed and was_open:
             self.shut()
 
-    def _recover(self) -> None:
+    def use(self, pool: Pool) -> None:
+        """Read with this pool from now on; called in a step, before `open`. It builds again what is in flight."""
+        if pool is not self.pool:
+            self._drop_work()
+            self.pool = pool
+
+    def _drop_work(self) -> None:
         for run in self._runs.values():
             run.window.clear()
             run.planned = run.delivered
         self.pool.close()
+
+    def _recover(self) -> None:
+        self._drop_work()
         if self._job is not None and self._runs:
             self.pool.start(self._job)
 
@@ -191,7 +200,9 @@ class Pipeline:
         return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
     def depth(self) -> int:
-        """How many batches are kept in flight."""
+        """How many batches are kept in flight; none where the pool has no workers."""
+        if not self.pool.num_workers:
+            return 0
         return self.prefetch * self.pool.group if self.scale_by_group else self.prefetch
 
     def _has_ready(self, window: deque[Entry]) -> bool:

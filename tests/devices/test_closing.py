@@ -79,30 +79,6 @@ def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_register
     assert line > 20
 
 
-def test_an_interruption_inside_the_driver_leaves_nothing_registered(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register = Machine.cudaHostRegister
-
-    def interrupted(self: Machine, address: int, nbytes: int, flags: int) -> int:
-        if address in self.registered:
-            return 712  # as the driver says it
-        register(self, address, nbytes, flags)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Machine, "cudaHostRegister", interrupted)
-    made = Arena(None, registrar(machine).register)
-    with pytest.raises(KeyboardInterrupt):
-        made.take(1 << 20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        slot = made.take(1 << 20)
-    assert slot is not None and made.is_registered(slot)
-    assert machine.cleared == 1  # the error of the second registration
-    made.close()
-    assert (machine.registered, machine.faults) == ({}, [])
-
-
 def test_a_segment_that_is_registered_already_by_somebody_else_is_refused(machine: Machine) -> None:
     machine.refuse = 712
     made = Arena(None, registrar(machine).register)
@@ -232,11 +208,10 @@ import atexit
 def report():
     print("blocked", machine.blocked, "registered", len(machine.registered), machine.faults, len(pool.pids), flush=True)
 import numpy, torch, simulated
-from sharded_loader.devices import names, placement, resident
+from sharded_loader.devices import names, placement
 machine = simulated.Machine()
 names.accelerators = lambda: machine.devices
-for module in (placement, resident):
-    module.streams_of, module.indexed = machine.streams_of, lambda device: device
+placement.streams_of, placement.indexed = machine.streams_of, lambda device: device
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 data = ArrayDataset(numpy.zeros((256, 1024), numpy.float32))
 pool = ProcessPool(2)
@@ -272,7 +247,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=process_pool) as loader:
         for _ in range(2):
             for _ in loader:  # the device does nothing until the host has to wait for it
-                (one,) = loader._placement._lanes.values()
+                (one,) = loader._placement._copies.values()
                 assert len(one.kept) <= HOST_AHEAD <= 4
             assert (len(one.kept), process_pool._resources.arena.lent) == (0, 0)
     assert machine.faults == []
@@ -286,7 +261,7 @@ def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Po
                 held = batch
         del batch
         gc.collect()
-        (one,) = loader._placement._lanes.values()
+        (one,) = loader._placement._copies.values()
         assert len(one.kept) == 0
         # What pools hold for the next epoch, and the loader's own, is not what batches lie in.
         assert sum(machine.pinned.values()) == 0

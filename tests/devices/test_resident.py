@@ -12,9 +12,9 @@ import torch
 from simulated import Machine
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
-from sharded_loader.devices.resident import Residence
 from sharded_loader.devices.streams import Streams
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.resident import ResidentPool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -131,16 +131,16 @@ def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
 def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = Residence.settle
+    load = ResidentPool.load
 
-    def settle_without_room(residence: Residence) -> bool:
+    def load_without_room(pool: ResidentPool, *, again: bool) -> bool:
         machine.blocks = 2  # the third column finds none
         try:
-            return settle(residence)
+            return load(pool, again=again)
         finally:
             machine.blocks = None
 
-    monkeypatch.setattr(Residence, "settle", settle_without_room)
+    monkeypatch.setattr(ResidentPool, "load", load_without_room)
     with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
             batch = next(iter(loader))

@@ -53,7 +53,7 @@ class Plain:
 
 def put(machine: Machine, batch: Any) -> Any:
     placement = Placement([machine.devices[0]], pin_memory=False)
-    placed = placement.finish(placement.begin(batch, sharded=False))
+    placed = placement.place(batch, sharded=False)
     machine.finish()
     assert machine.faults == []
     return placed
