@@ -6,10 +6,7 @@ describe(loader, ...) -> text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
@@ -46,19 +43,13 @@ def first_batch(run: Run, reader: Reader, placement: Placement) -> Any:
 
 
 def describe(
-    loader: ShardedDataLoader,
-    split: Split,
-    devices: Sequence[torch.device] | None,
-    resident: Sequence[torch.device],
-    looks: str | None,
-    resumes: bool,
+    loader: ShardedDataLoader, split: Split, placement: Placement, resident: list[Any], looks: str | None, resumes: bool
 ) -> str:
     """The repr of a loader.
 
     Args:
         loader: an open one.
-        split: how batches become shards.
-        devices: where batches end up; None: host memory.
+        split, placement: its parts.
         resident: the devices that hold the data.
         looks: what its last batch looked like; None: none was read.
         resumes: whether its place was loaded.
@@ -72,8 +63,8 @@ def describe(
         parts.append(f"{len(loader)} batches" + (f" of {loader.batch_size}" if loader.batch_size else ""))
     except Exception:
         parts.append("batches without number")
-    if devices is not None:
-        parts.append("on " + ", ".join(map(str, devices)))
+    if placement.devices is not None:
+        parts.append("on " + ", ".join(map(str, placement.devices)))
         if resident:
             parts.append("resident on " + ", ".join(map(str, resident)))
     elif split.num_shards is not None:

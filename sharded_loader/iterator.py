@@ -204,7 +204,7 @@ class EpochIterator(Iterator[Any]):
                     entry.begun = placement.begin(result.batch, entry.task.sharded)
                 if placement.ahead:
                     self._begin_behind(run)
-                return result, placement.finish(entry.begun)
+                return result, placement.finish(entry.begun, entry.task.sharded)
             except OUT_OF_MEMORY as raised:
                 if is_last_try:
                     return not_placed(entry.task, raised, "while the batch was placed"), None

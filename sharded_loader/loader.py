@@ -445,7 +445,7 @@ class ShardedDataLoader(LoaderAttributes):
         if self._pipeline.closed:
             return "ShardedDataLoader(closed)"
         held = [] if self._resident is None else self._resident.devices
-        return describe(self, self._split, self._placement.devices, held, self._meter.looks, self._progress.resumes)
+        return describe(self, self._split, self._placement, held, self._meter.looks, self._progress.resumes)
 
 
 def _close_both(close_pool: Callable[[], Any], close_placement: Callable[[], Any]) -> None:

@@ -107,11 +107,12 @@ class CopyStream:
         streams: of the device.
 
     Attributes:
+        streams: as given.
         kept: sources of copies, and targets that nobody waits for.
     """
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.streams = streams
         self._stream: Any = None
         self._lock = threading.RLock()
         self.kept: Kept = deque()
@@ -128,7 +129,7 @@ class CopyStream:
             torch.OutOfMemoryError: the device has no memory for it.
             Exception: what an object that moves itself raises.
         """
-        streams = self._streams
+        streams = self.streams
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         staged: list[_Staged] = []
@@ -154,7 +155,7 @@ class CopyStream:
 
     def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor], home: Any) -> Any:
         """Give the copies to the copy stream; the event after them."""
-        streams = self._streams
+        streams = self.streams
         if self._stream is None:
             self._stream = streams.new_stream()
         # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
@@ -177,7 +178,7 @@ class CopyStream:
             torch.OutOfMemoryError: the device has no memory for an object that moves itself.
             Exception: what such an object raises.
         """
-        streams = self._streams
+        streams = self.streams
         if pending.event is not None:
             current = streams.caller_stream()
             streams.wait(current, pending.event)
@@ -191,7 +192,7 @@ class CopyStream:
 
     def _move(self, pending: PendingCopy) -> None:
         """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
-        streams = self._streams
+        streams = self.streams
         with torch.inference_mode(False), streams.current():
             try:
                 pending.batch = map_leaves(self._moved_leaf, pending.batch, own="to", skip=ATOMS)
@@ -203,9 +204,9 @@ class CopyStream:
         if type(leaf) is not _Staged:
             return leaf
         try:
-            return leaf.what.to(self._streams.device, non_blocking=True)
+            return leaf.what.to(self.streams.device, non_blocking=True)
         except TypeError:
-            return leaf.what.to(self._streams.device)
+            return leaf.what.to(self.streams.device)
 
     # -- the end of copies ----------------------------------------------------------------------------------
 
@@ -213,8 +214,8 @@ class CopyStream:
         """Let go of what is not needed any more."""
         for kept in (self.kept, self._moved):
             if len(kept) >= HOST_AHEAD:
-                self._streams.block(kept[0][0])
-            while kept and self._streams.has_passed(kept[0][0]):
+                self.streams.block(kept[0][0])
+            while kept and self.streams.has_passed(kept[0][0]):
                 kept.popleft()
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
@@ -240,10 +241,10 @@ class CopyStream:
             # Torch raises it if the context is broken: an error of an earlier kernel, which the user gets to see.
             with contextlib.suppress(RuntimeError):
                 for event in events:
-                    self._streams.block(event)
+                    self.streams.block(event)
 
         with contextlib.suppress(RuntimeError):
-            events = [event for event in events if not self._streams.has_passed(event)]
+            events = [event for event in events if not self.streams.has_passed(event)]
         if not events:
             return True
         # An event can only be waited for without end. So a thread does it, which is left behind if the device hangs.
@@ -267,7 +268,7 @@ class CopyStream:
             self._moved.clear()
         if not program_ends():
             warnings.warn(
-                f"{self._streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
+                f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
                 f"collective may hang. The pinned memory that the copies read stays as it is until the program ends. "
                 f"Look for a rank that has died, or that takes other steps than the others",
                 stacklevel=2,
@@ -278,14 +279,14 @@ class CopyStream:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
         with self._lock:
             self.drain()
-            self._streams.empty_cache()
+            self.streams.empty_cache()
 
     # -- host memory ----------------------------------------------------------------------------------------
 
     def _source(self, host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The tensor in pinned memory and in the layout of its target: anything else makes the host wait."""
         ready = host.stride() == target.stride() and not (host.is_conj() or host.is_neg())
-        return host if ready and self._streams.is_pinned(host) else self._streams.pin(host, target.stride())
+        return host if ready and self.streams.is_pinned(host) else self.streams.pin(host, target.stride())
 
     def _stage(self, leaf: Any) -> Any:
         """The object with its tensors in pinned memory of torch's own, as torch's loader makes it, where that works."""
@@ -300,7 +301,7 @@ class CopyStream:
         return pinned if type(pinned) is type(leaf) else leaf
 
     def _pin_leaf(self, leaf: Any) -> Any:
-        return self._streams.pin(leaf, torch.empty_like(leaf, device="meta").stride()) if _is_plain(leaf) else leaf
+        return self.streams.pin(leaf, torch.empty_like(leaf, device="meta").stride()) if _is_plain(leaf) else leaf
 
 
 def has_method(leaf: Any, name: str) -> bool:

@@ -73,25 +73,14 @@ def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, 
     """
     if device is not None and devices is not None:
         raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
-    for name, value in (("device", device), ("devices", devices)):
-        if isinstance(value, int):
-            raise ValueError(
-                f"{name}={value!r}: an int alone could be an index or a count; "
-                f'say device="cuda:{value}" for one device, devices=[0, 1] for several, devices="auto" for all'
-            )
+    if isinstance(device, int):
+        raise ValueError(
+            f"device={device!r}: an int alone could be an index or a count; "
+            f'say device="cuda:{device}" for one device, devices=[0, 1] for several, devices="auto" for all'
+        )
     if device is not None:
         return [find_device(device)], False
-    if devices is None:
-        return None, False
-    if devices == "auto":
-        return accelerators() or [torch.device("cpu")], True
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f'devices is {devices!r}; give a list such as ["cuda:0", "cuda:1"], or "auto"; device= takes one'
-        )
-    if not devices:
-        raise ValueError('devices is empty; name at least one, or give "auto"')
-    return [find_device(one) for one in devices], True
+    return (None, False) if devices is None else (_listed(devices, "; device= takes one"), True)
 
 
 def device_list(devices: Any) -> list[torch.device]:
@@ -104,17 +93,25 @@ def device_list(devices: Any) -> list[torch.device]:
         >>> device_list(["cpu", "cpu"])
         [device(type='cpu'), device(type='cpu')]
     """
+    return [indexed(device) for device in _listed(devices)]
+
+
+def _listed(devices: Any, hint: str = "") -> list[torch.device]:
     if isinstance(devices, int):
         raise ValueError(
-            f"devices is {devices!r}: an int alone could be an index or a count; give a list, such as [0, 1], "
-            f'or "auto" for all'
+            f"devices={devices!r}: an int alone could be an index or a count; give a list such as [0, 1], "
+            f'or "auto" for all{hint}'
         )
-    if isinstance(devices, (str, torch.device)) and devices != "auto":
+    if isinstance(devices, str) and devices == "auto":
+        return accelerators() or [torch.device("cpu")]
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(
-            f'devices is {str(devices)!r}, which is one: give a list, [{str(devices)!r}], or "auto" for all'
+            f'devices is {str(devices)!r}, and must be a list: give one such as ["cuda:0", "cuda:1"], '
+            f'or "auto" for all{hint}'
         )
-    found, _ = find_devices(None, devices)
-    return [indexed(device) for device in found or ()]
+    if not devices:
+        raise ValueError('devices is empty; name at least one, or give "auto"')
+    return [find_device(one) for one in devices]
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")

@@ -3,7 +3,7 @@
     batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
     list of such batches (shards)                  shards[i] on devices[i]
 
-    batch --begin--> Begun --finish--> batch       the same in two steps, where a copy stream copies ahead
+    batch --begin--> parts --finish--> batch       the same in two steps, where a copy stream copies ahead
 
 Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device. `begin` is
 called ahead, for `ahead` batches behind the one that is handed out next. `devices.pinning` gives the memory that the
@@ -12,7 +12,7 @@ constructed touches no device.
 
 Anything that is no array, tensor or structure of them stays as it is. An object with a ``to`` method (a tokenizer's
 encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it knows which
-of its tensors belong on the host. An array that stands in several places of a batch is copied once.
+of its tensors belong on the host. An array that stands in several places of a shard is copied once.
 
 What can go wrong: no memory on a device. Then one batch less is copied ahead, down to none. What torch has cached is
 given back, and the copy is tried again. If that fails, it is that batch's error. After `PAUSE` batches one batch more
@@ -27,7 +27,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, pinned_empty
-from sharded_loader.devices.streams import Streams, is_capturing, note_late, streams_of
+from sharded_loader.devices.streams import is_capturing, note_late, streams_of
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import Location, add_note, as_batch_error
 
@@ -50,6 +49,10 @@ PAUSE = 64
 pause doubles with each, up to `LONGEST_PAUSE`."""
 
 LONGEST_PAUSE = 1024
+
+
+Part = tuple[CopyStream | None, Any]
+"""A shard on its way, with its copy stream, or a shard that is where it belongs."""
 
 
 class Placement:
@@ -76,8 +79,7 @@ class Placement:
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
-        self._found: dict[torch.device, Streams | None] = {}
-        self._copies: dict[torch.device, CopyStream] = {}
+        self._copies: dict[torch.device, CopyStream | None] = {}
         self._registrar: Registrar | None = None
         self.copy_ahead(AHEAD)
 
@@ -86,13 +88,14 @@ class Placement:
         self.ahead = self._wanted = count if self.asynchronous else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
-    def streams(self, device: torch.device) -> Streams | None:
-        """The streams of a device, None where it has none. ``cuda`` is the current device when this is first asked."""
-        if device not in self._found:
+    def copies(self, device: torch.device) -> Any:
+        """The copies to a device; None where it has no streams. ``cuda`` is the current device at the first call."""
+        if device not in self._copies:
             number = indexed(device)
             warn_of_rank(device, number)
-            self._found[device] = streams_of(number)
-        return self._found[device]
+            streams = streams_of(number)
+            self._copies[device] = None if streams is None else CopyStream(streams)
+        return self._copies[device]
 
     def check_not_capturing(self) -> None:
         """Reject a call inside a graph capture, before anything is done that would break the capture.
@@ -114,13 +117,13 @@ class Placement:
         if not self.asynchronous:
             return None
         if self._registrar is None:
-            self._registrar = Registrar(self._first(), self.closer())
+            self._registrar = Registrar(self.copies(self.asynchronous[0]).streams, self.closer())
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
         """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
-        if self.asynchronous:
-            self._first()
+        for device in self.asynchronous:
+            self.copies(device)
 
     @property
     def empty(self) -> Empty:
@@ -128,12 +131,7 @@ class Placement:
         return self._empty if self.asynchronous else new_array
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        return pinned_empty(self._first(), shape, dtype)
-
-    def _first(self) -> Streams:
-        found = self.streams(self.asynchronous[0])
-        assert found is not None  # these devices have some
-        return found
+        return pinned_empty(self.copies(self.asynchronous[0]).streams, shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -151,15 +149,15 @@ class Placement:
             Exception: a device has no memory for it, or an object in it cannot be moved.
         """
         if not self._on_host:
-            return self.finish(self.begin(batch, sharded))
+            return self.finish(self.begin(batch, sharded), sharded)
         host = to_torch(batch)
         return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
 
-    def begin(self, batch: Any, sharded: bool) -> Any:
+    def begin(self, batch: Any, sharded: bool) -> list[Part]:
         """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this.
 
         Returns:
-            What `finish` makes the user's batch of.
+            The shards, each perhaps on its way, for `finish`.
         """
         if self.ahead < self._wanted:
             self._until_retry -= 1
@@ -167,59 +165,44 @@ class Placement:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         host = to_torch(batch)
         shards = host if sharded else [host]
-        # Shards of one device in one go: an array that stands in several of them is copied once.
-        groups: dict[torch.device, list[int]] = {}
-        for number, device in zip(range(len(shards)), self.devices or (), strict=False):
-            groups.setdefault(device, []).append(number)
-        parts = [
-            _Part(device, numbers, *self._send(device, [shards[n] for n in numbers]))
-            for device, numbers in groups.items()
-        ]
-        return Begun(parts, len(shards), sharded)
+        return [self._send(device, shard) for device, shard in zip(self.devices or (), shards, strict=False)]
 
-    def _send(self, device: torch.device, shards: list[Any]) -> tuple[CopyStream | None, Any]:
-        """Begin to copy some shards to one device: the stream and the copy; without a stream, the shards."""
-        if type(shards[0]) is Placed:
-            return None, [one.shard for one in shards]
+    def _send(self, device: torch.device, shard: Any) -> Part:
+        """Begin to put a shard on a device."""
+        if type(shard) is Placed:
+            return None, shard.shard
+        copies = self.copies(device)
         try:
-            copies = self._copies.get(device)
             if copies is None:
-                streams = self.streams(device)
-                if streams is None:
-                    move = functools.partial(_move, device=device)
-                    return None, map_leaves(move, shards, own="to", skip=ATOMS)
-                copies = self._copies[device] = CopyStream(streams)
-            return copies, copies.begin(shards)
+                move = functools.partial(_move, device=device)
+                return None, map_leaves(move, shard, own="to", skip=ATOMS)
+            return copies, copies.begin(shard)
         except Exception as error:
             _note(error, device)
             raise
 
-    def finish(self, begun: Any) -> Any:
-        """The batch, ready on the current stream of this thread."""
-        if type(begun) is not Begun:
-            return begun
-        batch: list[Any] = [None] * begun.count
-        for part in begun.parts:
+    def finish(self, begun: list[Part], sharded: bool) -> Any:
+        """The batch that `begin` was given, ready on the current stream of this thread."""
+        shards = []
+        for device, (copies, shard) in zip(self.devices or (), begun, strict=False):
             try:
-                shards = part.shards if part.copies is None else part.copies.finish(part.shards)
+                shards.append(shard if copies is None else copies.finish(shard))
             except Exception as error:
-                _note(error, part.device)
+                _note(error, device)
                 raise
-            for number, shard in zip(part.numbers, shards, strict=True):
-                batch[number] = shard
-        return batch if begun.sharded else batch[0]
+        return shards if sharded else shards[0]
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
         if self._retried:
             self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
         self.ahead, self._until_retry = max(0, self.ahead - 1), self._pause
-        for copies in self._copies.values():
+        for copies in filter(None, self._copies.values()):
             copies.make_room()
 
     def end_epoch(self) -> None:
         """Wait for the last copies of an epoch, so that no host memory is held for them until the next one."""
-        for copies in self._copies.values():
+        for copies in filter(None, self._copies.values()):
             copies.drain()
 
     def closer(self) -> Callable[[], bool]:
@@ -235,36 +218,6 @@ class Placed:
 
     def __init__(self, shard: Any) -> None:
         self.shard = shard
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The shards of one device: on their way by a copy stream, or where they belong.
-
-    Attributes:
-        numbers: which shards of the batch they are.
-        shards: a list, or what the copy stream makes the list of.
-    """
-
-    device: torch.device
-    numbers: list[int]
-    copies: CopyStream | None
-    shards: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A batch of which some shards are on their way.
-
-    Attributes:
-        parts: the shards, by device.
-        count: how many shards.
-        sharded: whether the batch is the list of them.
-    """
-
-    parts: list[_Part]
-    count: int
-    sharded: bool
 
 
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:
@@ -286,11 +239,11 @@ def _note(error: Exception, device: torch.device) -> None:
         add_note(error, f"raised while the batch was copied to {device}")
 
 
-def _close(streams: dict[torch.device, CopyStream], pid: int) -> bool:
+def _close(streams: dict[torch.device, CopyStream | None], pid: int) -> bool:
     if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS
-    done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values())]
+    done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
     return all(done)
 
 

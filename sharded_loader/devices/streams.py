@@ -27,10 +27,8 @@ LATE_NOTE = (
     "of your program, and not this batch: set CUDA_LAUNCH_BLOCKING=1 and run again to see which call fails"
 )
 
-_GATHERED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
-_GATHERED |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Rows of other dtypes (unsigned, 8-bit floats) are gathered as these: not every torch has a kernel of theirs."""
+"""Rows are gathered as numbers of these types: not every torch has a kernel for unsigned numbers and 8-bit floats."""
 
 
 class Streams:
@@ -117,10 +115,8 @@ class Streams:
             column: on the device.
             rows: their numbers, on the device.
         """
-        dtype = column.dtype
-        if dtype in _GATHERED:
-            return column.index_select(0, rows)
-        return column.view(_WORDS[column.itemsize]).index_select(0, rows).view(dtype)
+        words = column.view(_WORDS.get(column.itemsize, column.dtype))
+        return words.index_select(0, rows).view(column.dtype)
 
     def empty_cache(self) -> None:
         """Give unused memory back to the device."""

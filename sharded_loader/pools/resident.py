@@ -133,8 +133,8 @@ class ResidentPool(Pool):
             self.forget()
         for device in self._devices:
             if device not in self._on:
-                streams = self._placement.streams(device)
-                self._on[device] = None if streams is None else self._load(streams)
+                copies = self._placement.copies(device)
+                self._on[device] = None if copies is None else self._load(copies.streams)
         return bool(self.devices) or all(device.type == "cpu" for device in self._devices)
 
     def forget(self) -> None:
@@ -143,16 +143,15 @@ class ResidentPool(Pool):
 
     def _load(self, streams: Streams) -> _OnDevice | None:
         hosts = [to_torch(column) for column in _named(self._dataset).values()]
-        memory = streams.memory()
-        if memory is None and not self._insists:
-            return None  # whether there is room is not known, and nobody insists
-        if memory is not None:
-            free, total = memory
-            nbytes, room = sum(host.nbytes for host in hosts), max(0, free - int(total * RESERVE))
-            if nbytes > room:
-                if self._insists:
-                    _warn(streams, f"{nbytes:,} bytes of columns, room for {room:,}")
-                return None
+        nbytes, memory = sum(host.nbytes for host in hosts), streams.memory()
+        if memory is None:
+            room = nbytes if self._insists else 0  # the device does not tell
+        else:
+            room = max(0, memory[0] - int(memory[1] * RESERVE))
+        if nbytes > room:
+            if self._insists:
+                _warn(streams, f"{nbytes:,} bytes of columns, room for {room:,}")
+            return None
         try:
             with streams.current(), torch.inference_mode(False):
                 return _OnDevice(streams, streams.caller_stream(), [streams.load(host) for host in hosts])
