@@ -26,8 +26,9 @@ A `CopyStream` belongs to a loader and lives as long as the loader, and so does 
 per epoch would strand the memory that torch caches for each.) Any thread may call it.
 
 What can go wrong: the device has no memory. Torch raises its error, and the copy stream was given nothing. A batch that
-was begun and never finished (``break``) is kept until its copy is done. A device that hangs (a collective that waits
-for a dead rank) never does its copies: after `CLOSING_SECONDS` `close` leaves their memory alone.
+was begun and never finished (``break``) is kept until its copy is done. So is a batch whose `begin` was interrupted (a
+Ctrl-C) after the copy stream was given copies: the next call of `begin` or `drain` sees to it. A device that hangs (a
+collective that waits for a dead rank) never does its copies: after `CLOSING_SECONDS` `close` leaves their memory alone.
 
 Source of the idea: the copy streams of NVIDIA's and TorchRec's prefetchers; allocating on the consumer's stream is
 the pattern that PyTorch's notes on CUDA semantics recommend for work on side streams.
@@ -48,7 +49,7 @@ import torch
 
 from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams
-from sharded_loader.interrupts import program_ends, uninterrupted
+from sharded_loader.interrupts import program_ends
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
@@ -117,6 +118,7 @@ class CopyStream:
         self._lock = threading.RLock()
         self.kept: Kept = deque()
         self._moved: Kept = deque()
+        self._given: Any = None  # sources and targets of copies that nobody keeps yet
         self._left_alone = False
 
     def begin(self, host: Any) -> PendingCopy:
@@ -146,12 +148,16 @@ class CopyStream:
             return staged[-1]
 
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, uninterrupted(), torch.inference_mode(False), streams.current():
+        with self._lock, torch.inference_mode(False), streams.current():
             self._let_go()
             home = streams.caller_stream()
             batch = map_leaves(place, host, own="to", skip=ATOMS)
             event = self._copy(sources, targets, home) if targets else None
-            return PendingCopy(batch, targets, home, event, staged, self.kept)
+            pending = PendingCopy(batch, targets, home, event, staged, self.kept)
+            if targets:
+                self.kept.append((event, sources))
+                self._given = None
+            return pending
 
     def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor], home: Any) -> Any:
         """Give the copies to the copy stream; the event after them."""
@@ -160,16 +166,11 @@ class CopyStream:
             self._stream = streams.new_stream()
         # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
         streams.wait(self._stream, streams.record(home))
-        needed: Any = (sources, targets)
-        try:
-            with streams.on(self._stream):
-                for target, source in zip(targets, sources, strict=True):
-                    streams.copy(target, source)
-            needed = sources
-        finally:
-            event = streams.record(self._stream)
-            self.kept.append((event, needed))
-        return event
+        self._given = sources, targets
+        with streams.on(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                streams.copy(target, source)
+        return streams.record(self._stream)
 
     def finish(self, pending: PendingCopy) -> Any:
         """The batch, ready on the current stream of this thread.
@@ -212,11 +213,19 @@ class CopyStream:
 
     def _let_go(self) -> None:
         """Let go of what is not needed any more."""
+        self._keep_given()
         for kept in (self.kept, self._moved):
             if len(kept) >= HOST_AHEAD:
                 self.streams.block(kept[0][0])
             while kept and self.streams.has_passed(kept[0][0]):
                 kept.popleft()
+
+    def _keep_given(self) -> None:
+        """Keep what an interrupted `begin` has left."""
+        if self._given is not None:
+            with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
+                self.kept.append((self.streams.record(self._stream), self._given))
+            self._given = None
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all copies are done.
@@ -228,6 +237,7 @@ class CopyStream:
             Whether they are done. They also are if the device's context is broken: then nothing is copied any more.
         """
         with self._lock:  # otherwise `begin` in another thread would let go of what is waited for here
+            self._keep_given()
             waiting = [(kept, list(kept)) for kept in (self.kept, self._moved)]
             done = self._wait([event for _, items in waiting for event, _ in items], seconds)
             if done:

@@ -3,8 +3,8 @@
     device=, devices=  --find_devices-->  torch.device objects, or None for host memory
     a list, or "auto"  --device_list-->   torch.device objects, each with its number
 
-What can go wrong: a device that is not there, an int alone, an empty list (ValueError, TypeError; the messages list
-the devices that there are). Looking creates no context on any device.
+What can go wrong: a device that this process does not see, an int alone, an empty list (ValueError, TypeError; the
+messages list the devices). To look creates no context on any device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def find_device(name: Any) -> torch.device:
     """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
 
     Raises:
-        ValueError: there is no such device; the message lists those that there are.
-        TypeError: ``name`` is none of these.
+        ValueError: there is no such device; the message lists the devices of this process.
+        TypeError: ``name`` is something else.
     """
     present = [torch.device("cpu"), *accelerators()]
     listed = ", ".join(map(str, present))
@@ -53,7 +53,7 @@ def find_device(name: Any) -> torch.device:
     except RuntimeError:
         hint = '; devices="auto" means all accelerators' if name == "auto" else ""
         raise ValueError(f"device {name!r} is unknown; this process sees: {listed}{hint}") from None
-    # The meta device holds no data: only who makes the object himself can mean it (as a stand-in, in tests).
+    # The meta device holds no data. Only the object itself means it (as a stand-in, in tests), not a name.
     if device.type == "cpu" or name == torch.device("meta"):
         return device
     same_kind = [one for one in present if one.type == device.type]
@@ -120,11 +120,11 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 def warn_of_rank(name: torch.device, found: torch.device) -> None:
     """Warn if ``cuda`` without a number means the first device, and this is not the first process of the machine.
 
-    Then several processes copy to one GPU, and nothing else tells. A process that sees only one GPU is fine.
+    Then several processes copy to one GPU, and no error would say so. A process that sees only one GPU is not warned.
 
     Args:
         name: the device as it was given.
-        found: the same with its number.
+        found: the device with its number.
 
     Example:
         >>> warn_of_rank(torch.device("cpu"), torch.device("cpu"))
@@ -144,7 +144,7 @@ def warn_of_rank(name: torch.device, found: torch.device) -> None:
 
 
 def _local_rank() -> tuple[int, str]:
-    """The number of this process on its machine, and who says so; 0 if nobody does."""
+    """The number of this process on its machine, and where it stands; 0 if it is unknown."""
     for variable in _LOCAL_RANKS:
         value = os.environ.get(variable, "")
         if value.isdecimal():

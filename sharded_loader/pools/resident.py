@@ -186,7 +186,7 @@ class ResidentPool(Pool):
 
     def _gather(self, device: torch.device, indices: Sequence[int]) -> Any:
         """A shard: on its device if that holds the columns, otherwise on the host."""
-        at = self._on[device]
+        at = self._on.get(device)  # None too where `load` was interrupted
         if at is None:
             return self._dataset.get_batch(indices, self.empty)
         streams = at.streams

@@ -193,6 +193,26 @@ def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_don
     copies.drain()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("cannot copy")])
+def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    copies, copy, source = CopyStream(SimulatedStreams(machine, machine.devices[0])), SimulatedStreams.copy, np.arange(9)
+
+    def interrupted(streams: SimulatedStreams, *tensors: torch.Tensor) -> None:
+        copy(streams, *tensors)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        with pytest.raises(type(error)):
+            copies.begin([torch.from_numpy(source)])
+    copies.finish(copies.begin([torch.arange(3)]))
+    assert [len(held) for _, held in copies.kept] == [2, 1]  # sources and targets; sources of the copy that went well
+    assert copies.drain()
+    assert (len(copies.kept), machine.faults) == (0, [])
+
+
 def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,25 @@ def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, ne
     assert machine.faults == []
 
 
+def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with ShardedDataLoader(ArrayDataset(np.arange(12)), 4, device=machine.devices[0], resident=True) as loader:
+        first = iter(loader)
+        seen = [next(first)]
+        loader.refresh()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedStreams, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+        seen += first
+        machine.finish()
+        assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "resident.py")
 
 
