@@ -197,7 +197,7 @@ def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_don
 def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    copies, copy, source = CopyStream(SimulatedStreams(machine, machine.devices[0])), SimulatedStreams.copy, np.arange(9)
+    copies, copy = CopyStream(SimulatedStreams(machine, machine.devices[0])), SimulatedStreams.copy
 
     def interrupted(streams: SimulatedStreams, *tensors: torch.Tensor) -> None:
         copy(streams, *tensors)
@@ -206,7 +206,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(SimulatedStreams, "copy", interrupted)
         with pytest.raises(type(error)):
-            copies.begin([torch.from_numpy(source)])
+            copies.begin([torch.arange(9)])
     copies.finish(copies.begin([torch.arange(3)]))
     assert [len(held) for _, held in copies.kept] == [2, 1]  # sources and targets; sources of the copy that went well
     assert copies.drain()
