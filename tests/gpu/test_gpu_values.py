@@ -217,7 +217,8 @@ def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) 
 
     with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[cuda, cuda]) as loader:
         first, second = next(iter(loader))
-    assert first["a"] is first["b"][0] is second["a"]
+    assert first["a"] is first["b"][0]
+    assert second["a"] is second["b"][0]
     assert first["a"].tolist() == shared.tolist()
 
 
