@@ -77,7 +77,9 @@ class LoaderAttributes:
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
-        self._prefetch = self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
+        self._prefetch = check_prefetch(prefetch, self.num_workers)
+        # Without workers nothing is read ahead, whatever was asked for.
+        self._pipeline.prefetch = self._prefetch if self._pipeline.pool.num_workers else 0
 
     @property
     def device_prefetch(self) -> int:

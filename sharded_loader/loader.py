@@ -237,6 +237,7 @@ class ShardedDataLoader(LoaderAttributes):
         if resident is not None and resident.load(again=self._stale):
             pool = resident
         self._pipeline.use(pool)
+        self._pipeline.prefetch = self._prefetch if pool.num_workers else 0
         if pool.shares_dataset:
             self._placement.settle()
             begin_epoch(self.dataset, run.epoch, self._progress.live_runs())

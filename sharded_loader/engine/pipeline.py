@@ -200,9 +200,7 @@ class Pipeline:
         return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
     def depth(self) -> int:
-        """How many batches are kept in flight; none where the pool has no workers."""
-        if not self.pool.num_workers:
-            return 0
+        """How many batches are kept in flight."""
         return self.prefetch * self.pool.group if self.scale_by_group else self.prefetch
 
     def _has_ready(self, window: deque[Entry]) -> bool:

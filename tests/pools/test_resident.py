@@ -305,6 +305,23 @@ def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None
     assert ("used_on", mine.name) in machine.log
 
 
+def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Pool) -> None:
+    """Two iterators take turns on two streams: each batch belongs to the stream that asks for it."""
+    device = machine.devices[0]
+    streams = [machine.new_stream(device), machine.new_stream(device)]
+    with ShardedDataLoader(
+        ArrayDataset(np.arange(12)), 4, device=device, resident=True, pool=worker_pool, prefetch=4
+    ) as loader:
+        iterators = [iter(loader), iter(loader)]
+        for _ in range(3):
+            for batches, stream in zip(iterators, streams, strict=True):
+                machine.log.clear()
+                with machine.on(device, stream):
+                    next(batches)
+                assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
+        machine.finish()
+
+
 # -- pools change ---------------------------------------------------------------------------------------------
 
 
