@@ -16,10 +16,10 @@ from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_shard_weights, length
 from sharded_loader.devices.placement import Placement
-from sharded_loader.devices.resident import Residence
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
@@ -34,10 +34,11 @@ class LoaderAttributes:
     _split: Split
     _placement: Placement
     _pipeline: Pipeline
+    _workers: Pool
     _prefetch: int
     _progress: Progress
     _meter: Meter
-    _residence: Residence | None
+    _resident: ResidentPool | None
     _stale: bool
 
     @property
@@ -63,7 +64,7 @@ class LoaderAttributes:
     @property
     def num_workers(self) -> int:
         """How many workers read at the same time; 0 if the loop reads itself."""
-        return self._pipeline.pool.num_workers
+        return self._workers.num_workers
 
     @property
     def seed(self) -> int:
@@ -73,7 +74,7 @@ class LoaderAttributes:
     @property
     def pool(self) -> Pool:
         """Who reads."""
-        return self._pipeline.pool
+        return self._workers
 
     @property
     def prefetch(self) -> int:
@@ -85,7 +86,7 @@ class LoaderAttributes:
         self._pipeline.scale_by_group = prefetch is None
         self._prefetch = check_prefetch(prefetch, self.num_workers)
         # Without workers nothing is read ahead, whatever was asked for.
-        self._pipeline.prefetch = self._prefetch if self.num_workers else 0
+        self._pipeline.prefetch = self._prefetch if self._pipeline.pool.num_workers else 0
 
     @property
     def device_prefetch(self) -> int:
@@ -94,8 +95,7 @@ class LoaderAttributes:
 
     @device_prefetch.setter
     def device_prefetch(self, ahead: int) -> None:
-        count = check_count("device_prefetch", ahead)
-        self._placement.ahead = count if self._placement.asynchronous else 0
+        self._placement.copy_ahead(check_count("device_prefetch", ahead))
         # Not asking the pool for more would leave nothing to be copied ahead.
         self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 
@@ -226,8 +226,8 @@ class LoaderAttributes:
             parts.append("batches without number")
         if self._placement.devices is not None:
             parts.append("on " + ", ".join(map(str, self._placement.devices)))
-            if self._residence is not None and self._residence.resident:
-                parts.append("resident on " + ", ".join(map(str, self._residence.resident)))
+            if self._resident is not None and self._resident.devices:
+                parts.append("resident on " + ", ".join(map(str, self._resident.devices)))
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))

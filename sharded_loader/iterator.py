@@ -1,7 +1,9 @@
 """One way through one epoch of a loader.
 
-    pipeline.head -> entry -> placement.begin, finish -> pipeline.take -> the user
-                     and placement.begin for the next ones, where they are copied by streams
+    pipeline.head -> entry -> placement.place -> pipeline.take -> the user
+
+Where copy streams copy ahead, the placement has two steps: `begin` for this batch and for those behind it, `finish` for
+this one.
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
@@ -21,12 +23,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from sharded_loader.devices.placement import Placement
-from sharded_loader.devices.resident import Residence
-from sharded_loader.devices.streams import OUT_OF_MEMORY, note_late
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.devices.placement import Placement, not_placed
+from sharded_loader.devices.streams import OUT_OF_MEMORY
+from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run
-from sharded_loader.errors import Location, as_batch_error
+from sharded_loader.errors import as_batch_error
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
 
@@ -49,23 +50,21 @@ class EpochIterator(Iterator[Any]):
     Args:
         owner: the loader. It is held, so that a temporary one lives as long as its loop.
         lock: the loader's.
-        placement, meter, progress: the loader's.
+        pipeline, placement, meter, progress: the loader's.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
-        pipeline: where the run is open.
-        job: what is read.
-        placement: puts the run's batches where they belong.
     """
 
     run: Run | None = None
-    pipeline: Pipeline
-    job: Job
 
-    def __init__(self, owner: Owner, lock: Any, placement: Placement, meter: Meter, progress: Progress) -> None:
+    def __init__(
+        self, owner: Owner, lock: Any, pipeline: Pipeline, placement: Placement, meter: Meter, progress: Progress
+    ) -> None:
         self._owner = owner
         self._lock: threading.RLock = lock
-        self.placement: Placement | Residence = placement
+        self._pipeline = pipeline
+        self._placement = placement
         self._meter = meter
         self._progress = progress
         self._last_ended: float | None = None
@@ -73,7 +72,7 @@ class EpochIterator(Iterator[Any]):
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
         if self.run is not None and not _is_finalizing():
-            self.pipeline.drop(self.run.number)
+            self._pipeline.drop(self.run.number)
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -91,11 +90,12 @@ class EpochIterator(Iterator[Any]):
         return True
 
     def __next__(self) -> Any:
-        self.placement.check_not_capturing()
+        if self._placement.kinds:
+            self._placement.check_not_capturing()
         with self._lock:
             run, mark = self.run, None
             if run is not None:
-                self.pipeline.check_open()
+                self._pipeline.check_open()
             delivered = 0 if run is None else run.delivered
             try:
                 if run is None:
@@ -123,7 +123,7 @@ class EpochIterator(Iterator[Any]):
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
             self._owner._choose_run(self)
-        pipeline, run = self.pipeline, self.run
+        pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin()
         if is_first:
@@ -146,7 +146,7 @@ class EpochIterator(Iterator[Any]):
                     run = self.run
                     assert run is not None
                     continue
-                self.placement.end_epoch()
+                self._placement.end_epoch()
                 pipeline.end(inside)
                 return None, StopIteration()
             arrived = time.perf_counter()
@@ -183,7 +183,7 @@ class EpochIterator(Iterator[Any]):
         """
         if self.run is None:
             return
-        self.pipeline.fail()
+        self._pipeline.fail()
         self.run.delivered, self.run.ended = self.run.reading.first if run is None else delivered, False
         if run is None and mark is not None:
             self._owner._keep_run(self, mark)
@@ -194,40 +194,35 @@ class EpochIterator(Iterator[Any]):
         assert result is not None  # the pipeline returns finished entries
         if result.error is not None or result.batch is NOTHING or entry.task is None:
             return result, None
-        placement = self.placement
+        placement = self._placement
         for is_last_try in (False, True):
             try:
+                if not placement.asynchronous:
+                    return result, placement.place(result.batch, entry.task.sharded)
                 if entry.begun is None:
                     entry.begun = placement.begin(result.batch, entry.task.sharded)
                 if placement.ahead:
                     self._begin_behind(run)
-                return result, placement.finish(entry.begun)
+                return result, placement.finish(entry.begun, entry.task.sharded)
             except OUT_OF_MEMORY as raised:
                 if is_last_try:
-                    return self._not_placed(run, entry.task, raised), None
+                    return not_placed(entry.task, raised, "while the batch was placed"), None
             except Exception as raised:
-                return self._not_placed(run, entry.task, raised), None
+                return not_placed(entry.task, raised, "while the batch was placed"), None
             # Not done above: the error's traceback holds the parts that had found room.
             self._make_room(run)
         raise AssertionError("the last try returns")
 
-    @staticmethod
-    def _not_placed(run: Run, task: Task, raised: BaseException) -> Result:
-        error = as_batch_error(raised, "while the batch was placed")
-        # Of an error of an earlier kernel no sample is the cause.
-        Location(run.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
-        return Result(task.run, task.seq, error=error)
-
     def _make_room(self, run: Run) -> None:
         """A device has no memory for all batches: those behind the next one wait on the host."""
-        for other in self.pipeline.finished(run, self.placement.ahead):
+        for other in self._pipeline.finished(run, self._placement.ahead):
             other.begun = None
-        self.placement.make_room()
+        self._placement.make_room()
 
     def _begin_behind(self, run: Run) -> None:
         """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
-        placement = self.placement
-        for entry in self.pipeline.finished(run, placement.ahead):
+        placement = self._placement
+        for entry in self._pipeline.finished(run, placement.ahead):
             result = entry.result
             if entry.begun is not None or entry.task is None or result is None or result.error is not None:
                 continue

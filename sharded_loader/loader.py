@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -37,14 +36,13 @@ from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
-from sharded_loader.devices.resident import Residence, RowNumbers, check_resident
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.plan import EpochPlan
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
 from sharded_loader.iterator import EpochIterator
-from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.resident import ResidentPool, check_resident
 from sharded_loader.progress import KeptRun, Mark, Progress, begin_epoch, in_epoch
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import Meter
@@ -166,24 +164,23 @@ class ShardedDataLoader(LoaderAttributes):
         self._split = make_split(found, sharded, num_shards)
         self.shard_weights = shard_weights
         self._placement = Placement(found, pin_memory)
-        self._residence: Residence | None = None
+        self._resident: ResidentPool | None = None
         if check_resident(resident, dataset, found, self._batchify_fn):
-            self._residence = Residence(dataset, found or [], resident is True, self._placement)
+            self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
         # One for all iterators. Reentrant: a signal handler may use the loader in the middle of ``next``.
         self._lock = threading.RLock()
-        self._gathering = Pipeline(InlinePool(), 0, self._lock)
-        workers = make_pool(pool, num_workers, thread_pool)
-        self._pipeline = Pipeline(workers, 0, self._lock)
+        self._workers = make_pool(pool, num_workers, thread_pool)
+        self._pipeline = Pipeline(self._workers, 0, self._lock)
         self.prefetch = prefetch
-        claim(workers, self._pipeline)
-        workers.use_memory(self._placement.empty, self._placement.register)
+        claim(self._workers, self._pipeline)
+        self._workers.use_memory(self._placement.empty, self._placement.register)
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()
         self._progress = Progress(self._order)
         self._stale = False
         self._numbers = itertools.count()
         self._kept: KeptRun | None = None
-        self._closer = weakref.finalize(self, _close_both, workers.closer(), self._placement.closer())
+        self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class ShardedDataLoader(LoaderAttributes):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._lock, self._placement, self._meter, self._progress)
+        return EpochIterator(self, self._lock, self._pipeline, self._placement, self._meter, self._progress)
 
     def _choose_run(self, iterator: EpochIterator) -> None:
         """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
@@ -203,20 +200,20 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.check_open()
         self._order.settle_replicas()
-        pipeline, placement, job = self._source()
-        mark = self._progress.mark()
-        run = self._take_kept(mark, pipeline) or self._new_run()
-        iterator.pipeline, iterator.placement, iterator.job = pipeline, placement, job
-        iterator.run = run
+        iterator.run = self._take_kept(self._progress.mark()) or self._new_run()
 
     def _open_run(self, iterator: EpochIterator) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
-        run, pipeline = iterator.run, iterator.pipeline
+        run, pool, resident = iterator.run, self._workers, self._resident
         assert run is not None  # it was chosen
-        if pipeline.pool.shares_dataset:
+        if resident is not None and resident.load(again=self._stale):
+            pool = resident
+        self._pipeline.use(pool)
+        self._pipeline.prefetch = self._prefetch if pool.num_workers else 0
+        if pool.shares_dataset:
             self._placement.settle()
             begin_epoch(self.dataset, run.epoch, self._progress.live_runs())
-        pipeline.open(run, iterator.job, renew=self._stale)
+        self._pipeline.open(run, self._job(), renew=self._stale)
         self._stale = False
 
     def _keep_run(self, iterator: EpochIterator, mark: Mark) -> None:
@@ -225,24 +222,17 @@ class ShardedDataLoader(LoaderAttributes):
         if run is None:
             return
         self._progress.go_back(mark, run)
-        self._kept = KeptRun(run, mark, iterator.pipeline)
+        self._kept = KeptRun(run, mark)
 
-    def _take_kept(self, mark: Mark, pipeline: Pipeline) -> Run | None:
+    def _take_kept(self, mark: Mark) -> Run | None:
         """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        if kept.mark == mark and kept.pipeline is pipeline and not self._stale and kept.run.dead is None:
+        if kept.mark == mark and not self._stale and kept.run.dead is None:
             return kept.run
-        kept.pipeline.drop(kept.run.number)
+        self._pipeline.drop(kept.run.number)
         return None
-
-    def _source(self) -> tuple[Pipeline, Placement | Residence, Job]:
-        """Where an epoch's batches come from: read and sent, or gathered on the devices."""
-        residence, job = self._residence, self._job()
-        if residence is None or not residence.settle():
-            return self._pipeline, self._placement, job
-        return self._gathering, residence, replace(job, dataset=RowNumbers(len(self.dataset)))
 
     def _new_run(self) -> Run:
         self._order.arrays = True
@@ -295,7 +285,7 @@ class ShardedDataLoader(LoaderAttributes):
                 if result.error is not None:
                     raise result.error
                 if result.batch is not NOTHING:
-                    return placement.finish(placement.begin(result.batch, task.sharded))
+                    return placement.place(result.batch, task.sharded)
                 seq += 1
         raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
@@ -322,7 +312,7 @@ class ShardedDataLoader(LoaderAttributes):
             return Reader(self._job()).read_sample(index, epoch)
 
     def _in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        threads = self.num_workers and self._pipeline.pool.shares_dataset
+        threads = self.num_workers and self._workers.shares_dataset
         return in_epoch(self.dataset, epoch, self.epoch, self._progress.live_runs() if threads else [])
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -345,8 +335,6 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.check_open()
         self._stale = True
-        if self._residence is not None:
-            self._residence.stale = True
         self._order.resize(length(self.dataset))
 
     def close(self) -> None:
@@ -360,11 +348,10 @@ class ShardedDataLoader(LoaderAttributes):
             tensor([0, 1])
         """
         self._pipeline.close()
-        self._gathering.close()
         self._kept = None
         self._placement.closer()()
-        if self._residence is not None:
-            self._residence.forget()
+        if self._resident is not None:
+            self._resident.forget()
         self._closer.detach()
 
     def __enter__(self) -> ShardedDataLoader:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.state import Position, dump, parse
@@ -39,12 +39,10 @@ class KeptRun:
     Attributes:
         run: the run, perhaps opened, perhaps with batches in flight.
         mark: where the loader was before it began.
-        pipeline: where it was opened.
     """
 
     run: Run
     mark: Mark
-    pipeline: Pipeline
 
 
 class Progress:

@@ -256,13 +256,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two accelerators that do their work late, in the place of those that torch knows."""
     import simulated
 
-    from sharded_loader.devices import names, placement, resident
+    from sharded_loader.devices import names, placement
 
     made = simulated.Machine()
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
-    for module in (placement, resident):
-        monkeypatch.setattr(module, "streams_of", made.streams_of)
-        monkeypatch.setattr(module, "indexed", lambda device: device)
+    monkeypatch.setattr(placement, "streams_of", made.streams_of)
+    monkeypatch.setattr(placement, "indexed", lambda device: device)
     return made
 
 

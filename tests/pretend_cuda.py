@@ -452,9 +452,6 @@ def autocast(device_type: str, *args: Any, **options: Any) -> Any:
 
 def install(gpus: int = 1) -> None:
     """Pretend, for the rest of this process."""
-    from sharded_loader.devices import pinning
-
-    pinning._loaded_runtimes = lambda maps="": []  # a real one knows nothing of pretended errors
     state.gpus = [Gpu() for _ in range(gpus)]
     state.default = [new_stream(number) for number in range(gpus)]
     cuda: dict[str, Any] = {

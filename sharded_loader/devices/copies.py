@@ -1,33 +1,34 @@
 """The copies to one accelerator: ahead of the consumer, past the host, in memory that is neither lost nor reused early.
 
-    begin(host batch) -> PendingCopy     targets are allocated, the copy stream is given the copies
-    finish(transit)   -> batch       ready on the caller's current stream; objects move themselves now, on this stream
-    close()                          wait for the copies, but not for ever
+    begin(host batch) -> PendingCopy     memory is allocated on the device, the copy stream is given the copies
+    finish(pending)   -> batch           ready on the caller's current stream, on which objects move themselves now
+    close()                              wait for the copies, but not for ever
 
     caller's stream  --- step k-1 --o-------- step k --------- step k+1 ---
                                     |g                        ^ f
     copy stream      -------------- v copy k+2 -----------> e |
 
-  g  The targets of a copy are allocated on the *caller's* stream, then an event is recorded there, and the copy waits
-     for it. So the copy runs when what the caller had given its stream by then is done, and the memory of batches that
-     were dropped by then is used again without asking anybody: however far the host runs ahead of the device, there
-     are never more batches on it than those copied ahead and those that somebody holds.
-  e  An event after the copy. The host batch is held until it has passed, and with it the lease on its slot.
+  g  The targets of a copy are allocated on the *caller's* stream. Then an event is recorded there, and the copy waits
+     for it. So the copy runs when the caller's earlier work is done, and it may use the memory of batches that were
+     dropped by then. However far the host runs ahead of the device, the device never holds more batches than those
+     copied ahead and those that somebody holds.
+  e  An event after the copy. The host batch is held until the event has passed, and with it the lease on its slot.
   f  The caller's stream waits for e before the batch is handed out. If it is another stream than at g, the targets are
-     recorded on it (``record_stream``). Where it is the same they need not be: they belong to it, like any tensor that
-     the user makes there. Recording them anyway would keep their memory until the *host* sees the consumer's work done,
-     which is what makes memory pile up under a host that runs ahead.
+     recorded on it (``record_stream``). On the same stream this is not needed: the targets belong to it, like any
+     tensor that the user makes there. To record them anyway would keep their memory until the *host* sees the
+     consumer's work done. Then memory piles up under a host that runs ahead.
 
-The host waits in two places. With `HOST_AHEAD` copies not done yet it waits for the oldest, because the memory that
-they are made from is held. The device has that many steps to do then. And at the end of an epoch it waits for the last
-copies, so that their host memory is free. The device still has the last steps to do then.
+The host waits in two places. While `HOST_AHEAD` copies are under way it waits for the oldest, because the copies hold
+host memory. The device has that many steps to do then. At the end of an epoch the host waits for the last copies, so
+that their host memory is free. The device still has the last steps to do then.
 
-A lane belongs to a loader and lives as long as it; so does its stream (a new one per epoch strands the memory that
-torch caches for each). Any thread may call it.
+A `CopyStream` belongs to a loader and lives as long as the loader, and so does its stream of the device. (A new stream
+per epoch would strand the memory that torch caches for each.) Any thread may call it.
 
-What can go wrong: no memory on the device: torch's error, and nothing has been given to the copy stream. A batch that
-was begun and never finished (``break``) is kept until its copy has passed. A device that hangs (a collective that waits
-for a rank that died) never does its copies: after `CLOSING_SECONDS` `close` leaves their memory alone.
+What can go wrong: the device has no memory. Torch raises its error, and the copy stream was given nothing. A batch that
+was begun and never finished (``break``) is kept until its copy is done. So is a batch whose `begin` was interrupted (a
+Ctrl-C) after the copy stream was given copies: the next call of `begin` or `drain` sees to it. A device that hangs (a
+collective that waits for a dead rank) never does its copies: after `CLOSING_SECONDS` `close` leaves their memory alone.
 
 Source of the idea: the copy streams of NVIDIA's and TorchRec's prefetchers; allocating on the consumer's stream is
 the pattern that PyTorch's notes on CUDA semantics recommend for work on side streams.
@@ -35,18 +36,20 @@ the pattern that PyTorch's notes on CUDA semantics recommend for work on side st
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams
-from sharded_loader.interrupts import program_ends, uninterrupted
+from sharded_loader.interrupts import program_ends
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
@@ -60,34 +63,35 @@ A collective that hangs is given up by its own library after minutes only."""
 LEFT_ALONE: list[Any] = []
 """Host memory that a device may still read when its loader has been closed: kept until the program ends."""
 
+Kept = deque[tuple[Any, Any]]
+"""Events, each with what is needed until the event has passed."""
 
+
+@dataclass(eq=False)
 class PendingCopy:
     """A batch on its way to a device.
 
     Attributes:
-        batch: of tensors on the device, to be handed out by `CopyStream.finish` only.
-        moves: whether there are objects in it that `CopyStream.finish` asks to move themselves (each in a `_Staged`).
-        moved: the event after they did.
+        batch: of tensors on the device. Only `CopyStream.finish` may hand it out.
+        targets: the tensors that are copied to.
+        home: the stream that the targets belong to.
+        event: passes when the copies are done. None: nothing is copied.
+        staged: the objects in the batch that `CopyStream.finish` asks to move themselves.
+        kept: where the targets go if nobody waits for the batch.
     """
 
-    finished = False
-    event: Any = None
-    moved: Any = None
-
-    def __init__(
-        self, lane: CopyStream, batch: Any, targets: list[torch.Tensor], home: Any, event: Any, moves: bool = False
-    ) -> None:
-        self.batch = batch
-        self.targets = targets
-        self.home = home
-        self.moves = moves
-        self._kept = lane.kept
-        self.event = event
+    batch: Any
+    targets: list[torch.Tensor]
+    home: Any
+    event: Any
+    staged: list[_Staged]
+    kept: Kept
+    finished: bool = False
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Anywhere, also inside the collector: a deque's append and nothing else.
         if not self.finished and self.event is not None and not _is_finalizing():
-            self._kept.append((self.event, self.targets))
+            self.kept.append((self.event, self.targets))
 
 
 class _Staged:
@@ -102,21 +106,20 @@ class CopyStream:
 
     Args:
         streams: of the device.
+
+    Attributes:
+        streams: as given.
+        kept: sources of copies, and targets that nobody waits for.
     """
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.streams = streams
         self._stream: Any = None
         self._lock = threading.RLock()
-        self.kept: deque[tuple[Any, Any]] = deque()
-        """What is needed until its event has passed: sources of copies, targets that nobody waits for."""
-        self._moved: deque[tuple[Any, Any]] = deque()
+        self.kept: Kept = deque()
+        self._moved: Kept = deque()
+        self._given: Any = None  # sources and targets of copies that nobody keeps yet
         self._left_alone = False
-
-    @property
-    def device(self) -> torch.device:
-        """Where the copies go."""
-        return self._streams.device
 
     def begin(self, host: Any) -> PendingCopy:
         """Start to copy a batch.
@@ -128,64 +131,101 @@ class CopyStream:
             torch.OutOfMemoryError: the device has no memory for it.
             Exception: what an object that moves itself raises.
         """
-        streams = self._streams
-        # Not in the caller's inference mode: what is begun in it may be handed out after it.
-        with self._lock, uninterrupted(), torch.inference_mode(False), streams.current():
-            self._let_go()
-            if self._stream is None:
-                self._stream = streams.new_stream()
-            home = streams.caller_stream()
-            sources: list[torch.Tensor] = []
-            targets: list[torch.Tensor] = []
-            staged: list[_Staged] = []
+        streams = self.streams
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        staged: list[_Staged] = []
 
-            def place(leaf: Any) -> Any:
-                if not _is_plain(leaf):
-                    if not self._moves_itself(leaf):
-                        return leaf
-                    staged.append(_Staged(self._stage(leaf)))
-                    return staged[-1]
+        def place(leaf: Any) -> Any:
+            if _is_plain(leaf):
                 target = streams.empty_like(leaf)
                 sources.append(self._source(leaf, target))
                 targets.append(target)
                 return target
+            if not has_method(leaf, "to") or getattr(leaf, "device", None) == streams.device:
+                return leaf
+            staged.append(_Staged(self._stage(leaf)))
+            return staged[-1]
 
+        # Not in the caller's inference mode: what is begun in it may be handed out after it.
+        with self._lock, torch.inference_mode(False), streams.current():
+            self._let_go()
+            home = streams.caller_stream()
             batch = map_leaves(place, host, own="to", skip=ATOMS)
-            if not targets:
-                return PendingCopy(self, batch, targets, home, None, bool(staged))
-            # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
-            streams.wait(self._stream, streams.record(home))
-            try:
-                with streams.on(self._stream):
-                    for target, source in zip(targets, sources, strict=True):
-                        streams.copy(target, source)
-                event = streams.record(self._stream)
+            event = self._copy(sources, targets, home) if targets else None
+            pending = PendingCopy(batch, targets, home, event, staged, self.kept)
+            if targets:
                 self.kept.append((event, sources))
-                return PendingCopy(self, batch, targets, home, event, bool(staged))
-            except BaseException:
-                self.kept.append((streams.record(self._stream), (sources, targets)))
-                raise
+                self._given = None
+            return pending
 
-    def finish(self, transit: PendingCopy) -> Any:
+    def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor], home: Any) -> Any:
+        """Give the copies to the copy stream; the event after them."""
+        streams = self.streams
+        if self._stream is None:
+            self._stream = streams.new_stream()
+        # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
+        streams.wait(self._stream, streams.record(home))
+        self._given = sources, targets
+        with streams.on(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                streams.copy(target, source)
+        return streams.record(self._stream)
+
+    def finish(self, pending: PendingCopy) -> Any:
         """The batch, ready on the current stream of this thread.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for an object that moves itself.
             Exception: what such an object raises.
         """
-        streams = self._streams
-        if transit.event is not None:
+        streams = self.streams
+        if pending.event is not None:
             current = streams.caller_stream()
-            streams.wait(current, transit.event)
-            if current != transit.home:
-                for target in transit.targets:
+            streams.wait(current, pending.event)
+            if current != pending.home:
+                for target in pending.targets:
                     streams.used_on(target, current)
-        if transit.moved is not None:  # an interruption came after they had moved
-            streams.wait(streams.caller_stream(), transit.moved)
-        if transit.moves:
-            self._move(transit)
-        transit.finished = True
-        return transit.batch
+        if pending.staged:
+            self._move(pending)
+        pending.finished = True
+        return pending.batch
+
+    def _move(self, pending: PendingCopy) -> None:
+        """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
+        streams = self.streams
+        with torch.inference_mode(False), streams.current():
+            try:
+                pending.batch = map_leaves(self._moved_leaf, pending.batch, own="to", skip=ATOMS)
+            finally:
+                self._moved.append((streams.record(streams.caller_stream()), pending.staged))
+            pending.staged = []
+
+    def _moved_leaf(self, leaf: Any) -> Any:
+        if type(leaf) is not _Staged:
+            return leaf
+        try:
+            return leaf.what.to(self.streams.device, non_blocking=True)
+        except TypeError:
+            return leaf.what.to(self.streams.device)
+
+    # -- the end of copies ----------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Let go of what is not needed any more."""
+        self._keep_given()
+        for kept in (self.kept, self._moved):
+            if len(kept) >= HOST_AHEAD:
+                self.streams.block(kept[0][0])
+            while kept and self.streams.has_passed(kept[0][0]):
+                kept.popleft()
+
+    def _keep_given(self) -> None:
+        """Keep what an interrupted `begin` has left."""
+        if self._given is not None:
+            with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
+                self.kept.append((self.streams.record(self._stream), self._given))
+            self._given = None
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all copies are done.
@@ -196,37 +236,32 @@ class CopyStream:
         Returns:
             Whether they are done. They also are if the device's context is broken: then nothing is copied any more.
         """
-        with self._lock:  # or another thread's `begin` would take out what is waited for, and this its next
-            waiting = [*self.kept, *self._moved]
-            done = self._wait([event for event, _ in waiting], seconds)
+        with self._lock:  # otherwise `begin` in another thread would let go of what is waited for here
+            self._keep_given()
+            waiting = [(kept, list(kept)) for kept in (self.kept, self._moved)]
+            done = self._wait([event for _, items in waiting for event, _ in items], seconds)
             if done:
-                for kept in (self.kept, self._moved):
-                    while kept and any(kept[0] is one for one in waiting):
+                for kept, items in waiting:
+                    for _ in items:
                         kept.popleft()
             return done
 
     def _wait(self, events: list[Any], seconds: float) -> bool:
-        streams, done = self._streams, []
-        try:
-            events = [event for event in events if not streams.has_passed(event)]
-        except RuntimeError:  # as `block` raises it below
-            return True
+        def wait() -> None:
+            # Torch raises it if the context is broken: an error of an earlier kernel, which the user gets to see.
+            with contextlib.suppress(RuntimeError):
+                for event in events:
+                    self.streams.block(event)
+
+        with contextlib.suppress(RuntimeError):
+            events = [event for event in events if not self.streams.has_passed(event)]
         if not events:
             return True
-
-        def wait() -> None:
-            try:
-                for event in events:
-                    streams.block(event)
-                done.append(True)
-            except RuntimeError:  # the context is broken: an error of an earlier kernel, which the user gets to see
-                done.append(True)
-
         # An event can only be waited for without end. So a thread does it, which is left behind if the device hangs.
         waiter = threading.Thread(target=wait, name="sharded_loader-waits-for-device", daemon=True)
         waiter.start()
         waiter.join(seconds)
-        return bool(done)
+        return not waiter.is_alive()
 
     def close(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all copies are done, but not for ever, and not while the program ends.
@@ -235,52 +270,40 @@ class CopyStream:
             Whether they are done. If not, the memory that they read must stay as it is.
         """
         with self._lock:
-            if not self._left_alone and not program_ends() and self.drain(seconds):
-                return True
-            if not self._left_alone:
-                self._left_alone = True
-                LEFT_ALONE.extend((*self.kept, *self._moved))
-                self.kept.clear()
-                self._moved.clear()
-                if not program_ends():
-                    warnings.warn(
-                        f"{self.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a collective "
-                        f"may hang. The pinned memory that the copies read stays as it is until the program ends. Look "
-                        f"for a rank that has died, or that takes other steps than the others",
-                        stacklevel=2,
-                    )
-            return False
+            if self._left_alone or (not program_ends() and self.drain(seconds)):
+                return not self._left_alone
+            self._left_alone = True
+            LEFT_ALONE.extend((*self.kept, *self._moved))
+            self.kept.clear()
+            self._moved.clear()
+        if not program_ends():
+            warnings.warn(
+                f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
+                f"collective may hang. The pinned memory that the copies read stays as it is until the program ends. "
+                f"Look for a rank that has died, or that takes other steps than the others",
+                stacklevel=2,
+            )
+        return False
 
     def make_room(self) -> None:
         """Give back what memory can be given back, at the cost of waiting for the copies."""
         with self._lock:
             self.drain()
-            self._streams.empty_cache()
+            self.streams.empty_cache()
 
-    def _let_go(self) -> None:
-        streams = self._streams
-        for kept in (self.kept, self._moved):
-            if len(kept) >= HOST_AHEAD:
-                streams.block(kept[0][0])
-            while kept and streams.has_passed(kept[0][0]):
-                kept.popleft()
+    # -- host memory ----------------------------------------------------------------------------------------
 
     def _source(self, host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The tensor in pinned memory and in the layout of its target: anything else makes the host wait."""
         ready = host.stride() == target.stride() and not (host.is_conj() or host.is_neg())
-        return host if ready and self._streams.is_pinned(host) else self._streams.pin(host, target.stride())
-
-    def _moves_itself(self, leaf: Any) -> bool:
-        can = callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
-        return can and getattr(leaf, "device", None) != self.device
+        return host if ready and self.streams.is_pinned(host) else self.streams.pin(host, target.stride())
 
     def _stage(self, leaf: Any) -> Any:
         """The object with its tensors in pinned memory of torch's own, as torch's loader makes it, where that works."""
         if isinstance(leaf, torch.Tensor):
             return leaf
-        pin = getattr(leaf, "pin_memory", None)
-        if callable(pin):
-            return pin()
+        if callable(getattr(leaf, "pin_memory", None)):
+            return leaf.pin_memory()
         try:
             pinned = map_leaves(self._pin_leaf, leaf, skip=ATOMS)
         except Exception:  # a container that does not take new values moves as it is
@@ -288,31 +311,17 @@ class CopyStream:
         return pinned if type(pinned) is type(leaf) else leaf
 
     def _pin_leaf(self, leaf: Any) -> Any:
-        if not _is_plain(leaf):
-            return leaf
-        return self._streams.pin(leaf, torch.empty_like(leaf, device="meta").stride())
+        return self.streams.pin(leaf, torch.empty_like(leaf, device="meta").stride()) if _is_plain(leaf) else leaf
 
-    def _move(self, transit: PendingCopy) -> None:
-        """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
-        streams = self._streams
-        sources: list[Any] = []
 
-        def move(leaf: Any) -> Any:
-            if type(leaf) is not _Staged:
-                return leaf
-            sources.append(leaf.what)
-            try:
-                return leaf.what.to(self.device, non_blocking=True)
-            except TypeError:
-                return leaf.what.to(self.device)
+def has_method(leaf: Any, name: str) -> bool:
+    """Whether an object has a method of this name; classes themselves are no objects to move.
 
-        with torch.inference_mode(False), streams.current():
-            try:
-                batch = map_leaves(move, transit.batch, own="to", skip=ATOMS)
-            finally:
-                event = streams.record(streams.caller_stream())
-                self._moved.append((event, sources))
-            transit.batch, transit.moved, transit.moves = batch, event, False
+    Example:
+        >>> has_method(torch.ones(1), "to"), has_method(torch.Tensor, "to"), has_method("text", "to")
+        (True, False, False)
+    """
+    return callable(getattr(leaf, name, None)) and not isinstance(leaf, type)
 
 
 def _is_plain(leaf: Any) -> bool:

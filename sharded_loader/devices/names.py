@@ -3,8 +3,8 @@
     device=, devices=  --find_devices-->  torch.device objects, or None for host memory
     a list, or "auto"  --device_list-->   torch.device objects, each with its number
 
-What can go wrong: a device that is not there, an int alone, an empty list (ValueError, TypeError; the messages list
-the devices that there are). Looking creates no context on any device.
+What can go wrong: a device that this process does not see, an int alone, an empty list (ValueError, TypeError; the
+messages list the devices). To look creates no context on any device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def find_device(name: Any) -> torch.device:
     """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
 
     Raises:
-        ValueError: there is no such device; the message lists those that there are.
-        TypeError: ``name`` is none of these.
+        ValueError: there is no such device; the message lists the devices of this process.
+        TypeError: ``name`` is something else.
     """
     present = [torch.device("cpu"), *accelerators()]
     listed = ", ".join(map(str, present))
@@ -53,7 +53,7 @@ def find_device(name: Any) -> torch.device:
     except RuntimeError:
         hint = '; devices="auto" means all accelerators' if name == "auto" else ""
         raise ValueError(f"device {name!r} is unknown; this process sees: {listed}{hint}") from None
-    # The meta device holds no data: only who makes the object himself can mean it (as a stand-in, in tests).
+    # The meta device holds no data. Only the object itself means it (as a stand-in, in tests), not a name.
     if device.type == "cpu" or name == torch.device("meta"):
         return device
     same_kind = [one for one in present if one.type == device.type]
@@ -73,25 +73,14 @@ def find_devices(device: Any, devices: Any) -> tuple[list[torch.device] | None, 
     """
     if device is not None and devices is not None:
         raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
-    for name, value in (("device", device), ("devices", devices)):
-        if isinstance(value, int):
-            raise ValueError(
-                f"{name}={value!r}: an int alone could be an index or a count; "
-                f'say device="cuda:{value}" for one device, devices=[0, 1] for several, devices="auto" for all'
-            )
+    if isinstance(device, int):
+        raise ValueError(
+            f"device={device!r}: an int alone could be an index or a count; "
+            f'say device="cuda:{device}" for one device, devices=[0, 1] for several, devices="auto" for all'
+        )
     if device is not None:
         return [find_device(device)], False
-    if devices is None:
-        return None, False
-    if devices == "auto":
-        return accelerators() or [torch.device("cpu")], True
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f'devices is {devices!r}; give a list such as ["cuda:0", "cuda:1"], or "auto"; device= takes one'
-        )
-    if not devices:
-        raise ValueError('devices is empty; name at least one, or give "auto"')
-    return [find_device(one) for one in devices], True
+    return (None, False) if devices is None else (_listed(devices, "; device= takes one"), True)
 
 
 def device_list(devices: Any) -> list[torch.device]:
@@ -104,17 +93,25 @@ def device_list(devices: Any) -> list[torch.device]:
         >>> device_list(["cpu", "cpu"])
         [device(type='cpu'), device(type='cpu')]
     """
+    return [indexed(device) for device in _listed(devices)]
+
+
+def _listed(devices: Any, hint: str = "") -> list[torch.device]:
     if isinstance(devices, int):
         raise ValueError(
-            f"devices is {devices!r}: an int alone could be an index or a count; give a list, such as [0, 1], "
-            f'or "auto" for all'
+            f"devices={devices!r}: an int alone could be an index or a count; give a list such as [0, 1], "
+            f'or "auto" for all{hint}'
         )
-    if isinstance(devices, (str, torch.device)) and devices != "auto":
+    if isinstance(devices, str) and devices == "auto":
+        return accelerators() or [torch.device("cpu")]
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(
-            f'devices is {str(devices)!r}, which is one: give a list, [{str(devices)!r}], or "auto" for all'
+            f'devices is {str(devices)!r}, and must be a list: give one such as ["cuda:0", "cuda:1"], '
+            f'or "auto" for all{hint}'
         )
-    found, _ = find_devices(None, devices)
-    return [indexed(device) for device in found or ()]
+    if not devices:
+        raise ValueError('devices is empty; name at least one, or give "auto"')
+    return [find_device(one) for one in devices]
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -123,11 +120,11 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 def warn_of_rank(name: torch.device, found: torch.device) -> None:
     """Warn if ``cuda`` without a number means the first device, and this is not the first process of the machine.
 
-    Then several processes copy to one GPU, and nothing else tells. A process that sees only one GPU is fine.
+    Then several processes copy to one GPU, and no error would say so. A process that sees only one GPU is not warned.
 
     Args:
         name: the device as it was given.
-        found: the same with its number.
+        found: the device with its number.
 
     Example:
         >>> warn_of_rank(torch.device("cpu"), torch.device("cpu"))
@@ -147,7 +144,7 @@ def warn_of_rank(name: torch.device, found: torch.device) -> None:
 
 
 def _local_rank() -> tuple[int, str]:
-    """The number of this process on its machine, and who says so; 0 if nobody does."""
+    """The number of this process on its machine, and where it stands; 0 if it is unknown."""
     for variable in _LOCAL_RANKS:
         value = os.environ.get(variable, "")
         if value.isdecimal():

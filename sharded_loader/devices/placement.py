@@ -1,41 +1,45 @@
 """From a batch as a worker made it to tensors where the user wants them.
 
-    batch of NumPy arrays and tensors  --begin-->  on its way  --finish-->  tensors in host memory, or on a device
-    list of such (shards)                  "                       "        shards[i] on devices[i]
+    batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
+    list of such batches (shards)                  shards[i] on devices[i]
 
-A shard's copy goes by the lane of its device (`devices.lane`), each with a stream of its own, all at the same time,
-none by way of another device. `begin` is called ahead, for `ahead` batches behind the one that is handed out next. What
-is page-locked, and what the batches of threads lie in, is in `devices.pinning`. Lanes are made at the first batch, so
-that a loader that is only constructed touches no device.
+    batch --begin--> parts --finish--> batch       the same in two steps, where a copy stream copies ahead
 
-Anything that is no array, tensor or structure of them stays as it is, except that an object with a ``to`` method (a
-tokenizer's encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it
-knows which of its tensors belong on the host. An array that stands in several places of a batch is copied once.
+Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device. `begin` is
+called ahead, for `ahead` batches behind the one that is handed out next. `devices.pinning` gives the memory that the
+batches of threads lie in, and page-locks segments. The first batch makes the copy streams, so a loader that is only
+constructed touches no device.
 
-What can go wrong: no memory on a device. Then one batch less is copied ahead, down to none, what torch has cached is
-given back, and the copy is tried again; if that fails, it is that batch's error. After `PAUSE` batches one batch more
+Anything that is no array, tensor or structure of them stays as it is. An object with a ``to`` method (a tokenizer's
+encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it knows which
+of its tensors belong on the host. An array that stands in several places of a shard is copied once.
+
+What can go wrong: no memory on a device. Then one batch less is copied ahead, down to none. What torch has cached is
+given back, and the copy is tried again. If that fails, it is that batch's error. After `PAUSE` batches one batch more
 is copied ahead again.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import PinnedMemory, Registrar, Undo
-from sharded_loader.devices.streams import Streams, is_capturing, note_late, streams_of
-from sharded_loader.errors import add_note
+from sharded_loader.devices.pinning import Registrar, Undo, pinned_empty
+from sharded_loader.devices.streams import is_capturing, note_late, streams_of
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.errors import Location, add_note, as_batch_error
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""
@@ -47,6 +51,10 @@ pause doubles with each, up to `LONGEST_PAUSE`."""
 LONGEST_PAUSE = 1024
 
 
+Part = tuple[CopyStream | None, Any]
+"""A shard on its way, with its copy stream, or a shard that is where it belongs."""
+
+
 class Placement:
     """Puts batches where they belong.
 
@@ -55,44 +63,39 @@ class Placement:
         pin_memory: without devices, put batches into pinned host memory.
 
     Attributes:
-        asynchronous: the devices that copies go to by a stream.
+        asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
+        kinds: the kinds of accelerators that a batch is copied or pinned for.
+        ahead: how many batches to begin behind the next one.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool) -> None:
         self.devices = devices
-        self._pin = pin_memory and devices is None
         kinds = {one.type for one in accelerators()} if pin_memory else set()
+        self._pins = devices is None and bool(kinds - {"mps"})
         if pin_memory and not kinds:
             warnings.warn("pin_memory=True has no effect: this process sees no accelerator to copy to", stacklevel=3)
-            self._pin = False
-        elif self._pin and kinds == {"mps"}:
+        elif kinds and devices is None and not self._pins:
             warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
-            self._pin = False
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        self._kinds = kinds if self._pin else {one.type for one in self.asynchronous}
-        self.ahead = AHEAD if self.asynchronous else 0
-        self._numbers: dict[torch.device, torch.device] = {}
-        self._lanes: dict[torch.device, CopyStream] = {}
+        self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
+        self._copies: dict[torch.device, CopyStream | None] = {}
         self._registrar: Registrar | None = None
-        self._memory: PinnedMemory | None = None
+        self.copy_ahead(AHEAD)
 
-    @property
-    def ahead(self) -> int:
-        """How many batches to begin behind the next one; 0 where nothing is copied by a stream."""
-        return self._ahead
-
-    @ahead.setter
-    def ahead(self, ahead: int) -> None:
-        self._ahead = self._wanted = ahead
+    def copy_ahead(self, count: int) -> None:
+        """Set `ahead`; it stays 0 where nothing is copied by a stream."""
+        self.ahead = self._wanted = count if self.asynchronous else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
-    def numbered(self, device: torch.device) -> torch.device:
-        """The device with its number: ``cuda`` is the current one when this is first asked."""
-        if device not in self._numbers:
-            self._numbers[device] = indexed(device)
-            warn_of_rank(device, self._numbers[device])
-        return self._numbers[device]
+    def copies(self, device: torch.device) -> Any:
+        """The copies to a device; None where it has no streams. ``cuda`` is the current device at the first call."""
+        if device not in self._copies:
+            number = indexed(device)
+            warn_of_rank(device, number)
+            streams = streams_of(number)
+            self._copies[device] = None if streams is None else CopyStream(streams)
+        return self._copies[device]
 
     def check_not_capturing(self) -> None:
         """Reject a call inside a graph capture, before anything is done that would break the capture.
@@ -100,7 +103,7 @@ class Placement:
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        if any(map(is_capturing, self._kinds)):
+        if any(map(is_capturing, self.kinds)):
             raise RuntimeError(
                 "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
                 "of a graph. Call next() before the capture. For each replay copy the batch into the tensor that was "
@@ -114,132 +117,121 @@ class Placement:
         if not self.asynchronous:
             return None
         if self._registrar is None:
-            self._registrar = Registrar(self._streams(), self.closer())
+            self._registrar = Registrar(self.copies(self.asynchronous[0]).streams, self.closer())
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
         """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
-        if self.asynchronous and self._memory is None:
-            self._memory = PinnedMemory(self._streams())
+        for device in self.asynchronous:
+            self.copies(device)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        """Memory for the batches of threads, and of the loop itself: pinned, if they are going to be copied."""
-        if not self.asynchronous:
-            return np.empty(shape, dtype)
-        self.settle()
-        assert self._memory is not None  # it has been settled
-        return self._memory.empty(shape, dtype)
+    @property
+    def empty(self) -> Empty:
+        """Gives memory for the batches of threads and of the main process: pinned, if they are going to be copied."""
+        return self._empty if self.asynchronous else new_array
 
-    def _streams(self) -> Streams:
-        found = streams_of(self.numbered(self.asynchronous[0]))
-        assert found is not None  # these devices have some
-        return found
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        return pinned_empty(self.copies(self.asynchronous[0]).streams, shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Any, sharded: bool) -> Any:
-        """Start to put ``batch`` where it belongs. Copies to an accelerator may still be under way after this.
+    def place(self, batch: Any, sharded: bool) -> Any:
+        """Put ``batch`` where it belongs, now.
 
         Args:
             batch: what a worker made.
             sharded: whether it is a list of shards.
 
         Returns:
-            What `finish` makes the user's batch of.
+            The batch, ready on the current stream of this thread.
 
         Raises:
             Exception: a device has no memory for it, or an object in it cannot be moved.
         """
+        if not self._on_host:
+            return self.finish(self.begin(batch, sharded), sharded)
         host = to_torch(batch)
-        if self.devices is None:
-            return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pin else host
-        if self._on_host:
-            return host
-        if self._ahead < self._wanted:
+        return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
+
+    def begin(self, batch: Any, sharded: bool) -> list[Part]:
+        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this.
+
+        Returns:
+            The shards, each perhaps on its way, for `finish`.
+        """
+        if self.ahead < self._wanted:
             self._until_retry -= 1
             if self._until_retry <= 0:
-                self._ahead, self._until_retry, self._retried = self._ahead + 1, self._pause, True
+                self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
+        host = to_torch(batch)
         shards = host if sharded else [host]
-        # Shards of one device in one go: an array that stands in several of them is copied once.
-        groups: dict[torch.device, list[int]] = {}
-        for number, device in zip(range(len(shards)), self.devices, strict=False):
-            groups.setdefault(device, []).append(number)
-        parts = [(numbers, self.send(device, [shards[n] for n in numbers])) for device, numbers in groups.items()]
-        return Begun(parts, len(shards), sharded)
+        return [self._send(device, shard) for device, shard in zip(self.devices or (), shards, strict=False)]
 
-    def finish(self, begun: Any) -> Any:
-        """The batch, ready on the current stream of this thread."""
-        if type(begun) is not Begun:
-            return begun
-        batch: list[Any] = [None] * begun.count
-        for numbers, part in begun.parts:
-            lane, part = part if isinstance(part, tuple) else (None, part)
+    def _send(self, device: torch.device, shard: Any) -> Part:
+        """Begin to put a shard on a device."""
+        if type(shard) is Placed:
+            return None, shard.shard
+        copies = self.copies(device)
+        try:
+            if copies is None:
+                move = functools.partial(_move, device=device)
+                return None, map_leaves(move, shard, own="to", skip=ATOMS)
+            return copies, copies.begin(shard)
+        except Exception as error:
+            _note(error, device)
+            raise
+
+    def finish(self, begun: list[Part], sharded: bool) -> Any:
+        """The batch that `begin` was given, ready on the current stream of this thread."""
+        shards = []
+        for device, (copies, shard) in zip(self.devices or (), begun, strict=False):
             try:
-                shards = part if lane is None else lane.finish(part)
+                shards.append(shard if copies is None else copies.finish(shard))
             except Exception as error:
-                _note(error, lane.device)
+                _note(error, device)
                 raise
-            for number, shard in zip(numbers, shards, strict=True):
-                batch[number] = shard
-        return batch if begun.sharded else batch[0]
+        return shards if sharded else shards[0]
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
         if self._retried:
             self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
-        self._ahead, self._until_retry = max(0, self._ahead - 1), self._pause
-        for lane in self._lanes.values():
-            lane.make_room()
+        self.ahead, self._until_retry = max(0, self.ahead - 1), self._pause
+        for copies in filter(None, self._copies.values()):
+            copies.make_room()
 
     def end_epoch(self) -> None:
         """Wait for the last copies of an epoch, so that no host memory is held for them until the next one."""
-        for lane in self._lanes.values():
-            lane.drain()
+        for copies in filter(None, self._copies.values()):
+            copies.drain()
 
     def closer(self) -> Callable[[], bool]:
         """What waits for the copies under way, as a function that does not hold this object.
 
         It returns whether they are done. If not, the memory that they read must stay as it is.
         """
-        lanes, pid = self._lanes, os.getpid()
-        return lambda: _close(lanes, pid)
-
-    def send(self, device: torch.device, shards: list[Any]) -> Any:
-        """Begin to copy some shards, of tensors, to one device.
-
-        Returns:
-            What stands in a `Begun` for them: the lane and the transit, or the shards where there is no stream.
-        """
-        try:
-            if device.type == "cpu":
-                # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not
-                # know of it.
-                return map_leaves(_clone, shards, own="to", skip=ATOMS)
-            lane = self._lanes.get(device)
-            if lane is None:
-                streams = streams_of(self.numbered(device))
-                if streams is None:
-                    return map_leaves(lambda leaf: _to(leaf, device), shards, own="to", skip=ATOMS)
-                lane = self._lanes[device] = CopyStream(streams)
-            return lane, lane.begin(shards)
-        except Exception as error:
-            _note(error, device)
-            raise
+        return functools.partial(_close, self._copies, os.getpid())
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A batch of which some shards are on their way.
+class Placed:
+    """A shard, or a plain batch, that is on its device already: a pool has made it there."""
 
-    Attributes:
-        parts: for each device the numbers of its shards, and the shards, or the lane and the transit that they are in.
-        count: how many shards.
-        sharded: whether the batch is the list of them.
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+
+def not_placed(task: Task, raised: BaseException, where: str) -> Result:
+    """The result of a batch that could not be put on its devices. What a signal handler has raised is raised again.
+
+    Args:
+        task: what was to be read.
+        raised: an exception that was caught just now.
+        where: by what it was raised.
     """
-
-    parts: list[tuple[list[int], Any]]
-    count: int
-    sharded: bool
+    error = as_batch_error(raised, where)
+    # Of an error of an earlier kernel no sample is the cause.
+    Location(task.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
+    return Result(task.run, task.seq, error=error)
 
 
 def _note(error: Exception, device: torch.device) -> None:
@@ -247,17 +239,17 @@ def _note(error: Exception, device: torch.device) -> None:
         add_note(error, f"raised while the batch was copied to {device}")
 
 
-def _close(lanes: dict[torch.device, CopyStream], pid: int) -> bool:
+def _close(streams: dict[torch.device, CopyStream | None], pid: int) -> bool:
     if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS
-    done = [lane.close(max(0.0, until - time.monotonic())) for lane in list(lanes.values())]
+    done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
     return all(done)
 
 
 def _pin(leaf: Any) -> Any:
     # By torch, one copy: only memory of its own does it guard when the user copies from it and drops the batch at once.
-    if isinstance(leaf, type) or not callable(getattr(leaf, "pin_memory", None)):
+    if not has_method(leaf, "pin_memory"):
         return leaf
     try:
         return leaf.pin_memory()
@@ -267,9 +259,8 @@ def _pin(leaf: Any) -> Any:
         raise
 
 
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _to(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
+def _move(leaf: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not know of it.
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.to(device) if has_method(leaf, "to") else leaf

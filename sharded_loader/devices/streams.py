@@ -1,10 +1,9 @@
-"""What an accelerator offers for copies that wait for nobody: streams, events, pinned host memory.
+"""What an accelerator offers for asynchronous copies: streams, events, pinned host memory.
 
-    Streams(device)   of torch's module for its kind (torch.cuda, torch.xpu): one code path for all of them
-    streams_of(device) -> Streams, or None where there are none (CPU, mps)
+    streams_of(device) -> Streams, by torch's module for its kind (torch.cuda, torch.xpu); None on the CPU and mps
 
-Nothing here decides anything: when to copy and what waits for what is said in `devices.lane`. Tests put a device
-in this place that carries its streams' work out late and in odd orders.
+Nothing here decides anything: `devices.copies` says when to copy and what waits for what. Tests put a device in its
+place that does the work of its streams late and in odd orders.
 
 What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (RuntimeError of torch).
 """
@@ -19,7 +18,7 @@ import torch
 from sharded_loader.errors import add_note, notes_of
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
-"""What torch raises when an accelerator has no memory left; also called torch.OutOfMemoryError, from 2.5 on."""
+"""What torch raises when an accelerator has no memory left; from 2.5 on also called torch.OutOfMemoryError."""
 
 
 LATE_NOTE = (
@@ -27,10 +26,8 @@ LATE_NOTE = (
     "of your program, and not this batch: set CUDA_LAUNCH_BLOCKING=1 and run again to see which call fails"
 )
 
-_GATHERED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
-_GATHERED |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Rows of other dtypes (unsigned, 8-bit floats) are gathered as these: not every torch has a kernel of theirs."""
+"""Rows are gathered as numbers of these types: not every torch has a kernel for unsigned numbers and 8-bit floats."""
 
 
 class Streams:
@@ -45,7 +42,7 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make the device current: pinning and events belong to whichever is."""
+        """Make the device current in the block: pinning and events belong to the current device."""
         return self._module.device(self.device)  # type: ignore[no-any-return]
 
     def new_stream(self) -> Any:
@@ -85,7 +82,7 @@ class Streams:
         target.copy_(source, non_blocking=True)
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The tensor's memory is not to be reused before what ``stream`` has been given by its end is done."""
+        """When the tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""
         tensor.record_stream(stream)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
@@ -97,11 +94,11 @@ class Streams:
         return pinned.copy_(host)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
-        """So much pinned memory."""
+        """Pinned memory of this size."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def runtime(self) -> Any:
-        """What page-locks memory in place (``cudaHostRegister``, ``cudaHostUnregister``); None where nothing does."""
+        """The CUDA runtime, which page-locks memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load(self, host: torch.Tensor) -> torch.Tensor:
@@ -117,19 +114,17 @@ class Streams:
             column: on the device.
             rows: their numbers, on the device.
         """
-        dtype = column.dtype
-        if dtype in _GATHERED:
-            return column.index_select(0, rows)
-        return column.view(_WORDS[column.itemsize]).index_select(0, rows).view(dtype)
+        words = column.view(_WORDS.get(column.itemsize, column.dtype))
+        return words.index_select(0, rows).view(column.dtype)
 
     def empty_cache(self) -> None:
         """Give unused memory back to the device."""
         self._module.empty_cache()
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes free on the device, with what torch holds and does not use, and in all; None if it does not tell."""
+        """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
         module = self._module
-        if not hasattr(module, "mem_get_info"):  # not every module, nor every version
+        if not hasattr(module, "mem_get_info"):  # some accelerators, and old versions of torch
             return None
         free, total = module.mem_get_info(self.device)
         unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
@@ -137,7 +132,7 @@ class Streams:
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether an accelerator reports with this error that work failed which it was given at some time before.
+    """Whether an accelerator reports with this error that earlier work failed.
 
     Example:
         >>> is_late(RuntimeError("CUDA error: device-side assert triggered")), is_late(RuntimeError("no pinned memory"))
@@ -150,7 +145,7 @@ def is_late(error: BaseException) -> bool:
 
 
 def note_late(error: BaseException) -> bool:
-    """Say of an error that `is_late` that the batch at hand may not be the cause; whether it is one.
+    """Note on an error that `is_late` that the batch may not be the cause; whether the error is late.
 
     Example:
         >>> note_late(ValueError("no tensor"))

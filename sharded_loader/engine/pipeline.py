@@ -159,10 +159,19 @@ class Pipeline:
         if self.closed and was_open:
             self.shut()
 
-    def _recover(self) -> None:
+    def use(self, pool: Pool) -> None:
+        """Read with this pool from now on; called in a step, before `open`. It builds again what is in flight."""
+        if pool is not self.pool:
+            self._drop_work()
+            self.pool = pool
+
+    def _drop_work(self) -> None:
         for run in self._runs.values():
             run.forget_window()
         self.pool.close()
+
+    def _recover(self) -> None:
+        self._drop_work()
         if self._job is not None and self._runs:
             self.pool.start(self._job)
 

@@ -209,11 +209,10 @@ import atexit
 def report():
     print("blocked", machine.blocked, "registered", len(machine.registered), machine.faults, len(pool.pids), flush=True)
 import numpy, torch, simulated
-from sharded_loader.devices import names, placement, resident
+from sharded_loader.devices import names, placement
 machine = simulated.Machine()
 names.accelerators = lambda: machine.devices
-for module in (placement, resident):
-    module.streams_of, module.indexed = machine.streams_of, lambda device: device
+placement.streams_of, placement.indexed = machine.streams_of, lambda device: device
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 data = ArrayDataset(numpy.zeros((256, 1024), numpy.float32))
 pool = ProcessPool(2)
@@ -249,7 +248,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=process_pool) as loader:
         for _ in range(2):
             for _ in loader:  # the device does nothing until the host has to wait for it
-                (one,) = loader._placement._lanes.values()
+                (one,) = loader._placement._copies.values()
                 assert len(one.kept) <= HOST_AHEAD <= 4
             assert (len(one.kept), process_pool._resources.arena.lent) == (0, 0)
     assert machine.faults == []
@@ -263,7 +262,7 @@ def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Po
                 held = batch
         del batch
         gc.collect()
-        (one,) = loader._placement._lanes.values()
+        (one,) = loader._placement._copies.values()
         assert len(one.kept) == 0
         # What pools hold for the next epoch, and the loader's own, is not what batches lie in.
         assert sum(machine.pinned.values()) == 0

@@ -130,8 +130,8 @@ def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machi
 def test_a_host_far_ahead_waits_before_sources_pile_up(machine: Machine) -> None:
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0]) as loader:
         for _ in loader:
-            lane = next(iter(loader._placement._lanes.values()))
-            assert len(lane.kept) <= HOST_AHEAD + 1
+            copies = next(iter(loader._placement._copies.values()))
+            assert len(copies.kept) <= HOST_AHEAD + 1
     assert machine.blocked > 0
 
 
@@ -163,43 +163,63 @@ def test_the_user_s_choice_of_stream_is_respected(machine: Machine) -> None:
 def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_there(machine: Machine) -> None:
     device = machine.devices[0]
     other = machine.new_stream(device)
-    lane = CopyStream(SimulatedStreams(machine, device))
-    transit = lane.begin([torch.arange(1000)])
+    copies = CopyStream(SimulatedStreams(machine, device))
+    pending = copies.begin([torch.arange(1000)])
     with machine.on(device, other):
-        (batch,) = lane.finish(transit)
-        del transit
+        (batch,) = copies.finish(pending)
+        del pending
         found = []
         machine.kernel(device, batch, lambda values: found.append(values.sum()))
         del batch
     # Its memory must not be had by anybody yet.
-    again = lane.begin([torch.zeros(1000, dtype=torch.int64)])
+    again = copies.begin([torch.zeros(1000, dtype=torch.int64)])
     machine.finish()
     assert found == [499500]
     assert ("used_on", other.name) in machine.log
-    lane.finish(again)
+    copies.finish(again)
 
 
 def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
     device = machine.devices[0]
-    lane = CopyStream(SimulatedStreams(machine, device))
+    copies = CopyStream(SimulatedStreams(machine, device))
     source = torch.arange(1000)
-    abandoned = lane.begin([source])
+    abandoned = copies.begin([source])
     del abandoned
     gc.collect()
     mine = machine.allocate(device, torch.empty(1000, dtype=torch.int64))
     mine.zero_()
     machine.finish()
     assert mine.sum() == 0
-    lane.drain()
+    copies.drain()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("cannot copy")])
+def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    copies, copy = CopyStream(SimulatedStreams(machine, machine.devices[0])), SimulatedStreams.copy
+
+    def interrupted(streams: SimulatedStreams, *tensors: torch.Tensor) -> None:
+        copy(streams, *tensors)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedStreams, "copy", interrupted)
+        with pytest.raises(type(error)):
+            copies.begin([torch.arange(9)])
+    copies.finish(copies.begin([torch.arange(3)]))
+    assert [len(held) for _, held in copies.kept] == [2, 1]  # sources and targets; sources of the copy that went well
+    assert copies.drain()
+    assert (len(copies.kept), machine.faults) == (0, [])
 
 
 def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a `close` from elsewhere: a copy that nobody has waited for must not be forgotten."""
-    lane = CopyStream(SimulatedStreams(machine, machine.devices[0]))
-    lane.finish(lane.begin([torch.arange(1000)]))
-    other = threading.Thread(target=lambda: lane.finish(lane.begin([torch.arange(1000)])))
+    copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    copies.finish(copies.begin([torch.arange(1000)]))
+    other = threading.Thread(target=lambda: copies.finish(copies.begin([torch.arange(1000)])))
     block = SimulatedStreams.block
 
     def slow(streams: SimulatedStreams, event: Any) -> None:
@@ -209,18 +229,18 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
             other.join(0.1)
 
     monkeypatch.setattr(SimulatedStreams, "block", slow)
-    lane.drain()
+    copies.drain()
     other.join()
-    ((event, _),) = lane.kept
+    ((event, _),) = copies.kept
     assert not event.passed
-    lane.drain()
+    copies.drain()
 
 
 def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = placement.Placement([machine.devices[0]], pin_memory=False)
-    placed.finish(placed.begin([np.arange(1000)], sharded=False))
+    placed.place([np.arange(1000)], sharded=False)
     close, pid = placed.closer(), os.getpid()
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: pid + 1)
@@ -281,13 +301,14 @@ def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine)
     with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[device, device]) as loader:
         first, second = next(iter(loader))
         machine.finish()
-    assert sum(kind == "copy" for kind, _ in machine.log) == 1
-    assert first["a"] is first["b"][0] is second["a"]
+    assert sum(kind == "copy" for kind, _ in machine.log) == 2  # once for each shard
+    assert first["a"] is first["b"][0]
+    assert second["a"] is second["b"][0]
     assert (first["b"][1], first["n"]) == ("text", None)
     assert first["a"].tolist() == list(range(10))
 
 
-MODULES = ("iterator.py", "pipeline.py", "placement.py", "lane.py")
+MODULES = ("iterator.py", "pipeline.py", "placement.py", "copies.py")
 
 
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])

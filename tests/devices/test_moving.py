@@ -161,36 +161,34 @@ def _compare(expected: list[float], wrong: list[Any], label: Any) -> Callable[[n
 def test_they_move_on_the_stream_that_they_are_handed_out_on(
     machine: Machine, device: torch.device, kind: str, beside: bool
 ) -> None:
-    lane, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
+    copies, other, found = CopyStream(STREAMS["device"]), machine.new_stream(device), []
     own = KINDS[kind](torch.arange(1000), torch.zeros(1))
-    transit = lane.begin([own, torch.arange(7)] if beside else own)
+    pending = copies.begin([own, torch.arange(7)] if beside else own)
     assert not any(what == "to" for what, _ in machine.log)
     with machine.on(device, other):
-        batch = lane.finish(transit)
+        batch = copies.finish(pending)
         machine.kernel(device, (batch[0] if beside else batch).values, lambda values: found.append(int(values.sum())))
-        del batch, transit, own
+        del batch, pending, own
     machine.finish()
     assert ("to", other.name) in machine.log
     assert (found, machine.faults) == ([499500], [])
-    lane.drain()
+    copies.drain()
 
 
 def test_a_batch_that_is_never_handed_out_moves_nothing(machine: Machine, device: torch.device) -> None:
-    lane = CopyStream(STREAMS["device"])
-    lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
+    copies = CopyStream(STREAMS["device"])
+    copies.begin([Bare(torch.arange(1000), torch.zeros(1))])
     assert not any(what == "to" for what, _ in machine.log)
 
 
-def test_a_batch_that_is_handed_out_again_after_an_interruption_has_moved_once(
-    machine: Machine, device: torch.device
-) -> None:
-    lane, other = CopyStream(STREAMS["device"]), machine.new_stream(device)
-    transit = lane.begin([Bare(torch.arange(1000), torch.zeros(1))])
-    (first,) = lane.finish(transit)
-    with machine.on(device, other):
-        (again,) = lane.finish(transit)
-        found: list[int] = []
-        machine.kernel(device, again.values, lambda values: found.append(int(values.sum())))
+def test_a_batch_that_is_finished_again_has_moved_once(machine: Machine, device: torch.device) -> None:
+    """As when there was no memory for another shard of its batch."""
+    copies = CopyStream(STREAMS["device"])
+    pending = copies.begin([Bare(torch.arange(1000), torch.zeros(1))])
+    (first,) = copies.finish(pending)
+    (again,) = copies.finish(pending)
+    found: list[int] = []
+    machine.kernel(device, again.values, lambda values: found.append(int(values.sum())))
     machine.finish()
     assert (again is first, found) == (True, [499500])
     assert sum(what == "to" for what, _ in machine.log) == 1
@@ -198,11 +196,11 @@ def test_a_batch_that_is_handed_out_again_after_an_interruption_has_moved_once(
 
 def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, device: torch.device) -> None:
     """As torch guards only copies from where a buffer begins."""
-    lane = CopyStream(STREAMS["device"])
-    (moved,) = lane.finish(lane.begin([Ragged(torch.arange(1000), torch.zeros(1))]))
-    assert len(lane._moved) == 1
-    lane.drain()
-    assert (len(lane._moved), int(moved.values.sum())) == (0, 499500)
+    copies = CopyStream(STREAMS["device"])
+    (moved,) = copies.finish(copies.begin([Ragged(torch.arange(1000), torch.zeros(1))]))
+    assert len(copies._moved) == 1
+    copies.drain()
+    assert (len(copies._moved), int(moved.values.sum())) == (0, 499500)
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
@@ -213,7 +211,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:
         (packed, lambda batch: batch),
         ([{"a": (packed, torch.ones(2))}], lambda batch: batch[0]["a"][0]),
     ):
-        moved = find(placed.finish(placed.begin(tree, sharded=False)))
+        moved = find(placed.place(tree, sharded=False))
         assert type(moved) is PackedSequence
         assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
         assert moved.sorted_indices is not None and moved.sorted_indices.device.type == "meta"
@@ -235,7 +233,7 @@ class Letter:
 )
 def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, batch: Any) -> None:
     placed = Placement([device], pin_memory=False)
-    moved = placed.finish(placed.begin(batch, sharded=False))
+    moved = placed.place(batch, sharded=False)
     machine.finish()
     assert type(moved) is type(batch)
     assert (moved["to"] if isinstance(moved, dict) else moved.to).tolist() == [0, 1, 2, 3]
@@ -293,7 +291,7 @@ def test_pin_memory_asks_containers_that_pin_themselves(monkeypatch: pytest.Monk
             return Pinning(self.values.pin_memory(), self.sizes)
 
     sizes = torch.ones(2)
-    batch = placed.finish(placed.begin([Pinning(torch.ones(3), sizes), torch.Tensor], sharded=False))
+    batch = placed.place([Pinning(torch.ones(3), sizes), torch.Tensor], sharded=False)
     assert (log, type(batch[0]), batch[1]) == (["asked"], Pinning, torch.Tensor)
     assert batch[0].sizes is sizes
 
@@ -307,5 +305,5 @@ def test_pin_memory_leaves_what_torch_cannot_pin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     placed, sparse = Placement(None, pin_memory=True), torch.eye(3).to_sparse()
-    batch = placed.finish(placed.begin([sparse, torch.ones(3)], sharded=False))
+    batch = placed.place([sparse, torch.ones(3)], sharded=False)
     assert batch[0] is sparse

@@ -44,7 +44,7 @@ def test_tries_that_fail_become_rare(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     tries = []
     for step in range(20 * PAUSE):
-        placed.finish(placed.begin(np.arange(4), sharded=False))
+        placed.place(np.arange(4), sharded=False)
         machine.finish()
         if placed.ahead and step:
             tries.append(step)
@@ -73,7 +73,7 @@ def test_what_the_user_sets_is_tried_at_once(machine: Machine) -> None:
     placed = Placement([machine.devices[0]], pin_memory=False)
     placed.make_room()
     assert placed.ahead == 1
-    placed.ahead = 3
+    placed.copy_ahead(3)
     assert placed.ahead == 3
     for _ in range(5):
         placed.make_room()

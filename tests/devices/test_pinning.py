@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import pinning
-from sharded_loader.devices.pinning import PinnedMemory, Registrar, address_of, clear_error
+from sharded_loader.devices.pinning import Registrar, address_of, clear_error, pinned_empty
 from sharded_loader.engine.pool import Pool
 
 
@@ -131,15 +130,15 @@ def test_a_host_shard_beside_a_device_s_does_not_lie_in_locked_memory(
 
 @pytest.mark.parametrize("dtype", ["f4", "u1", "M8[ns]", "U5", "?"])
 def test_pinned_memory_takes_every_dtype(machine: Machine, dtype: str) -> None:
-    array = PinnedMemory(SimulatedStreams(machine, machine.devices[0])).empty((3, 2), np.dtype(dtype))
+    array = pinned_empty(SimulatedStreams(machine, machine.devices[0]), (3, 2), np.dtype(dtype))
     assert (array.shape, array.dtype) == ((3, 2), np.dtype(dtype))
     assert any(start == array.__array_interface__["data"][0] for start in machine.pinned)
 
 
 def test_pinned_memory_leaves_objects_to_numpy(machine: Machine) -> None:
-    memory = PinnedMemory(SimulatedStreams(machine, machine.devices[0]))
-    assert memory.empty((2,), np.dtype(object)).tolist() == [None, None]
-    assert memory.empty((0, 4), np.dtype("f4")).shape == (0, 4)
+    streams = SimulatedStreams(machine, machine.devices[0])
+    assert pinned_empty(streams, (2,), np.dtype(object)).tolist() == [None, None]
+    assert pinned_empty(streams, (0, 4), np.dtype("f4")).shape == (0, 4)
 
 
 def test_a_mapping_can_be_closed_after_its_address_was_taken() -> None:
@@ -149,32 +148,15 @@ def test_a_mapping_can_be_closed_after_its_address_was_taken() -> None:
     mapping.close()
 
 
-def test_the_error_is_cleared_in_every_runtime_that_is_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f00-7f01 r--p 00000000 08:01 12 /opt/torch lib/libcudart-5f2a.so.12\n"
-        "7f01-7f02 r-xp 00001000 08:01 12 /opt/torch lib/libcudart-5f2a.so.12\n"
-        "7f02-7f03 r--p 00000000 08:01 13 /usr/lib/libcudart.so.12 (deleted)\n"
-        "7f03-7f04 rw-p 00000000 00:00 0 [heap]\n"
-        "7f04-7f05 rw-p 00000000 00:00 0\n"
-        "7f05-7f06 r--p 00000000 08:01 14 /usr/lib/libcuda.so.1\n"
-    )
-    found = pinning._loaded_runtimes(str(maps))
-    assert found == ["/opt/torch lib/libcudart-5f2a.so.12", "/usr/lib/libcudart.so.12"]
-    assert pinning._loaded_runtimes(str(tmp_path / "none")) == []
-    asked = []
+def test_where_the_runtime_cannot_be_asked_a_kernel_takes_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*size: int, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
 
-    class Library:
-        def __init__(self, path: str) -> None:
-            if path.startswith("/usr"):
-                raise OSError("no such file")
-            self.cudaGetLastError: Callable[[], None] = lambda: asked.append(path)
-
-    monkeypatch.setattr(pinning.ctypes, "CDLL", Library)
-    monkeypatch.setattr(pinning, "_loaded_runtimes", lambda: found)
-    monkeypatch.setattr(pinning.torch, "zeros", lambda *size, device: asked.append(f"a kernel on {device}"))
+    launched: list[str] = []
+    monkeypatch.setattr(pinning.torch, "zeros", zeros)
     clear_error(object())
-    assert asked == ["/opt/torch lib/libcudart-5f2a.so.12", "a kernel on cuda"]
+    assert launched == ["cuda"]
 
 
 def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:

@@ -96,12 +96,12 @@ def test_a_library_that_is_careless_is_found_out(
     """The stress sees what it is there to see."""
     finish = CopyStream.finish
 
-    def careless(lane: CopyStream, transit: Any) -> Any:
+    def careless(copies: CopyStream, pending: Any) -> Any:
         if broken.startswith("slots"):
-            lane.kept.clear()
-            return finish(lane, transit)
-        transit.finished = True
-        return transit.batch
+            copies.kept.clear()
+            return finish(copies, pending)
+        pending.finished = True
+        return pending.batch
 
     monkeypatch.setattr(CopyStream, "finish", careless)
     # Memory that torch pins is guarded; that of slots is not.

@@ -53,7 +53,7 @@ class Plain:
 
 def put(machine: Machine, batch: Any) -> Any:
     placement = Placement([machine.devices[0]], pin_memory=False)
-    placed = placement.finish(placement.begin(batch, sharded=False))
+    placed = placement.place(batch, sharded=False)
     machine.finish()
     assert machine.faults == []
     return placed
@@ -122,7 +122,7 @@ def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Mac
     placement = Placement([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
         begun = placement.begin([np.ones(3, np.float32)], sharded=False)
-    (batch,) = placement.finish(begun)
+    (batch,) = placement.finish(begun, sharded=False)
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
     (weight * batch).sum().backward()

@@ -11,10 +11,9 @@ import torch
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
-from sharded_loader.devices import names, placement
+from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CopyStream
 from sharded_loader.devices.placement import Placement
-from sharded_loader.devices.streams import is_late
 from sharded_loader.engine.pool import Pool
 
 
@@ -70,12 +69,6 @@ def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.Monke
     assert "loader.read(" in notes_of(caught.value)
 
 
-def test_no_memory_is_not_an_error_of_earlier_work() -> None:
-    assert not is_late(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert not is_late(RuntimeError("CUDA error: out of memory"))
-    assert not is_late(ValueError("CUDA error"))
-
-
 # -- graph captures -------------------------------------------------------------------------------------------
 
 
@@ -114,57 +107,6 @@ def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest
 
 
 # -- one process per GPU --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    found = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    monkeypatch.setattr(names, "accelerators", lambda: found)
-    for variable in names._LOCAL_RANKS:
-        monkeypatch.delenv(variable, raising=False)
-    return found
-
-
-CUDA, FIRST, SECOND = torch.device("cuda"), torch.device("cuda", 0), torch.device("cuda", 1)
-
-
-@pytest.mark.parametrize("variable", names._LOCAL_RANKS)
-def test_the_gpu_of_another_rank_is_warned_of(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "1")
-    with pytest.warns(UserWarning, match=rf"means cuda:0.*{variable} is 1.*torch\.cuda\.set_device\(1\)"):
-        names.warn_of_rank(CUDA, FIRST)
-
-
-def test_a_process_group_tells_the_rank_too(two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    with pytest.warns(UserWarning, match=r"rank 5 of the process group.*cuda:1"):
-        names.warn_of_rank(CUDA, FIRST)
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "rank", "count"),
-    [
-        pytest.param(CUDA, FIRST, "0", 2, id="the first process"),
-        pytest.param(CUDA, FIRST, None, 2, id="no ranks"),
-        pytest.param(CUDA, FIRST, "x", 2, id="no number"),
-        pytest.param(CUDA, SECOND, "1", 2, id="set_device was called"),
-        pytest.param(FIRST, FIRST, "1", 2, id="on purpose"),
-        pytest.param(CUDA, FIRST, "1", 1, id="each process sees its own GPU"),
-        pytest.param(torch.device("cpu"), torch.device("cpu"), "1", 2, id="no GPU"),
-    ],
-)
-def test_whoever_has_its_own_gpu_is_not_warned(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: Any, found: Any, rank: Any, count: int
-) -> None:
-    del two_gpus[count:]
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        names.warn_of_rank(name, found)
 
 
 @pytest.mark.parametrize("resident", [False, True])

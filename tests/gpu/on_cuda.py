@@ -35,17 +35,16 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def lanes_of(loader: ShardedDataLoader) -> list[CopyStream]:
-    """The lanes of a loader that has delivered something."""
-    return list(loader._placement._lanes.values())
+def copy_streams_of(loader: ShardedDataLoader) -> list[CopyStream]:
+    """The copy streams of a loader that has delivered something."""
+    return list(loader._placement._copies.values())
 
 
 def let_workers_finish(loader: ShardedDataLoader, batches: Any) -> None:
     """Wait until all batches in flight are finished, and begin no copy."""
     while any(entry.result is None for entry in batches.run.window):
-        loader.pool.wait()
-        with loader._pipeline._lock:
-            loader._pipeline._receive(batches.run)
+        with loader._lock:
+            loader._pipeline._wait(batches.run, block=True)
 
 
 @contextmanager
@@ -123,7 +122,7 @@ class OnCuda:
 
     def delay(self, rng: random.Random, loader: ShardedDataLoader) -> None:
         streams = [torch.cuda.current_stream(self.device), self.side]
-        streams += [lane._stream for lane in lanes_of(loader)]
+        streams += [copies._stream for copies in copy_streams_of(loader)]
         with torch.cuda.stream(rng.choice(streams)):
             sleep(rng.randrange(SHORT, LONG))
 

@@ -12,7 +12,7 @@ from on_cuda import (
     PART,
     SECONDS,
     Cudart,
-    lanes_of,
+    copy_streams_of,
     let_workers_finish,
     memory_limit,
     needs_cuda,
@@ -123,9 +123,9 @@ def test_a_host_far_ahead_holds_a_bounded_number_of_batches(cuda: torch.device) 
     with ShardedDataLoader(images(256, 1 / 32), 2, device=cuda, num_workers=2) as loader:
         for _ in loader:
             sleep(1_000_000)
-            assert all(len(lane.kept) <= HOST_AHEAD for lane in lanes_of(loader))
+            assert all(len(copies.kept) <= HOST_AHEAD for copies in copy_streams_of(loader))
         # The epoch has ended: no host memory is held for copies.
-        assert [len(lane.kept) for lane in lanes_of(loader)] == [0]
+        assert [len(copies.kept) for copies in copy_streams_of(loader)] == [0]
         torch.cuda.synchronize(cuda)
 
 
@@ -191,7 +191,7 @@ def test_epochs_share_one_copy_stream(cuda: torch.device) -> None:
         streams = set()
         for _ in range(5):
             list(loader)
-            streams |= {lane._stream.cuda_stream for lane in lanes_of(loader)}
+            streams |= {copies._stream.cuda_stream for copies in copy_streams_of(loader)}
     assert len(streams) == 1
     assert torch.cuda.default_stream(cuda).cuda_stream not in streams
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_cuda import PART, OnCuda, host_values, lanes_of, needs_cuda, sleep
+from on_cuda import PART, OnCuda, copy_streams_of, host_values, needs_cuda, sleep
 from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
 
@@ -190,7 +190,7 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
     with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
         for _ in range(5):
             for _ in loader:
-                with torch.cuda.stream(lanes_of(loader)[0]._stream):
+                with torch.cuda.stream(copy_streams_of(loader)[0]._stream):
                     sleep(4_000_000)  # the host is two milliseconds ahead
         torch.cuda.synchronize(cuda)
     assert given > 20
@@ -217,7 +217,8 @@ def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) 
 
     with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[cuda, cuda]) as loader:
         first, second = next(iter(loader))
-    assert first["a"] is first["b"][0] is second["a"]
+    assert first["a"] is first["b"][0]
+    assert second["a"] is second["b"][0]
     assert first["a"].tolist() == shared.tolist()
 
 

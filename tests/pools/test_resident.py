@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from injection import InterruptAt, next_interrupted
+from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
-from sharded_loader.devices.resident import Residence
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.placement import Placed, Placement
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.resident import ResidentPool
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -81,8 +82,6 @@ def test_no_worker_is_started(machine: Machine, worker_pool: Pool) -> None:
 
 
 def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simulated import SimulatedStreams
-
     first = machine.devices[0]
     monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (1 << 20 if self.device == first else 1000, 1 << 20))
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
@@ -131,16 +130,16 @@ def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
 def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = Residence.settle
+    load = ResidentPool.load
 
-    def settle_without_room(residence: Residence) -> bool:
+    def load_without_room(pool: ResidentPool, *, again: bool) -> bool:
         machine.blocks = 2  # the third column finds none
         try:
-            return settle(residence)
+            return load(pool, again=again)
         finally:
             machine.blocks = None
 
-    monkeypatch.setattr(Residence, "settle", settle_without_room)
+    monkeypatch.setattr(ResidentPool, "load", load_without_room)
     with ShardedDataLoader(dataset(), 16, device=machine.devices[0], resident="auto") as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
             batch = next(iter(loader))
@@ -234,12 +233,155 @@ def test_other_values_are_refused(value: Any) -> None:
         ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device="cpu", resident=value)
 
 
-@pytest.mark.parametrize("name", ["float32", "bool", "complex64", "uint16", "uint32", "uint64", "float8_e4m3fn"])
-@pytest.mark.parametrize("shape", [(12,), (12, 3)])
-def test_rows_of_every_dtype_are_gathered(name: str, shape: tuple[int, ...]) -> None:
-    """On the CPU, which has no kernels for some of them either."""
-    dtype: torch.dtype = getattr(torch, name)
-    column = (torch.arange(36)[: math.prod(shape)] % 7).reshape(shape).to(dtype)
-    taken = Streams.take(None, column, torch.tensor([11, 0, 3]))  # type: ignore[arg-type]
-    assert taken.dtype == dtype
-    assert taken.tolist() == [column.tolist()[row] for row in (11, 0, 3)]
+# -- the pool by itself ---------------------------------------------------------------------------------------
+
+
+def new_resident(machine: Machine, rows: int = 100) -> ResidentPool:
+    pool = ResidentPool(dataset(rows), machine.devices, Placement(machine.devices, pin_memory=False), insists=True)
+    assert pool.load(again=False)
+    pool.start(Job(dataset(rows), None, 0))
+    return pool
+
+
+def task(seq: int, *shards: list[int], run: int = 0) -> Task:
+    return Task(run, seq, 0, 0, shards, True)
+
+
+def test_one_task_is_gathered_in_each_wait(machine: Machine) -> None:
+    pool = new_resident(machine)
+    pool.submit([task(0, [3, -1], [7]), task(1, [2], [1])])
+    assert pool.wait(block=False) == ()
+    results = [*pool.wait(), *pool.wait()]
+    machine.finish()
+    assert [(result.seq, result.samples) for result in results] == [(0, 3), (1, 2)]
+    first, second = results[0].batch
+    assert (type(first), type(second)) == (Placed, Placed)
+    assert (first.shard["label"].tolist(), second.shard["label"].tolist()) == ([3, 99], [7])
+    assert pool.wait() == ()
+    assert machine.faults == []
+
+
+def test_tasks_that_are_cancelled_are_not_gathered(machine: Machine) -> None:
+    pool = new_resident(machine)
+    pool.submit([task(0, [1], run=1), task(0, [2], run=2)])
+    pool.cancel(1)
+    assert [result.run for result in (*pool.wait(), *pool.wait())] == [2]
+
+
+def test_closing_drops_the_tasks_and_keeps_the_columns(machine: Machine) -> None:
+    pool = new_resident(machine)
+    pool.submit([task(0, [1])])
+    pool.close()
+    assert (pool.started, pool.wait(), pool.devices) == (False, (), machine.devices)
+    pool.forget()
+    assert pool.devices == []
+
+
+def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*arguments: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("simulated: full")
+
+    pool = new_resident(machine)
+    monkeypatch.setattr(SimulatedStreams, "take", take)
+    pool.submit([task(5, [1], [2])])
+    (result,) = pool.wait()
+    assert isinstance(result.error, torch.OutOfMemoryError)
+    assert "epoch 0, batch 5" in "\n".join(result.error.__notes__)
+
+
+def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None:
+    device = machine.devices[0]
+    mine = machine.new_stream(device)
+    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=device, resident=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert not any(what == "used_on" for what, _ in machine.log)  # the columns are of that stream
+        with machine.on(device, mine):
+            second = next(batches)
+            found: list[Any] = []
+            machine.kernel(device, second, lambda values: found.append(values.tolist()))
+        machine.finish()
+    assert found == [[4, 5, 6, 7]]
+    assert ("used_on", mine.name) in machine.log
+
+
+def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Pool) -> None:
+    """Two iterators take turns on two streams: each batch belongs to the stream that asks for it."""
+    device = machine.devices[0]
+    streams = [machine.new_stream(device), machine.new_stream(device)]
+    with ShardedDataLoader(
+        ArrayDataset(np.arange(12)), 4, device=device, resident=True, pool=worker_pool, prefetch=4
+    ) as loader:
+        iterators = [iter(loader), iter(loader)]
+        for _ in range(3):
+            for batches, stream in zip(iterators, streams, strict=True):
+                machine.log.clear()
+                with machine.on(device, stream):
+                    next(batches)
+                assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
+        machine.finish()
+
+
+# -- pools change ---------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, new_pool: Callable[..., Pool]) -> None:
+    """The devices have lost their room, and later find it again."""
+    data, device = ArrayDataset(np.arange(40)), machine.devices[0]
+    with ShardedDataLoader(data, 4, device=device, resident="auto", pool=new_pool()) as loader:
+        first = iter(loader)
+        seen = [next(first)]
+        assert "resident on" in repr(loader)
+        for memory in ((0, 0), (1 << 30, 1 << 30)):
+            machine.memory_bytes = memory
+            loader.refresh()
+            other = next(iter(loader))
+            machine.finish()
+            assert other.tolist() == [0, 1, 2, 3]
+            assert loader.pool.started is (memory == (0, 0))
+            assert ("resident on" in repr(loader)) is (memory != (0, 0))
+            seen.append(next(first))
+        seen += first
+        machine.finish()
+    assert [batch.tolist() for batch in seen] == np.arange(40).reshape(10, 4).tolist()
+    assert machine.faults == []
+
+
+def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with ShardedDataLoader(ArrayDataset(np.arange(12)), 4, device=machine.devices[0], resident=True) as loader:
+        first = iter(loader)
+        seen = [next(first)]
+        loader.refresh()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedStreams, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+        seen += first
+        machine.finish()
+        assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "resident.py")
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
+    data = ArrayDataset(np.arange(2000))
+    with ShardedDataLoader(data, 1, device=machine.devices[0], resident=True) as loader:
+        line, fired, batches, number = 0, True, iter(loader), 0
+        while fired:
+            line += step
+            got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
+            got.append(next(batches))
+            machine.finish()
+            for batch in got:
+                assert batch.tolist() == [number]
+                number += 1
+        assert sum(what == "allocate" for what, _ in machine.log) <= 1 + 4 * number  # the column came once
+    assert machine.faults == []
+    assert line > 50
