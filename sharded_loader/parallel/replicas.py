@@ -3,7 +3,7 @@
     shards[i] on devices[i] -> Replicas.run -> outputs and gradients per replica
           -> reduce_grads (replica 0 has the gradient of the whole batch) -> optimizer -> broadcast
 
-Shards come from a loader with ``devices=``, or from `splitting.split_and_load`.
+Shards come from a loader with ``devices=``, or from `parallel.split.split_and_load`.
 
 `Replicas` owns copies 1.. of the model; replica 0 is the user's own model, moved to ``devices[0]``, so that an
 optimizer made from ``model.parameters()`` keeps working. On several accelerators each device has a thread for
@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import itertools
 import math
-import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -105,32 +107,21 @@ class Replicas:
         self._follow_modes()
         self._ran = len(shards)
         outputs: list[Any] = [None] * len(shards)
-        errors: dict[int, BaseException] = {}
         ambient = _Ambient(self.devices[: len(shards)])
 
         def work(lane: list[int]) -> None:
             for i in lane:
-                try:
-                    with ambient.on(self.devices[i]):
-                        outputs[i] = fn(self.models[i], shards[i])
-                except BaseException as error:
-                    errors[i] = error
-                    return
+                with ambient.set_up_on(self.devices[i]):
+                    outputs[i] = fn(self.models[i], shards[i])
 
         lanes = _lanes(self.devices[: len(shards)])
         if len(lanes) == 1:
             work(lanes[0])
-        else:
-            threads = [
-                threading.Thread(target=contextvars.copy_context().run, args=(work, lane), name=f"replica-{lane[0]}")
-                for lane in lanes
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[min(errors)]
+            return outputs
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="replica") as threads:
+            running = [threads.submit(contextvars.copy_context().run, work, lane) for lane in lanes]
+        for lane in running:
+            lane.result()
         return outputs
 
     def _follow_modes(self) -> None:
@@ -244,31 +235,24 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         >>> _buckets([torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(4)])
         [[0, 2], [1]]
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[list[int]]] = defaultdict(list)
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for number, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
-        if kind not in groups or sizes[kind] + tensor.nbytes > BUCKET_BYTES:
-            groups.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        groups[kind][-1].append(number)
         sizes[kind] += tensor.nbytes
-    return [group for of_kind in groups.values() for group in of_kind]
+        if not groups[kind] or sizes[kind] > BUCKET_BYTES:
+            groups[kind].append([])
+            sizes[kind] = tensor.nbytes
+        groups[kind][-1].append(number)
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
 def _moved(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-    """The tensors on a device, by one copy for all dense ones of a dtype."""
+    """The tensors of a bucket, the dense ones on a device, by one copy for all."""
     moved = list(tensors)
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor is None or tensor.device == device:
-            continue
-        if tensor.layout is torch.strided:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(number)
-        else:
-            moved[number] = tensor.to(device, non_blocking=device.type != "cpu")
-    for numbers in groups.values():
-        for number, part in zip(numbers, _sent([tensors[number] for number in numbers], device), strict=True):
+    dense = [n for n, t in enumerate(tensors) if t is not None and t.device != device and t.layout is torch.strided]
+    if dense:
+        for number, part in zip(dense, _sent([tensors[number] for number in dense], device), strict=True):
             moved[number] = part
     return moved
 
@@ -331,9 +315,8 @@ def _lanes(devices: Sequence[torch.device]) -> list[list[int]]:
     lanes: dict[torch.device, list[int]] = {}
     for position, device in enumerate(devices):
         lanes.setdefault(device, []).append(position)
-    if sum(device.type != "cpu" for device in lanes) < 2:
-        return [list(range(len(devices)))]
-    return list(lanes.values())
+    accelerators = [device for device in lanes if device.type != "cpu"]
+    return list(lanes.values()) if len(accelerators) > 1 else [list(range(len(devices)))]
 
 
 class _Ambient:
@@ -348,17 +331,15 @@ class _Ambient:
         self.streams = {d: getattr(torch, d.type).current_stream(d) for d in devices if d.type in ("cuda", "xpu")}
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def set_up_on(self, device: torch.device) -> Iterator[None]:
         """The caller's state, with ``device`` current."""
         with ExitStack() as stack:
             if device in self.streams:
                 module = getattr(torch, device.type)
                 stack.enter_context(module.device(device))
                 stack.enter_context(module.stream(self.streams[device]))
-            if self.inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, (enabled, dtype) in self.autocast.items():
-                if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
             yield
