@@ -2,8 +2,8 @@
 
     main -> make_parser -> one function per subcommand: arguments -> exit code
 
-Each subcommand is an entry of `make_parser` and a function here; what it does lies in a module of its own (`demo`),
-imported when it runs, so that ``--help`` and ``--version`` wait neither for torch nor for an extra.
+Each subcommand is an entry of `make_parser` and a function here. What it does lies in modules of its own (`train`,
+`stop`, `kill`), imported when it runs, so that ``--help`` and ``--version`` wait neither for torch nor for an extra.
 
 Exit codes: 0 done; 1 a disturbed run came out otherwise than the undisturbed one; 2 the command cannot run as typed
 (unknown option, absent device, missing extra), with one line on stderr that says why; 130 Ctrl-C. Any other failure is
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sharded_loader import __version__
@@ -22,13 +23,12 @@ from sharded_loader import __version__
 if TYPE_CHECKING:
     import torch
 
-    from sharded_loader.demo import Options, Report
-
 USAGE_ERROR = 2
 DIFFERENT = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 DEFAULT_WORKERS = 2
+POOLS = ("inline", "thread", "process")
 
 
 class CannotRun(Exception):
@@ -80,54 +80,31 @@ def make_parser() -> argparse.ArgumentParser:
         help="train a small network on handwritten digits, over all GPUs or two CPU shards",
         description="Train a small convolutional network on 1,797 handwritten digits, data-parallel in one process.",
     )
-    demo.add_argument(
-        "--devices",
-        default="auto",
-        metavar="LIST",
-        help="one shard of each batch for each, such as cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)",
-    )
-    demo.add_argument(
-        "--pool",
-        choices=("inline", "thread", "process"),
-        default="process",
-        help="who reads the samples (default: process)",
-    )
-    demo.add_argument(
-        "--workers",
-        type=_at_least(1),
-        metavar="N",
-        help=f"threads or processes of the pool (default: {DEFAULT_WORKERS}; inline has none)",
-    )
-    demo.add_argument("--epochs", type=_at_least(1), default=20, metavar="N", help="default: 20")
-    demo.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="same seed, same accuracy (default: 0)")
-    demo.add_argument(
-        "--stop-resume",
-        action="store_true",
-        help="afterwards train again, kill that run in mid-epoch, resume it, and compare",
-    )
-    demo.add_argument(
-        "--kill",
-        action="store_true",
-        help="afterwards train again while workers are killed at random, and compare",
-    )
+    add, whole, natural = demo.add_argument, partial(_number, 0), partial(_number, 1)
+    each = "one shard of each batch for each, such as cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)"
+    add("--devices", default="auto", metavar="LIST", help=each)
+    add("--pool", choices=POOLS, default=POOLS[-1], help="who reads the samples (default: %(default)s)")
+    workers = f"threads or processes of the pool (default: {DEFAULT_WORKERS}; inline has none)"
+    add("--workers", type=natural, metavar="N", help=workers)
+    add("--epochs", type=natural, default=20, metavar="N", help="default: %(default)s")
+    add("--seed", type=whole, default=0, metavar="N", help="same seed, same accuracy (default: %(default)s)")
+    stop = "afterwards train again, kill that run in mid-epoch, resume it, and compare"
+    add("--stop-resume", action="store_true", help=stop)
+    kill = "afterwards train again while workers are killed at random, and compare"
+    add("--kill", action="store_true", help=kill)
     demo.set_defaults(run=run_demo)
     return parser
 
 
-class _at_least:
+def _number(least: int, text: str) -> int:
     """An argument type for argparse: an int from ``least`` to what torch takes as a seed."""
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def __call__(self, text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not self._least <= number < 2**63:
-            raise argparse.ArgumentTypeError(f"{number} is out of range: give a number from {self._least} to 2**63-1")
-        return number
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not least <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{number} is out of range: give a number from {least} to 2**63-1")
+    return number
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -152,9 +129,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError as error:
         raise CannotRun(f'demo: needs scikit-learn and rich ({error}): pip install "sharded_loader[demo]"') from None
-    from sharded_loader import demo
+    from sharded_loader.demo import kill, stop, train
 
-    options = demo.Options(
+    options = train.Options(
         devices=_parse_devices(arguments.devices),
         pool=arguments.pool,
         workers=0 if arguments.pool == "inline" else arguments.workers or DEFAULT_WORKERS,
@@ -167,62 +144,40 @@ def run_demo(arguments: argparse.Namespace) -> int:
         f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, options.devices))}; "
         f"read by {readers}; seed {options.seed}."
     )
-    columns = (
-        TextColumn("epoch"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
+    loss_column = TextColumn("loss {task.fields[loss]}")
+    columns = TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), loss_column, TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=options.epochs, loss="-")
 
         def show(epoch: int, loss: float) -> None:
             progress.update(bar, completed=epoch, loss=f"{loss:.4f}")
 
-        report = demo.run(options, show)
-        progress.update(bar, completed=options.epochs, loss=f"{report.losses[-1]:.4f}")
+        report = train.train_and_test(options, show)
+        show(options.epochs, report.losses[-1])
     console.print(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
     console.print(f"samples per second  {report.stats.samples_per_second:,.0f}")
     console.print(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
-    codes = [
-        compare(options, report, console.print)
-        for asked, compare in ((arguments.stop_resume, _stop_and_resume), (arguments.kill, _train_and_kill))
-        if asked
-    ]
-    return max(codes, default=0)
-
-
-def _stop_and_resume(options: Options, undisturbed: Report, say: Callable[[str], object]) -> int:
-    from sharded_loader.demo_stop import stop_and_resume
-
-    accuracy, losses, step = stop_and_resume(options)
-    say(f"killed and resumed  {accuracy:.2%}: saved after step {step}, killed in mid-epoch, resumed in a new process")
-    return _compare(accuracy, losses, undisturbed, say)
-
-
-def _train_and_kill(options: Options, undisturbed: Report, say: Callable[[str], object]) -> int:
-    from sharded_loader.demo_kill import train_and_kill
-
-    report, killed = train_and_kill(options)
-    say(f"with workers killed {report.accuracy:.2%}: {killed} killed at random while it trained")
-    return _compare(report.accuracy, report.losses, undisturbed, say)
-
-
-def _compare(accuracy: float, losses: tuple[float, ...], undisturbed: Report, say: Callable[[str], object]) -> int:
-    same = (accuracy, losses) == (undisturbed.accuracy, undisturbed.losses)
-    say(f"                    {'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
-    return 0 if same else DIFFERENT
+    code = 0
+    for asked, name, disturb in (
+        (arguments.stop_resume, "killed and resumed  ", stop.stop_and_resume),
+        (arguments.kill, "with workers killed ", kill.train_and_kill),
+    ):
+        if asked:
+            disturbed, how = disturb(options)
+            same = (disturbed.accuracy, disturbed.losses) == (report.accuracy, report.losses)
+            console.print(f"{name}{disturbed.accuracy:.2%}: {how}")
+            console.print(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
+            code = code if same else DIFFERENT
+    return code
 
 
 def _parse_devices(text: str) -> tuple[torch.device, ...]:
-    from sharded_loader import demo
+    from sharded_loader.demo import train
     from sharded_loader.devices.names import find_device
 
     if text.strip() == "auto":
-        return demo.default_devices()
+        return train.default_devices()
     try:
-        devices = tuple(find_device(name.strip()) for name in text.split(","))
+        return tuple(find_device(name.strip()) for name in text.split(","))
     except ValueError as error:
         raise CannotRun(f"demo: --devices {text}: {error}") from None
-    return devices

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from sharded_loader import __version__, demo
-from sharded_loader.cli import main
+from sharded_loader import __version__
+from sharded_loader.demo.cli import main
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 CPU_TWICE = (torch.device("cpu"), torch.device("cpu"))
@@ -24,7 +23,7 @@ CPU_TWICE = (torch.device("cpu"), torch.device("cpu"))
 
 def test_the_demo_recognises_digits_and_says_how_fast() -> None:
     began = time.monotonic()
-    done = subprocess.run(DEMO, capture_output=True, text=True, encoding="utf-8", timeout=100)
+    done = subprocess.run([*DEMO, "--epochs", "10"], capture_output=True, text=True, encoding="utf-8", timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     accuracy, speed, waiting = done.stdout.splitlines()[-3:]
@@ -33,95 +32,6 @@ def test_the_demo_recognises_digits_and_says_how_fast() -> None:
     assert re.fullmatch(r"samples per second +[\d,]+", speed)
     assert re.fullmatch(r"waiting for data +[\d.]+% of the time", waiting)
     assert time.monotonic() - began < 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_the_accuracy_is_no_luck(seed: int) -> None:
-    assert demo.run(demo.Options(CPU_TWICE, seed=seed)).accuracy > 0.97
-
-
-def train(pool: str, workers: int, seed: int = 5) -> tuple[float, tuple[float, ...]]:
-    report = demo.run(demo.Options(CPU_TWICE, pool=pool, workers=workers, epochs=2, seed=seed))
-    return report.accuracy, report.losses
-
-
-@pytest.mark.slow
-def test_same_seed_same_training_whoever_reads() -> None:
-    inline = train("inline", 0)
-    for pool, workers in (("thread", 3), ("process", 1), ("process", 2)):
-        assert train(pool, workers) == inline, (pool, workers)
-    assert train("inline", 0, seed=6) != inline
-
-
-@pytest.mark.slow
-def test_the_demo_leaves_torch_as_it_was() -> None:
-    before = torch.get_num_threads(), torch.backends.cudnn.deterministic
-    train("inline", 0)
-    assert before == (torch.get_num_threads(), torch.backends.cudnn.deterministic)
-
-
-def test_each_batch_is_shown_once() -> None:
-    shown: list[tuple[int, float]] = []
-    report = demo.run(
-        demo.Options(CPU_TWICE, pool="inline", workers=0, epochs=2), lambda epoch, loss: shown.append((epoch, loss))
-    )
-    assert len(shown) == report.stats.batches
-    assert [epoch for epoch, _ in shown] == sorted(epoch for epoch, _ in shown)
-
-
-def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
-    saved: list[bool] = []
-    checkpoint = demo.Checkpoint(tmp_path / "checkpoint.pt", save_at=30, saved=lambda: saved.append(True))
-    whole = demo.run(demo.Options(CPU_TWICE, pool="inline", workers=0, epochs=2), checkpoint=checkpoint)
-    assert saved == [True]
-    shown: list[int] = []
-    rest = demo.run(
-        demo.Options(CPU_TWICE, pool="thread", workers=2, epochs=2),
-        lambda epoch, loss: shown.append(epoch),
-        demo.Checkpoint(checkpoint.path),
-    )
-    assert (rest.accuracy, rest.losses) == (whole.accuracy, whole.losses)
-    assert shown == [1] * 16  # 46 steps in all
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--stop-resume", "--epochs", "3", "--seed", "2"]) == 0
-    *_, undisturbed, _, _, resumed, compared = capsys.readouterr().out.splitlines()
-    accuracy = undisturbed.split()[2]
-    assert undisturbed.startswith("held-out accuracy")
-    assert resumed.startswith(f"killed and resumed  {accuracy}: saved after step 34, killed in mid-epoch")
-    assert compared.strip() == "the same accuracy and losses as undisturbed"
-
-
-def test_a_resumed_run_that_differs_is_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sharded_loader.demo_stop.stop_and_resume", lambda options: (0.5, (1.0,), 11))
-    assert main(["demo", "--stop-resume", "--epochs", "1", "--pool", "inline"]) == 1
-    assert "NOT the same accuracy and losses" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--kill", "--epochs", "3", "--seed", "2"]) == 0
-    *_, undisturbed, _, _, disturbed, compared = capsys.readouterr().out.splitlines()
-    found = re.fullmatch(r"with workers killed ([\d.]+%): (\d+) killed at random while it trained", disturbed)
-    assert found and int(found[2]) >= 1
-    assert undisturbed.split()[2] == found[1]
-    assert compared.strip() == "the same accuracy and losses as undisturbed"
-
-
-def test_a_disturbed_run_that_differs_is_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "sharded_loader.demo_kill.train_and_kill",
-        lambda options: (demo.Report(0.5, 359, (1.0,), None), 4),  # type: ignore[arg-type]
-    )
-    assert main(["demo", "--kill", "--epochs", "1"]) == 1
-    assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -169,7 +79,7 @@ def test_a_missing_extra_is_named(
 
 def test_version_and_help_wait_for_nothing_heavy() -> None:
     program = (
-        "import sys; from sharded_loader.cli import main\n"
+        "import sys; from sharded_loader.demo.cli import main\n"
         "codes = main(['--version']), main(['--help']), main(['demo', '--help'])\n"
         "print(codes, [m for m in ('torch', 'numpy', 'rich', 'sklearn') if m in sys.modules])"
     )
