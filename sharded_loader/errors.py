@@ -146,13 +146,7 @@ class Location(NamedTuple):
     worker: str | None = None
 
     def note(
-        self,
-        error: BaseException,
-        sample: Any = None,
-        *,
-        samples: Sequence[Any] = (),
-        misfit: tuple[Any, Any] | None = None,
-        but: str = "",
+        self, error: BaseException, sample: Any = None, *, samples: Any = (), misfit: Any = None, but: str = ""
     ) -> None:
         """Add to ``error`` where it happened and how to see it again.
 

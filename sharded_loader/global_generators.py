@@ -25,7 +25,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -70,27 +70,24 @@ class _Turn:
 class _State:
     """Everything is done under ``changed``, never the user's code. Reentrant: a finalizer may come in between."""
 
-    def __init__(self, turns: Iterable[_Turn] = ()) -> None:
+    def __init__(self) -> None:
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        """Also in a forked child: the other threads are gone, and one of them may have held the lock."""
         self.changed = threading.Condition()
-        self.turns = list(turns)  # all of one thread, the innermost last
+        self.turns: list[_Turn] = []  # all of one thread, the innermost last
         self.waiting: set[int] = set()
 
-    def is_free_for(self, thread: int) -> bool:
-        """Whether no other thread has the turn."""
-        return not self.turns or self.turns[0].thread == thread
+    def holder(self) -> int | None:
+        """The thread that has the turn."""
+        return self.turns[0].thread if self.turns else None
 
 
 _state = _State()
 
-
-def _begin_afresh() -> None:
-    """In a forked child: the other threads are gone, and one of them may have held the lock."""
-    global _state
-    _state = _State(turn for turn in _state.turns if turn.thread == threading.get_ident())
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+    os.register_at_fork(after_in_child=_state.begin_afresh)
 
 
 def seed_globals(key: int, *, whole: bool = True) -> None:
@@ -196,9 +193,8 @@ def holder_before(thread: int | None) -> int | None:
     Args:
         thread: ``ident`` of the one that may wait.
     """
-    state = _state
-    with state.changed:
-        return state.turns[0].thread if state.turns and thread in state.waiting else None
+    with _state.changed:
+        return _state.holder() if thread in _state.waiting else None
 
 
 def free_globals_of(thread: int | None) -> None:
@@ -207,38 +203,40 @@ def free_globals_of(thread: int | None) -> None:
     Args:
         thread: ``ident`` of it.
     """
-    state = _state
-    with state.changed:
-        if state.turns and state.turns[0].thread == thread:
-            _end_turn(state.turns[0])
+    with _state.changed:
+        if _state.turns and _state.holder() == thread:
+            _end_turn(_state.turns[0])
 
 
 def _begin_turn(turn: _Turn) -> None:
     """Wait for the turn and begin it; say for whom, if that takes longer than `PATIENCE`."""
-    state = _state
-    with state.changed:
+
+    def is_free() -> bool:
+        return _state.holder() in (None, turn.thread)
+
+    with _state.changed:
         try:
-            state.waiting.add(turn.thread)
-            if not state.changed.wait_for(lambda: state.is_free_for(turn.thread), PATIENCE):
+            _state.waiting.add(turn.thread)
+            if not _state.changed.wait_for(is_free, PATIENCE):
                 print(
                     f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
-                    f"{state.turns[0].name} has seeded for itself (sample_seed, transform(seeded=True), the start of a "
-                    "sampler). If that hangs: Ctrl-C and loader.close(), and find the sample with ThreadPool(timeout=)",
+                    f"{_state.turns[0].name} has seeded for itself (sample_seed, transform(seeded=True), the start of "
+                    "a sampler). If that hangs: Ctrl-C and loader.close(), and find the sample with "
+                    "ThreadPool(timeout=)",
                     file=sys.stderr,
                     flush=True,
                 )
-                state.changed.wait_for(lambda: state.is_free_for(turn.thread))
+                _state.changed.wait_for(is_free)
         finally:
-            state.waiting.discard(turn.thread)
+            _state.waiting.discard(turn.thread)
         turn.note_states()
-        state.turns.append(turn)
+        _state.turns.append(turn)
 
 
 def _end_turn(turn: _Turn) -> None:
     """End a turn, and those inside it; nothing if it has been ended, or never began."""
-    state = _state
-    with state.changed:
-        if turn in state.turns:
+    with _state.changed:
+        if turn in _state.turns:
             turn.put_back()
-            del state.turns[state.turns.index(turn) :]
-            state.changed.notify_all()
+            del _state.turns[_state.turns.index(turn) :]
+            _state.changed.notify_all()

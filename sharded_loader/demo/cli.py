@@ -16,12 +16,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from sharded_loader import __version__
-
-if TYPE_CHECKING:
-    import torch
 
 USAGE_ERROR = 2
 DIFFERENT = 1
@@ -131,17 +127,16 @@ def run_demo(arguments: argparse.Namespace) -> int:
         raise CannotRun(f'demo: needs scikit-learn and rich ({error}): pip install "sharded_loader[demo]"') from None
     from sharded_loader.demo import kill, stop, train
 
-    options = train.Options(
-        devices=_parse_devices(arguments.devices),
-        pool=arguments.pool,
-        workers=0 if arguments.pool == "inline" else arguments.workers or DEFAULT_WORKERS,
-        epochs=arguments.epochs,
-        seed=arguments.seed,
-    )
+    try:
+        devices = train.find_devices(arguments.devices)
+    except ValueError as error:
+        raise CannotRun(f"demo: --devices {arguments.devices}: {error}") from None
+    workers = 0 if arguments.pool == "inline" else arguments.workers or DEFAULT_WORKERS
+    options = train.Options(devices, arguments.pool, workers, arguments.epochs, arguments.seed)
     console = Console(highlight=False, soft_wrap=True)
-    readers = "the training loop" if options.pool == "inline" else f"{options.workers} {options.pool} workers"
+    readers = "the training loop" if workers == 0 else f"{workers} {options.pool} workers"
     console.print(
-        f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, options.devices))}; "
+        f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, devices))}; "
         f"read by {readers}; seed {options.seed}."
     )
     loss_column = TextColumn("loss {task.fields[loss]}")
@@ -169,15 +164,3 @@ def run_demo(arguments: argparse.Namespace) -> int:
             console.print(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
             code = code if same else DIFFERENT
     return code
-
-
-def _parse_devices(text: str) -> tuple[torch.device, ...]:
-    from sharded_loader.demo import train
-    from sharded_loader.devices.names import find_device
-
-    if text.strip() == "auto":
-        return train.default_devices()
-    try:
-        return tuple(find_device(name.strip()) for name in text.split(","))
-    except ValueError as error:
-        raise CannotRun(f"demo: --devices {text}: {error}") from None

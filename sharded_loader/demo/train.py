@@ -27,8 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sharded_loader import ArrayDataset, Dataset, ProcessPool, Replicas, ShardedDataLoader, ThreadPool, sample_rng
-from sharded_loader.devices.names import accelerators
+from sharded_loader import ArrayDataset, Dataset, Replicas, ShardedDataLoader, sample_rng
+from sharded_loader.devices.names import accelerators, find_device
 from sharded_loader.engine.pool import Pool
 from sharded_loader.stats import LoaderStats
 
@@ -55,12 +55,6 @@ class Options:
     workers: int = 2
     epochs: int = 20
     seed: int = 0
-
-    def make_pool(self) -> Pool | str:
-        """Who reads, not started."""
-        if self.pool == "process":
-            return ProcessPool(self.workers)
-        return ThreadPool(self.workers) if self.pool == "thread" else self.pool
 
 
 @dataclass(frozen=True)
@@ -99,9 +93,23 @@ class CheckpointFile:
         partial.replace(self.path)
 
 
-def default_devices() -> tuple[torch.device, ...]:
-    """All accelerators that this process sees; without any, the CPU twice, so that there are two shards."""
-    return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
+def find_devices(names: str) -> tuple[torch.device, ...]:
+    """The devices of a list such as ``cuda:0,cuda:1``.
+
+    Args:
+        names: separated by commas; or ``auto``: all accelerators that this process sees. Without any these are the CPU
+            twice, so that there are two shards.
+
+    Raises:
+        ValueError: a device is not there.
+
+    Example:
+        >>> find_devices("cpu, cpu")
+        (device(type='cpu'), device(type='cpu'))
+    """
+    if names.strip() == "auto":
+        return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
+    return tuple(find_device(name.strip()) for name in names.split(","))
 
 
 def shift(image: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -281,13 +289,9 @@ def train_and_test(
     train_set, held_out = load_digits_split()
     with _steady_kernels():
         replicas = Replicas(make_model(options.seed), options.devices)
+        reads = {"pool": pool} if pool else {"num_workers": options.workers, "thread_pool": options.pool == "thread"}
         with ShardedDataLoader(
-            train_set,
-            BATCH_SIZE,
-            shuffle=True,
-            devices=options.devices,
-            pool=pool or options.make_pool(),
-            seed=options.seed,
+            train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
         ) as loader:
             losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats = loader.stats()

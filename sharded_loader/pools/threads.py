@@ -145,11 +145,7 @@ class ThreadPool(Pool):
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        *,
-        worker_init_fn: Callable[[int], Any] | None = None,
-        timeout: float | None = None,
+        self, num_workers: int, *, worker_init_fn: Callable[[int], Any] | None = None, timeout: float | None = None
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)

@@ -39,7 +39,8 @@ def fails(*arguments: Any) -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize("save_at", ["never", pytest.param("at once", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("save_at", ["never", "at once"])
 def test_a_process_that_fails_is_an_error(save_at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before it is killed, or after it was resumed."""
     monkeypatch.setattr(stop, "_train", fails)
