@@ -12,7 +12,7 @@ from typing import Any
 
 PUMP = (
     *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
-    *("process.py", "thread.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py", "sizes.py"),
+    *("processes.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py", "sizes.py"),
     *("placement.py", "structure.py", "supervision.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""

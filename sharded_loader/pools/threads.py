@@ -212,14 +212,13 @@ class ThreadPool(Pool):
             if task is None:
                 continue
             error = timed_out(f"thread {thread.number}", timeout, task, words, 1, killed=False)
-            thread.written_off = (
-                True  # before the look at its task: a thread that has no error ends after its next batch
-            )
+            # Before the look at its task: a thread that has just finished ends after its next batch, without an error.
+            thread.written_off = True
             if thread.task is task:
                 shared.results.append(Result(task.run, task.seq, error=error))
                 free_globals_of(thread.ident)
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
-            shared.threads[shared.threads.index(thread)] = another
+            shared.threads = [another if one is thread else one for one in shared.threads]
             another.start()
 
     def wake(self) -> None:
