@@ -274,8 +274,8 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     generator = torch.Generator()
     if scope is None:
         generator.seed()
-        return generator
-    seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
+    else:
+        seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
     return generator
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from sharded_loader import __version__
 
@@ -76,14 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="train a small network on handwritten digits, over all GPUs or two CPU shards",
         description="Train a small convolutional network on 1,797 handwritten digits, data-parallel in one process.",
     )
-    add, whole, natural = demo.add_argument, partial(_number, 0), partial(_number, 1)
+    add = demo.add_argument
     each = "one shard of each batch for each, such as cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)"
     add("--devices", default="auto", metavar="LIST", help=each)
     add("--pool", choices=POOLS, default=POOLS[-1], help="who reads the samples (default: %(default)s)")
     workers = f"threads or processes of the pool (default: {DEFAULT_WORKERS}; inline has none)"
-    add("--workers", type=natural, metavar="N", help=workers)
-    add("--epochs", type=natural, default=20, metavar="N", help="default: %(default)s")
-    add("--seed", type=whole, default=0, metavar="N", help="same seed, same accuracy (default: %(default)s)")
+    add("--workers", type=int, metavar="N", help=workers)
+    add("--epochs", type=int, default=20, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same accuracy (default: %(default)s)")
     stop = "afterwards train again, kill that run in mid-epoch, resume it, and compare"
     add("--stop-resume", action="store_true", help=stop)
     kill = "afterwards train again while workers are killed at random, and compare"
@@ -92,23 +91,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(least: int, text: str) -> int:
-    """An argument type for argparse: an int from ``least`` to what torch takes as a seed."""
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not least <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{number} is out of range: give a number from {least} to 2**63-1")
-    return number
-
-
 def run_demo(arguments: argparse.Namespace) -> int:
     """``sharded-loader demo``: train with a progress bar, then print accuracy, speed and waiting.
 
     Raises:
         CannotRun: the options contradict each other, a device is not there, or the extra is not installed.
     """
+    for name, least in (("workers", 1), ("epochs", 1), ("seed", 0)):
+        number = getattr(arguments, name)
+        if number is not None and not least <= number < 2**63:  # what torch takes as a seed
+            raise CannotRun(f"demo: --{name}: {number} is out of range: give a number from {least} to 2**63-1")
     if arguments.pool == "inline" and arguments.workers is not None:
         raise CannotRun(
             "demo: --pool inline reads in the training loop and has no workers: leave out --workers, "

@@ -16,8 +16,8 @@ What can go wrong: scikit-learn is not installed (ImportError); what the loader,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,14 @@ def train_and_test(
         (359, 1438)
     """
     train_set, held_out = load_digits_split()
-    with _steady_kernels():
+    with ExitStack() as steady:  # sums in one order everywhere, so that a seed gives the same accuracy every time
+        # So small a network gains nothing from more threads (3.5 s either way on two free cores) and loses much where
+        # another program holds a core: 33 s with two, because they wait for each other in every operation.
+        steady.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        steady.enter_context(
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
+        )
         replicas = Replicas(make_model(options.seed), options.devices)
         reads = {"pool": pool} if pool else {"num_workers": options.workers, "thread_pool": options.pool == "thread"}
         with ShardedDataLoader(
@@ -296,17 +303,3 @@ def train_and_test(
             losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats = loader.stats()
         return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
-
-
-@contextmanager
-def _steady_kernels() -> Iterator[None]:
-    """Sums in one order everywhere, so that a seed gives the same accuracy every time."""
-    threads = torch.get_num_threads()
-    # So small a network gains nothing from more (3.5 s either way on two free cores) and loses much where another
-    # program holds a core: 33 s with two, because they wait for each other in every operation.
-    torch.set_num_threads(1)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
-            yield
-    finally:
-        torch.set_num_threads(threads)

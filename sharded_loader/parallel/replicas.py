@@ -40,6 +40,11 @@ class Replicas:
         model: becomes replica 0, moved to ``devices[0]`` in place. Tied parameters stay tied in the copies.
         devices: a list of devices (one may stand twice), or ``"auto"``.
 
+    Attributes:
+        model: replica 0, which is the model that was given.
+        models: all replicas, in the order of the devices.
+        devices: where they are.
+
     Raises:
         TypeError: ``model`` is no `torch.nn.Module`.
         ValueError: no devices, a device that is not there, a model whose lazy parameters have no shape yet.
@@ -72,14 +77,10 @@ class Replicas:
             raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")
         copies = [_copied(model, device) for device in self.devices[1:]]
         self._ran: int | None = None
-        self.models = [model.to(self.devices[0]), *copies]
+        self.model = model.to(self.devices[0])
+        self.models = [self.model, *copies]
         for replica in self.models[1:]:
             replica.zero_grad(set_to_none=True)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Replica 0: the model that was given."""
-        return self.models[0]
 
     def run(self, fn: Callable[[torch.nn.Module, Any], Any], shards: Sequence[Any]) -> list[Any]:
         """Call ``fn(model, shard)`` for each shard, shard i with replica i.
@@ -168,7 +169,7 @@ class Replicas:
             device = columns[bucket[0]][0].device
             rows = [_moved([column[replica].grad for column in trained], device) for replica in range(len(shares))]
             for (parameter, *_), grads in zip(trained, zip(*rows, strict=True), strict=True):
-                _reduce(parameter, list(grads), shares)
+                _reduce(parameter, grads, shares)
             for number in bucket:
                 for other in columns[number][1:]:
                     other.grad = None
@@ -270,30 +271,19 @@ def _sent(tensors: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _reduce(parameter: torch.Tensor, grads: list[torch.Tensor | None], shares: list[float]) -> None:
-    """Make the sum of the gradients, each times its share, that of the parameter, whose own is the first."""
-    own, device = grads[0], parameter.device
+def _reduce(parameter: torch.Tensor, grads: Sequence[torch.Tensor | None], shares: Sequence[float]) -> None:
+    """Make the sum of the gradients, each times its share, the gradient of the parameter."""
+    device = parameter.device
     # In bf16 every step of the sum would round to 8 bits.
     wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-    # In place, but for those narrow ones.
-    total = None if own is None else own.to(wide).mul_(shares[0])
-    for grad, share in zip(grads[1:], shares[1:], strict=True):
-        if grad is None:
-            continue
+    present = [(grad, share) for grad, share in zip(grads, shares, strict=True) if grad is not None]
+    present.sort(key=lambda pair: pair[0].is_sparse)  # sparse ones can be added to a dense one, but not the reverse
+    total: torch.Tensor | None = None
+    for grad, share in present:
         moved = grad.to(device, wide, non_blocking=device.type != "cpu")
-        if total is None:
-            # Not in place: on one device ``moved`` is still the other replica's own gradient.
-            total = moved * share
-        elif moved.is_sparse == total.is_sparse:
-            total.add_(moved, alpha=share)
-        else:
-            total = total + moved * share
-    if total is None or total is own:
-        return
-    if own is None or own.is_sparse or total.is_sparse:
+        total = moved * share if total is None else total.add_(moved, alpha=share)
+    if total is not None:
         parameter.grad = total.to(parameter.dtype)
-    else:
-        own.copy_(total)
 
 
 def _shares(sizes: Sequence[float], num_replicas: int) -> list[float]:
