@@ -29,7 +29,7 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     noted: dict[int, Any] = {}
-    before = _handlers()
+    before = python_handlers()
     try:
         for number in before:
             signal.signal(number, noted.setdefault)  # as the kernel does: a signal that waits is one signal
@@ -42,8 +42,8 @@ def uninterrupted() -> Iterator[None]:
                 calls.callback(before[number], number, frame)
 
 
-def _handlers() -> dict[int, Any]:
-    """The signals that this program handles in Python, with their handlers."""
+def python_handlers() -> dict[int, Any]:
+    """The signals that this process handles in Python, with their handlers."""
     found = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     return {number: handler for number, handler in found.items() if callable(handler)}
 
@@ -54,7 +54,7 @@ _seen: set[CodeType | None] = set()
 
 def note_handlers() -> None:
     """Look at the signal handlers of the program, so that `is_from_outside` knows them later."""
-    _seen.update(map(_code_of, _handlers().values()))
+    _seen.update(map(_code_of, python_handlers().values()))
 
 
 def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -332,11 +331,3 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
         loader.close()
         assert time.monotonic() - began < 5
     assert "was killed and does not end" in capfd.readouterr().err
-
-
-def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> None:
-    owner = resources.WorkerResources(None)
-    slot = owner.arena.take(1 << 20)
-    owner.free_slots(SimpleNamespace(slots={(0, 0): slot}, left_behind=True))  # type: ignore[arg-type]
-    assert slot not in [owner.arena.take(1 << 20) for _ in range(10)]
-    owner.close()
