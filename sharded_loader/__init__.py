@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
     from sharded_loader.parallel import Replicas as Replicas
+    from sharded_loader.parallel import split_and_load as split_and_load
+    from sharded_loader.parallel import split_data as split_data
     from sharded_loader.pools.inline import InlinePool as InlinePool
     from sharded_loader.pools.processes import ProcessPool as ProcessPool
     from sharded_loader.pools.threads import ThreadPool as ThreadPool
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import SplitSampler as SplitSampler
     from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
     from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
-    from sharded_loader.splitting import split_and_load as split_and_load
-    from sharded_loader.splitting import split_data as split_data
     from sharded_loader.stats import LoaderStats as LoaderStats
 
 _HOMES = {
@@ -80,7 +80,7 @@ _HOMES = {
     "sharded_loader.pools.threads": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
     "sharded_loader.batching.allocation": ["empty"],
-    "sharded_loader.parallel": ["Replicas"],
+    "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
     "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [
         "BatchSampler",
@@ -101,7 +101,6 @@ _HOMES = {
         "SubsetRandomSampler",
         "WeightedRandomSampler",
     ],
-    "sharded_loader.splitting": ["split_and_load", "split_data"],
     "sharded_loader.stats": ["LoaderStats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -11,6 +11,7 @@ a caller would catch.
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -105,12 +106,8 @@ class SampleReadError(RuntimeError):
 class WorkerTraceback(Exception):
     """The traceback of a worker process, as text. Always the ``__cause__`` of the exception itself."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return f'\n"""\n{self.args[0]}"""'
 
 
 @dataclass(frozen=True)
@@ -149,13 +146,7 @@ class Location(NamedTuple):
     worker: str | None = None
 
     def note(
-        self,
-        error: BaseException,
-        sample: Any = None,
-        *,
-        samples: Sequence[Any] = (),
-        misfit: tuple[Any, Any] | None = None,
-        but: str = "",
+        self, error: BaseException, sample: Any = None, *, samples: Any = (), misfit: Any = None, but: str = ""
     ) -> None:
         """Add to ``error`` where it happened and how to see it again.
 
@@ -166,7 +157,6 @@ class Location(NamedTuple):
             misfit: the indices of two samples of it that do not fit together.
             but: what to beware of when it is seen again.
         """
-        samples = samples.tolist() if hasattr(samples, "tolist") else samples
         where = [f"epoch {self.epoch}", f"batch {self.batch}"]
         if self.shard is not None:
             where.append(f"shard {self.shard}")
@@ -177,16 +167,15 @@ class Location(NamedTuple):
         if self.worker is not None:
             where.append(self.worker)
         # A dataset may raise one and the same object again and again: only its last place is true.
-        set_notes(error, [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)])
-        add_note(error, f"{_OUR_NOTES[0]} in " + ", ".join(where))
-        if sample is not None or misfit is not None:
-            add_note(error, f"{_OUR_NOTES[1]} in this process{but}: {read_again(sample or misfit or [], self.epoch)}")
-        elif len(samples):
-            add_note(
-                error,
-                f"{_OUR_NOTES[1]} in this process{but} (it was no single sample that failed): "
-                f"{read_again(samples, self.epoch)}",
-            )
+        notes = [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)]
+        notes.append(f"{_OUR_NOTES[0]} in {', '.join(where)}")
+        read = sample or misfit
+        if read is None and len(samples):
+            read = samples.tolist() if hasattr(samples, "tolist") else samples
+            but += " (it was no single sample that failed)"
+        if read is not None:
+            notes.append(f"{_OUR_NOTES[1]} in this process{but}: {read_again(read, self.epoch)}")
+        set_notes(error, notes)
 
 
 _OUR_NOTES = ("sharded_loader:", "see it again,")
@@ -245,14 +234,12 @@ def text_of(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, without the notes: they stay with the exception itself. Never raises."""
-    notes = notes_of(error)
-    set_notes(error, [])
     try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__notes__ = None
+        return "".join(shown.format())
     except BaseException:  # the user's __str__ may exit, which Python does not expect
         return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
-    finally:
-        set_notes(error, notes)
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -306,19 +293,16 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
         return "exit code unknown"
     if exitcode >= 0:
         return f"exit code {exitcode}"
-    import signal
-
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
+    name = {number.value: number.name for number in signal.Signals}.get(-exitcode, f"signal {-exitcode}")
     killed = f"killed by {name} (signal {-exitcode})"
     if exitcode != -9:
         return killed
     if oom_kills:
-        killer = f"the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers started"
-        return f"{killed}; {killer}: use fewer workers or smaller batches"
-    hint = "often the kernel's out-of-memory killer"
-    if oom_kills == 0:
-        hint += ", though its counter in this cgroup has not moved"
-    return f"{killed}; {hint}: see dmesg, use fewer workers or smaller batches"
+        return (
+            f"{killed}; the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers "
+            f"started: use fewer workers or smaller batches"
+        )
+    unmoved = "" if oom_kills is None else ", though its counter in this cgroup has not moved"
+    return (
+        f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, use fewer workers or smaller batches"
+    )

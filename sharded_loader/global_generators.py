@@ -25,7 +25,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -51,31 +51,43 @@ class _Turn:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.name = threading.current_thread().name
-        self.put_back: Callable[[], None] = _nothing
+
+    def note_states(self) -> None:
+        """Keep the present states of the generators."""
+        self.python_state = random.getstate()
+        self.numpy_state = np.random.get_state()
+        self.generator = getattr(sys.modules.get("torch"), "default_generator", None)
+        self.torch_state = self.generator and self.generator.get_state()
+
+    def put_back(self) -> None:
+        """Give the generators the states that were noted."""
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        if self.generator is not None:
+            self.generator.set_state(self.torch_state)
 
 
 class _State:
-    """Everything is done under ``lock``, never the user's code. Reentrant: a finalizer may come in between."""
+    """Everything is done under ``changed``, never the user's code. Reentrant: a finalizer may come in between."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        """Also in a forked child: the other threads are gone, and one of them may have held the lock."""
+        self.changed = threading.Condition()
         self.turns: list[_Turn] = []  # all of one thread, the innermost last
         self.waiting: set[int] = set()
+
+    def holder(self) -> int | None:
+        """The thread that has the turn."""
+        return self.turns[0].thread if self.turns else None
 
 
 _state = _State()
 
-
-def _begin_afresh() -> None:
-    """In a forked child: the other threads are gone, and one of them may have held the lock."""
-    global _state
-    before, _state = _state, _State()
-    _state.turns = [turn for turn in before.turns if turn.thread == threading.get_ident()]
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+    os.register_at_fork(after_in_child=_state.begin_afresh)
 
 
 def seed_globals(key: int, *, whole: bool = True) -> None:
@@ -166,12 +178,12 @@ def seeded_globals(key: int) -> Iterator[None]:
     """
     turn = _Turn()
     try:
-        _begin(turn)
+        _begin_turn(turn)
         seed_globals(key)
         yield
-        _end(turn)
+        _end_turn(turn)
     except BaseException:  # also a Ctrl-C that comes while they are restored
-        _end(turn)
+        _end_turn(turn)
         raise
 
 
@@ -181,9 +193,8 @@ def holder_before(thread: int | None) -> int | None:
     Args:
         thread: ``ident`` of the one that may wait.
     """
-    state = _state
-    with state.lock:
-        return state.turns[0].thread if state.turns and thread in state.waiting else None
+    with _state.changed:
+        return _state.holder() if thread in _state.waiting else None
 
 
 def free_globals_of(thread: int | None) -> None:
@@ -192,67 +203,40 @@ def free_globals_of(thread: int | None) -> None:
     Args:
         thread: ``ident`` of it.
     """
-    state = _state
-    with state.lock:
-        if state.turns and state.turns[0].thread == thread:
-            _end(state.turns[0])
+    with _state.changed:
+        if _state.turns and _state.holder() == thread:
+            _end_turn(_state.turns[0])
 
 
-def _begin(turn: _Turn) -> None:
-    told = False
-    while (holder := _take(turn)) is not None:
-        if not told:
-            told = True
-            print(
-                f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
-                f"{holder} has seeded for itself (sample_seed, transform(seeded=True), the start of a sampler). If "
-                f"that hangs: Ctrl-C and loader.close(), and find the sample with ThreadPool(timeout=)",
-                file=sys.stderr,
-                flush=True,
-            )
+def _begin_turn(turn: _Turn) -> None:
+    """Wait for the turn and begin it; say for whom, if that takes longer than `PATIENCE`."""
 
+    def is_free() -> bool:
+        return _state.holder() in (None, turn.thread)
 
-def _take(turn: _Turn) -> str | None:
-    """Wait for the turn and begin it; or the name of the thread that has not ended its own for `PATIENCE` seconds."""
-    state = _state
-    with state.lock:
+    with _state.changed:
         try:
-            state.waiting.add(turn.thread)
-            state.changed.wait_for(lambda: not state.turns or state.turns[0].thread == turn.thread, PATIENCE)
+            _state.waiting.add(turn.thread)
+            if not _state.changed.wait_for(is_free, PATIENCE):
+                print(
+                    f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
+                    f"{_state.turns[0].name} has seeded for itself (sample_seed, transform(seeded=True), the start of "
+                    "a sampler). If that hangs: Ctrl-C and loader.close(), and find the sample with "
+                    "ThreadPool(timeout=)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _state.changed.wait_for(is_free)
         finally:
-            state.waiting.discard(turn.thread)
-        if state.turns and state.turns[0].thread != turn.thread:
-            return state.turns[0].name
-        turn.put_back = _as_they_are()
-        state.turns.append(turn)
-        return None
+            _state.waiting.discard(turn.thread)
+        turn.note_states()
+        _state.turns.append(turn)
 
 
-def _end(turn: _Turn) -> None:
+def _end_turn(turn: _Turn) -> None:
     """End a turn, and those inside it; nothing if it has been ended, or never began."""
-    state = _state
-    with state.lock:
-        if turn in state.turns:
+    with _state.changed:
+        if turn in _state.turns:
             turn.put_back()
-            del state.turns[state.turns.index(turn) :]
-            state.changed.notify_all()
-
-
-def _as_they_are() -> Callable[[], None]:
-    """What puts the generators back to their present states."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    torch_state = None if generator is None else generator.get_state()
-
-    def put_back() -> None:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if generator is not None:
-            generator.set_state(torch_state)
-
-    return put_back
-
-
-def _nothing() -> None:
-    """The generators have not been seeded yet."""
+            del _state.turns[_state.turns.index(turn) :]
+            _state.changed.notify_all()

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from types import CodeType
@@ -27,38 +28,33 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    noted: list[tuple[Any, int, Any]] = []
+    noted: dict[int, Any] = {}
     before = python_handlers()
     try:
-        for number, handler in before.items():
-            signal.signal(number, functools.partial(_note, noted, handler))
+        for number in before:
+            signal.signal(number, noted.setdefault)  # as the kernel does: a signal that waits is one signal
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         with contextlib.ExitStack() as calls:  # each handler runs, whatever another one raises
-            for handler, number, frame in reversed(noted):
-                calls.callback(handler, number, frame)
-
-
-def _note(noted: list[tuple[Any, int, Any]], handler: Any, number: int, frame: Any) -> None:
-    if (handler, number) not in [one[:2] for one in noted]:  # as the kernel does: a signal that waits is one signal
-        noted.append((handler, number, frame))
+            for number, frame in reversed(noted.items()):
+                calls.callback(before[number], number, frame)
 
 
 def python_handlers() -> dict[int, Any]:
     """The signals that this process handles in Python, with their handlers."""
-    numbers = signal.valid_signals() if hasattr(signal, "valid_signals") else ()
-    return {int(number): found for number in numbers if callable(found := signal.getsignal(number))}
+    found = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in found.items() if callable(handler)}
 
 
-_seen: set[CodeType] = set()
+_seen: set[CodeType | None] = set()
 """The code of every signal handler that `note_handlers` has met: one may put another in its place before it raises."""
 
 
 def note_handlers() -> None:
     """Look at the signal handlers of the program, so that `is_from_outside` knows them later."""
-    _seen.update(code for handler in python_handlers().values() if (code := _code_of(handler)) is not None)
+    _seen.update(map(_code_of, python_handlers().values()))
 
 
 def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
@@ -74,20 +70,14 @@ def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     note_handlers()
-    codes: set[CodeType | None] = {*_seen}
-    frame = sys._getframe(1)
-    while frame is not None:  # a debugger traces frames; the one that it has left by an exception is no longer traced
-        codes.add(_code_of(frame.f_trace))
-        frame = frame.f_back  # type: ignore[assignment]
+    # A debugger traces frames; the one that it has left by an exception is no longer traced.
+    codes = _seen | {_code_of(frame.f_trace) for frame, _ in traceback.walk_stack(sys._getframe(1))}
     anywhere = not (reads and isinstance(error, Exception))
     strikes_here = anywhere
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if strikes_here and code in codes:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if strikes_here and frame.f_code in codes:
             return True
-        strikes_here = anywhere or code.co_filename.startswith(_PACKAGE)
-        trace = trace.tb_next
+        strikes_here = anywhere or frame.f_code.co_filename.startswith(_PACKAGE)
     return False
 
 
@@ -95,7 +85,7 @@ def _code_of(handler: Any) -> CodeType | None:
     """The code of a function, a method, a partial object or an object that can be called."""
     while isinstance(handler, functools.partial):
         handler = handler.func
-    for one in (handler, getattr(handler, "__func__", None), type(handler).__call__ if callable(handler) else None):
+    for one in (handler, type(handler).__call__ if callable(handler) else None):
         code = getattr(one, "__code__", None)
         if isinstance(code, CodeType):
             return code

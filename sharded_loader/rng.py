@@ -9,8 +9,31 @@ number of workers, nor history can change the numbers, and a batch that is built
                                         -> seeded_globals(key)    ``random``, ``numpy.random``, torch (if imported):
                                                                   see `sharded_loader.global_generators`
 
-Every use of a key has a label of its own, listed in `LABELS`. Without it, two uses with equal numbers beside the
-seed would draw the same random numbers.
+Every use of a key has a label of its own. Without it, two uses with equal numbers beside the seed would draw the same
+random numbers. A test compares this table with the code.
+
+    label                          who draws
+    order                          the permutation of an epoch: RandomSampler
+    subset                         SubsetRandomSampler
+    split sampler                  SplitSampler
+    weighted                       WeightedRandomSampler
+    sorted bucket                  SortedBucketSampler
+    fixed bucket                   FixedBucketSampler
+    budget                         BoundedBudgetSampler
+    foreign sampler                the global generators while another library's sampler starts
+    foreign generator              the generator that another library's sampler owns
+    split                          Dataset.split
+    sample                         sample_rng() of a sample
+    sample of batchify_fn          sample_rng() in batchify_fn
+    torch                          sample_generator() of a sample
+    torch of batchify_fn           sample_generator() in batchify_fn
+    sample globals                 sample_seed() of a sample
+    sample globals of batchify_fn  sample_seed() in batchify_fn
+    transform globals              the global generators in transform(fn, seeded=True)
+    transform object               the objects that fn owns in transform(fn, seeded=True)
+    batch globals                  the global generators of a process worker, for each batch
+    worker_init_fn                 the global generators of a process worker while worker_init_fn runs
+    replace                        on_error="replace"
 
 While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;
 `sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
@@ -27,8 +50,8 @@ import os
 import re
 import threading
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,46 +67,21 @@ except ImportError:
 if TYPE_CHECKING:
     import torch
 
-LABELS = {
-    "order": "the permutation of an epoch: RandomSampler",
-    "subset": "SubsetRandomSampler",
-    "split sampler": "SplitSampler",
-    "weighted": "WeightedRandomSampler",
-    "sorted bucket": "SortedBucketSampler",
-    "fixed bucket": "FixedBucketSampler",
-    "budget": "BoundedBudgetSampler",
-    "foreign sampler": "the global generators while another library's sampler starts",
-    "foreign generator": "the generator that another library's sampler owns",
-    "split": "Dataset.split",
-    "sample": "sample_rng() of a sample",
-    "sample of batchify_fn": "sample_rng() in batchify_fn",
-    "torch": "sample_generator() of a sample",
-    "torch of batchify_fn": "sample_generator() in batchify_fn",
-    "sample globals": "sample_seed() of a sample",
-    "sample globals of batchify_fn": "sample_seed() in batchify_fn",
-    "transform globals": "the global generators in transform(fn, seeded=True)",
-    "transform object": "the objects that fn owns in transform(fn, seeded=True)",
-    "batch globals": "the global generators of a process worker, for each batch",
-    "worker_init_fn": "the global generators of a process worker while worker_init_fn runs",
-    "replace": 'on_error="replace"',
-}
-"""The second part of every key, and who uses it. A test compares this table with the code."""
 
-reading = threading.local()
-"""``reading.scope``: the batch that this thread reads.
+class _Reading(threading.local):
+    """Which batch this thread reads.
 
-Who sets it puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain assignment: a
-Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay for ever.
-"""
+    Who sets ``scope`` puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain
+    assignment. A Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay.
+    """
+
+    scope: SampleScope | None = None
 
 
-def _begin_afresh() -> None:
-    """In a forked child: the sample that the parent's thread is reading is not this process's."""
-    reading.scope = None
+reading = _Reading()
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+if hasattr(os, "register_at_fork"):  # what the parent's thread is reading is not the child's sample
+    os.register_at_fork(after_in_child=lambda: setattr(reading, "scope", None))
 
 
 def derive_key(*parts: Hashable) -> int:
@@ -135,7 +133,7 @@ def _by_value(part: Any) -> Any:
     if isinstance(part, (frozenset, set)):  # Python iterates over strings in another order in each process
         return "set", *sorted(repr(_canonical(one)) for one in part)
     if is_dataclass(part) and not isinstance(part, type):
-        return type(part).__qualname__, *(_canonical(getattr(part, field.name)) for field in fields(part))
+        return type(part).__qualname__, *(_canonical(getattr(part, one.name)) for one in fields(part))
     text = repr(part)
     if re.search(r" at 0x[0-9A-Fa-f]+", text):
         raise TypeError(
@@ -166,34 +164,30 @@ def philox(*parts: Hashable) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=words))
 
 
+NO_SAMPLE: Any = object()
+"""The index of a `SampleScope` while several samples are read at once."""
+
+
+@dataclass(eq=False, slots=True)
 class SampleScope:
     """Which sample the thread that owns this scope is reading.
 
     The reader makes one per batch and, per sample, stores ``index`` and clears ``drawn``: two attribute
     stores, 25 ns, so a dataset that draws nothing pays nothing more.
+
+    Attributes:
+        seed: of the loader.
+        epoch: of the batch.
+        index: of the sample; an `OfBatch` in ``batchify_fn``.
+        drawn: what `sample_rng` has returned for this sample.
+        owners: what ``transform(seeded=True)`` has found: see `data.seeding`.
     """
 
-    __slots__ = ("drawn", "epoch", "index", "owners", "seed")
-
-    NO_SAMPLE = object()
-
-    def __init__(self, seed: int, epoch: int) -> None:
-        self.seed = seed
-        self.epoch = epoch
-        self.index: Any = SampleScope.NO_SAMPLE
-        self.drawn: np.random.Generator | None = None
-        self.owners: dict[int, Any] = {}  # what transform(seeded=True) has found: see `data.seeding`
-
-    def at(self, index: Any) -> None:
-        """Say that ``index`` is read from here on."""
-        self.index = index
-        self.drawn = None
-
-
-def current_scope() -> SampleScope | None:
-    """The scope of the batch that this thread reads; None outside a loader."""
-    scope: SampleScope | None = getattr(reading, "scope", None)
-    return scope
+    seed: int
+    epoch: int
+    index: Any = NO_SAMPLE
+    drawn: np.random.Generator | None = None
+    owners: dict[int, Any] = field(default_factory=dict)
 
 
 def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
@@ -204,7 +198,7 @@ def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, .
     """
     if index is None:
         index = scope.index
-        if index is SampleScope.NO_SAMPLE:
+        if index is NO_SAMPLE:
             raise ValueError(
                 "which sample? get_batch(indices) reads several at once: call sample_rng(index) with the index"
             )
@@ -245,7 +239,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
         >>> bool((a == b).all())
         True
     """
-    scope = current_scope()
+    scope = reading.scope
     if scope is None:
         return np.random.default_rng()
     if index is not None:  # kept, it would go on where an equal index earlier in the batch has stopped
@@ -276,12 +270,12 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
     """
     import torch
 
-    scope = current_scope()
+    scope = reading.scope
     generator = torch.Generator()
     if scope is None:
         generator.seed()
-        return generator
-    seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
+    else:
+        seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
     return generator
 
 
@@ -307,11 +301,8 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
         >>> 0 <= value < 1
         True
     """
-    scope = current_scope()
-    if scope is None:
-        yield
-        return
-    with seeded_globals(derive_key(*key_parts(scope, "sample globals", index))):
+    scope = reading.scope
+    with nullcontext() if scope is None else seeded_globals(derive_key(*key_parts(scope, "sample globals", index))):
         yield
 
 

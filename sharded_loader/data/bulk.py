@@ -183,7 +183,7 @@ def keys_of(indices: Sequence[Any]) -> Sequence[SampleKey] | None:
     """The keys of these samples; None outside a loader, where nothing is keyed."""
     if isinstance(indices, KeyedIndices) and indices.is_whole:
         return indices.keys
-    return None if rng.current_scope() is None else [SampleKey(index) for index in indices]
+    return None if rng.reading.scope is None else [SampleKey(index) for index in indices]
 
 
 def translated(
@@ -223,7 +223,7 @@ def handed_out(indices: Indices) -> list[Any]:
 @contextmanager
 def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
-    scope, keys = rng.current_scope(), keys_of(indices)
+    scope, keys = rng.reading.scope, keys_of(indices)
     if scope is None or keys is None:
         yield lambda position: None
         return

@@ -74,7 +74,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
         ValueError: several samples are read at once.
         Exception: what the ``set_random_seed`` of an object raises.
     """
-    scope = rng.current_scope()
+    scope = rng.reading.scope
     if scope is None:
         yield
         return

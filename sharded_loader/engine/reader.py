@@ -26,7 +26,7 @@ from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Boa
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.errors import Location, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.interrupts import is_from_outside
-from sharded_loader.rng import OfBatch, SampleScope, current_scope, philox, reading
+from sharded_loader.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 _BAD: Any = object()
 
@@ -79,7 +79,7 @@ class Reader:
         count = 0
         if board is None:
             board = new_board()
-        before, scope = current_scope(), SampleScope(self._job.seed, task.epoch)
+        before, scope = reading.scope, SampleScope(self._job.seed, task.epoch)
         try:
             reading.scope = scope
             self._tell_epoch(task, worker)
@@ -114,10 +114,10 @@ class Reader:
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
-        before, scope = current_scope(), SampleScope(self._job.seed, epoch)
+        before, scope = reading.scope, SampleScope(self._job.seed, epoch)
         try:
             reading.scope = scope
-            scope.at(index)
+            scope.index, scope.drawn = index, None
             return self._dataset[index]
         finally:
             reading.scope = before
@@ -131,7 +131,7 @@ class Reader:
         gather, get_items = self._gather, self._get_items
         if gather is None and get_items is None:
             return
-        before = current_scope()
+        before = reading.scope
         try:
             reading.scope = SampleScope(self._job.seed, task.epoch)
             for number, indices in enumerate(task.shards):
@@ -163,7 +163,7 @@ class Reader:
     ) -> Any:
         samples: list[Any] | None = None
         if self._gather is not None or self._get_items is not None:
-            scope.at(SampleScope.NO_SAMPLE)
+            scope.index, scope.drawn = NO_SAMPLE, None
             board[SAMPLE] = IN_BULK
             try:
                 if self._gather is not None:
@@ -216,7 +216,7 @@ class Reader:
         place: Location,
         indices: Sequence[Any],
     ) -> Any:
-        scope.at(OfBatch(task.seq, place.shard or 0))
+        scope.index, scope.drawn = OfBatch(task.seq, place.shard or 0), None
         try:
             return assemble(self._batchify, list(samples), empty)  # a list that it may change
         except KeyboardInterrupt:
@@ -332,7 +332,7 @@ class Reader:
         board[SHARD] = shard
         for ordinal, index in enumerate(indices):
             board[SAMPLE] = ordinal
-            scope.at(index)
+            scope.index, scope.drawn = index, None
             try:
                 samples.append(self._dataset[index])
             except KeyboardInterrupt:

@@ -132,7 +132,7 @@ def test_a_package_is_measured_without_the_programs_that_use_it() -> None:
         "p.data.base": "import p.memory.codec\nimport sys\nsys.modules.get('p.loader')\n",
         "p.loader": "import p.data.base\n",
         "p.demo": "import p.loader\n",
-        "p.cli": "import p.demo\n",
+        "p.demo.train": "import p.loader\n",
     }
     numbers, notes = sizes.sizes_of(package)
     assert numbers == {

@@ -186,7 +186,7 @@ def test_each_object_gets_seeds_of_its_own_that_depend_on_the_sample_alone(scope
     members = [Owns(), Owns()]
     dataset = SimpleDataset(range(4)).transform(Holder(members=members), seeded=True)
     for index in (0, 1, 0, 3):
-        scope.at(index)
+        scope.index = index
         dataset[index]
     assert members[0].seeds[0] == members[0].seeds[2]
     assert len({*members[0].seeds, *members[1].seeds}) == 6
@@ -206,7 +206,7 @@ def test_no_two_transforms_seed_an_object_with_the_same(scope: SampleScope, wrap
     own = Owns()
     dataset = wrap(wrap(SimpleDataset(range(4)).transform(own, seeded=True)).transform(own, seeded=True))
     dataset = dataset.transform(own, seeded=True)
-    scope.at(0)
+    scope.index = 0
     dataset[len(dataset) - 1]
     assert len(set(own.seeds)) == len(own.seeds) == 3
 
@@ -226,7 +226,7 @@ class Within:
 
 def test_a_state_is_given_where_the_method_takes_one(scope: SampleScope) -> None:
     OwnsState.states.clear()
-    scope.at(0)
+    scope.index = 0
     SimpleDataset(range(4)).transform(OwnsState(), seeded=True)[0]
     ((seed, state),) = OwnsState.states
     assert seed is None and isinstance(state, np.random.RandomState)
@@ -237,14 +237,14 @@ def test_a_method_that_takes_only_small_seeds_gets_one(scope: SampleScope, kind:
     own = kind()
     dataset = SimpleDataset(range(4)).transform(own, seeded=True)
     for index in range(4):
-        scope.at(index)
+        scope.index = index
         dataset[index]
     assert len(set(own.seeds)) == 4
 
 
 def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope: SampleScope, monkeypatch: Any) -> None:
     own = Owns()
-    scope.at(0)
+    scope.index = 0
     SimpleDataset(range(4)).transform(own)[0]
     monkeypatch.setattr(reading, "scope", None)
     SimpleDataset(range(4)).transform(own, seeded=True)[0]
@@ -253,7 +253,7 @@ def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope: SampleScop
 
 def test_the_first_field_s_transform_is_seeded_too(scope: SampleScope) -> None:
     own = Owns()
-    scope.at(1)
+    scope.index = 1
     SimpleDataset([(1, 2), (3, 4)]).transform_first(own, seeded=True)[1]
     assert len(own.seeds) == 1
 

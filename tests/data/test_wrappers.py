@@ -14,7 +14,7 @@ from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, Simpl
 from sharded_loader.data import wrappers
 from sharded_loader.data.columns import merge_rows
 from sharded_loader.data.wrappers import shard_range, split_sizes, take_range
-from sharded_loader.rng import SampleScope, reading, sample_rng
+from sharded_loader.rng import NO_SAMPLE, SampleScope, reading, sample_rng
 
 
 def ten():
@@ -146,12 +146,12 @@ def test_samples_draw_the_same_one_by_one_and_in_bulk(wrap, monkeypatch):
     dataset = wrap(ArrayDataset(np.arange(10)))
     monkeypatch.setattr(reading, "scope", SampleScope(5, 2), raising=False)
     for index in indices:
-        reading.scope.at(index)
+        reading.scope = SampleScope(5, 2, index)
         single.append(dataset[index])
     dataset = wrap(ArrayDataset(np.arange(10)))
     monkeypatch.setattr(reading, "scope", SampleScope(5, 2))
     assert dataset.__getitems__(indices) == single
-    assert reading.scope.index is SampleScope.NO_SAMPLE
+    assert reading.scope.index is NO_SAMPLE
     assert single[0][1] != single[0][2]
 
 

@@ -150,6 +150,42 @@ def test_all_ten_promises_are_told() -> None:
     assert re.findall(r"^\| (P\d+) ", PAGES["how-it-works.md"], re.MULTILINE) == [f"P{n}" for n in range(1, 11)]
 
 
+# -- CONTRIBUTING.md ------------------------------------------------------------------------------------------
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_files_and_folders_that_contributors_are_sent_to_are_there() -> None:
+    paths = re.findall(r"`((?:sharded_loader|tests|docs|benchmarks|\.ci)/[\w/.-]*|constraints\.txt)`", CONTRIBUTING)
+    paths += [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", CONTRIBUTING)]
+    assert len(paths) > 25
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_commands_that_contributors_are_given_exist() -> None:
+    targets = set(re.findall(r"make ([a-z-]+)", CONTRIBUTING))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert len(targets) > 5
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+    for module, options in re.findall(r"`python -m ((?:tests|benchmarks)[\w.]*)([^`]*)`", CONTRIBUTING):
+        found = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(f"{module}.__main__") if found and found.submodule_search_locations else found
+        assert found and found.origin, module
+        source = Path(found.origin).read_text(encoding="utf-8")
+        assert [option for option in re.findall(r"--\w+", options) if f'"{option}"' not in source] == [], module
+
+
+def test_names_that_contributors_have_to_implement_exist() -> None:
+    from sharded_loader.batching.default import Batchify
+    from sharded_loader.engine.pool import Pool
+    from sharded_loader.sampling.base import Sampler
+
+    assert [name for name in re.findall(r"`Sampler\.(\w+)`", CONTRIBUTING) if not hasattr(Sampler, name)] == []
+    assert hasattr(Batchify, "assemble")
+    assert [verb for verb in ("start", "submit", "wait", "wake", "cancel", "close") if not hasattr(Pool, verb)] == []
+
+
 # -- the site -----------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from conftest import PROCESS_POOLS, make_pool
 from on_cuda import needs_cuda, needs_two
 
 from sharded_loader import ArrayDataset, ProcessPool, Replicas, ShardedDataLoader
-from sharded_loader.splitting import split_and_load
+from sharded_loader.parallel import split_and_load
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharded_loader import parallel
-from sharded_loader.parallel import Replicas
+from sharded_loader import Replicas
+from sharded_loader.parallel import replicas as module
 
 
 def conv_net():
@@ -28,7 +28,7 @@ def backward(model, shard):
 @pytest.fixture(params=["one after the other", "threads"])
 def lanes(request, monkeypatch):
     if request.param == "threads":
-        monkeypatch.setattr(parallel, "_lanes", lambda devices: [[i] for i in range(len(devices))])
+        monkeypatch.setattr(module, "_lanes", lambda devices: [[i] for i in range(len(devices))])
     return request.param
 
 
@@ -80,6 +80,16 @@ def test_sparse_gradients_are_reduced():
     assert model.weight.grad.to_dense().flatten().tolist() == [0.25, 0.75, 0, 0]
 
 
+@pytest.mark.parametrize("sparse", [0, 1])
+def test_a_sparse_and_a_dense_gradient_are_reduced(sparse):
+    model = torch.nn.Embedding(4, 1)
+    replicas = Replicas(model, ["cpu", "cpu"])
+    replicas.models[sparse].sparse = True
+    replicas.run(lambda m, x: m(x).mean().backward(), [torch.tensor([0]), torch.tensor([1, 1, 1])])
+    replicas.reduce_grads([1, 3])
+    assert model.weight.grad.to_dense().flatten().tolist() == [0.25, 0.75, 0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_are_summed_without_rounding_in_between(dtype):
     model = torch.nn.Linear(1, 1, bias=False).to(dtype)
@@ -89,11 +99,9 @@ def test_narrow_gradients_are_summed_without_rounding_in_between(dtype):
         lambda m, x: m(x).sum().backward(),
         [torch.tensor([[8.0]], dtype=dtype)] + [torch.tensor([[8 * 2.0**-9]], dtype=dtype) for _ in range(7)],
     )
-    own = model.weight.grad
     replicas.reduce_grads([1] * 8)
-    assert model.weight.grad is own
-    assert own.dtype == dtype
-    assert own.item() == torch.tensor(1 + 7 * 2.0**-9).to(dtype).item() > 1
+    assert model.weight.grad.dtype == dtype
+    assert model.weight.grad.item() == torch.tensor(1 + 7 * 2.0**-9).to(dtype).item() > 1
 
 
 def test_a_replica_that_alone_has_a_gradient_gives_it():
@@ -173,10 +181,10 @@ def test_replicas_may_lie_on_devices_of_several_kinds():
 
 def test_threads_are_per_accelerator():
     d = torch.device
-    assert parallel._lanes([d("cpu"), d("cpu")]) == [[0, 1]]
-    assert parallel._lanes([d("cuda:0"), d("cuda:0")]) == [[0, 1]]
-    assert parallel._lanes([d("cuda:0"), d("cpu")]) == [[0, 1]]
-    assert parallel._lanes([d("cuda:0"), d("cuda:1"), d("cuda:0")]) == [[0, 2], [1]]
+    assert module._lanes([d("cpu"), d("cpu")]) == [[0, 1]]
+    assert module._lanes([d("cuda:0"), d("cuda:0")]) == [[0, 1]]
+    assert module._lanes([d("cuda:0"), d("cpu")]) == [[0, 1]]
+    assert module._lanes([d("cuda:0"), d("cuda:1"), d("cuda:0")]) == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize(
@@ -248,9 +256,9 @@ def test_a_broadcast_is_one_copy_per_dtype_and_replica():
 
 
 def test_what_is_copied_in_one_go_is_bounded(monkeypatch):
-    monkeypatch.setattr(parallel, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(module, "BUCKET_BYTES", 100)
     tensors = [torch.zeros(10), torch.zeros(10), torch.zeros(10), torch.zeros(100), torch.zeros(5), torch.zeros(0)]
-    assert parallel._buckets(tensors) == [[0, 1], [2], [3], [4, 5]]
+    assert module._buckets(tensors) == [[0, 1], [2], [3], [4, 5]]
 
 
 def test_tensors_that_are_sent_together_arrive_as_they_were():
@@ -261,7 +269,7 @@ def test_tensors_that_are_sent_together_arrive_as_they_were():
         torch.randn(0, 3),
         torch.randn(5).expand(2, 5),
     ]
-    for sent, tensor in zip(parallel._sent(tensors, torch.device("cpu")), tensors, strict=True):
+    for sent, tensor in zip(module._sent(tensors, torch.device("cpu")), tensors, strict=True):
         assert torch.equal(sent, tensor)
         assert sent.data_ptr() != tensor.data_ptr() or not tensor.numel()
 
@@ -276,9 +284,9 @@ def test_gradients_of_another_device_are_one_copy_per_dtype(monkeypatch):
         sent.append([tensor.shape for tensor in tensors])
         return [tensor.clone() for tensor in tensors]
 
-    real = parallel._moved
-    monkeypatch.setattr(parallel, "_sent", send)
-    monkeypatch.setattr(parallel, "_moved", lambda tensors, device: real(tensors, torch.device("meta")))
+    real = module._moved
+    monkeypatch.setattr(module, "_sent", send)
+    monkeypatch.setattr(module, "_moved", lambda tensors, device: real(tensors, torch.device("meta")))
     for replica in replicas.models:
         for parameter in replica.parameters():
             parameter.grad = torch.ones_like(parameter)

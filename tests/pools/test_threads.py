@@ -1,121 +1,360 @@
-"""Several threads, each with its own loops over one loader: every loop is a whole epoch with its own values."""
+"""A pool of threads: what hangs, what ends, and what a thread holds while it waits."""
 
 from __future__ import annotations
 
-import os
-import sys
+import gc
+import random
+import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from conftest import begin
 
-from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
-from sharded_loader.engine.pool import Pool
-from sharded_loader.workers import resources
+from sharded_loader import ShardedDataLoader, ThreadPool, WorkerTimeoutError, sample_seed
+from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.pools import threads as thread_pool
 
-THREADS = 4
-
-
-@pytest.fixture(autouse=True)
-def threads_that_take_turns_often() -> Iterator[None]:
-    """A thread may lose its turn between any two lines, as on a busy machine with many cores."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+TIMEOUT = 0.2
 
 
-def in_threads(work: Callable[[int], Any]) -> list[Any]:
-    """What ``work`` returns for the number of each thread, or raises."""
-    found: list[Any] = [None] * THREADS
-    begin = threading.Barrier(THREADS)
+def task(seq: int, *indices: int, run: int = 0) -> Task:
+    return Task(run, seq, 0, 0, (list(indices),), False)
 
-    def run(number: int) -> None:
-        begin.wait()
+
+def results_of(pool: ThreadPool, count: int) -> list[Result]:
+    """The next results of a pool, by number of the batch."""
+    found: list[Result] = []
+    while len(found) < count:
+        found += pool.wait()
+    return sorted(found, key=lambda result: result.seq)
+
+
+def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Any]]:
+    """The batches of an epoch, and the errors in between."""
+    batches: list[Any] = []
+    errors: list[Any] = []
+    while len(errors) < 50:
         try:
-            found[number] = work(number)
-        except BaseException as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+            batches.append(next(iterator).tolist())
+        except StopIteration:
+            return batches, errors
+        except Exception as error:
+            errors.append(error)
+    raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
 
 
-def loops_of(pool: Pool) -> int:
-    return 400 if isinstance(pool, InlinePool) else 40
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    """Two threads."""
+    made = ThreadPool(2)
+    yield made
+    made.close()
 
 
-def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
-    count = loops_of(pool)
-    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
-
-        def work(number: int) -> int:
-            for _ in range(count):
-                assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-            return count
-
-        assert in_threads(work) == [count] * THREADS
+# -- the verbs --------------------------------------------------------------------------------------------------
 
 
-def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
-    count = loops_of(pool) // 4
-    data = ArrayDataset(np.arange(12))
-    with ShardedDataLoader(data, 4, shuffle=True, seed=3) as alone:
-        epochs = [[batch.tolist() for batch in alone] for _ in range(count * THREADS)]
-    with ShardedDataLoader(data, 4, shuffle=True, seed=3, pool=pool) as loader:
-        found = in_threads(lambda number: [[batch.tolist() for batch in loader] for _ in range(count)])
-    assert [one for one in found if isinstance(one, BaseException)] == []
-    assert sorted(epoch for loops in found for epoch in loops) == sorted(epochs)
+def test_tasks_become_batches(pool: ThreadPool) -> None:
+    pool.start(Job([5, 6, 7], None, 0, "raise"))
+    assert pool.started and pool.room > 10**6
+    pool.submit([task(0, 0, 2), task(1, 1), task(2, 9)])
+    first, second, third = results_of(pool, 3)
+    assert (first.batch.tolist(), second.batch.tolist()) == ([5, 7], [6])
+    assert isinstance(third.error, IndexError)
+    assert pool.wait(block=False) == []
 
 
-def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other(pool: Pool) -> None:
-    count = loops_of(pool)
-    with ShardedDataLoader(range(12), 2, pool=pool, prefetch=3) as loader:
+def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
+    def names() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("sharded_loader-")}
 
-        def work(number: int) -> int:
-            for turn in range(count):
-                got = []
-                for batch in loader:
-                    got += batch.tolist()
-                    if number % 2 and len(got) > turn % 10:
-                        break
-                assert got == list(range(len(got))) and (number % 2 or len(got) == 12), got
-            return count
-
-        assert in_threads(work) == [count] * THREADS
+    pool.start(Job([1], None, 0, "raise"))
+    before = names()
+    pool.submit([task(0, 0)])
+    assert results_of(pool, 1)[0].batch.tolist() == [1]
+    pool.start(Job([2], None, 0, "raise"))
+    pool.submit([task(0, 0)])
+    assert results_of(pool, 1)[0].batch.tolist() == [2]
+    assert names() == before and len(before) == 2
 
 
-def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Pool) -> None:
-    with ShardedDataLoader(range(120), 2, pool=pool) as loader:
+def test_a_cancelled_run_is_not_read() -> None:
+    go_on, read = threading.Event(), []
+
+    class Waits:
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            go_on.wait()
+            return index
+
+    pool = ThreadPool(1)
+    pool.start(Job(Waits(), None, 0, "raise"))
+    pool.submit([task(0, 10), task(1, 11), task(0, 20, run=1)])
+    pool.cancel(0)
+    go_on.set()
+    while not any(result.run == 1 for result in pool.wait()):
+        pass
+    assert read in ([20], [10, 20])
+    pool.close()
+
+
+def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
+    for value in (1, 2):
+        pool.start(Job([value], None, 0, "raise"))
+        pool.submit([task(0, 0)])
+        assert results_of(pool, 1)[0].batch.tolist() == [value]
+        pool.close()
+        pool.close()
+        assert not pool.started and pool.wait() == ()
+
+
+def test_the_closer_ends_what_was_started_after_it_was_made(pool: ThreadPool) -> None:
+    closer = pool.closer()
+    pool.start(Job([1], None, 0, "raise"))
+    closer()
+    assert not pool.started
+
+
+def test_wake_ends_a_wait(pool: ThreadPool) -> None:
+    pool.start(Job([1], None, 0, "raise"))
+    pool.wake()
+    assert pool.wait() == []
+
+
+def test_a_worker_init_fn_that_fails_breaks_the_pool() -> None:
+    pool = ThreadPool(2, worker_init_fn=lambda number: 1 // number)
+    pool.start(Job([1], None, 0, "raise"))
+    with pytest.raises(PoolBroken) as caught:
+        results_of(pool, 1)
+    assert isinstance(caught.value.error, ZeroDivisionError)
+    assert caught.value.error.__notes__[-1].endswith("while thread 0 started (worker_init_fn)")
+    assert not pool.started
+
+
+def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
+    class Held(list[int]):
+        def __call__(self, number: int) -> None:
+            """Nothing to do."""
+
+    dataset, init = Held([1]), Held()
+    refs = [weakref.ref(dataset), weakref.ref(init)]
+    pool = ThreadPool(1, worker_init_fn=init)
+    pool.start(Job(dataset, None, 0, "raise"))
+    pool.submit([task(0, 0)])
+    results_of(pool, 1)
+    (thread,) = [one for one in threading.enumerate() if one.name.startswith("sharded_loader-")]
+    closer = pool.closer()
+    del pool, dataset, init
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    closer()
+    assert not thread.is_alive()
+
+
+def test_a_close_that_a_ctrl_c_interrupts_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ThreadPool(2)
+    pool.start(Job([1], None, 0, "raise"))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "join", lambda *_: signal.raise_signal(signal.SIGINT))
+        pool.close()
+    pool.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("sharded_loader-")]
+
+
+# -- threads that hang --------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """Sample 3 waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[threading.Thread] = []
+        self.readers: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        self.readers[index] = threading.current_thread().name
+        if index == 3 and not self.go_on.is_set():
+            self.begun.append(threading.current_thread())
+            self.go_on.wait()
+        return np.array([index])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: int) -> None:
+    data = Stuck()
+    with ShardedDataLoader(data, 2, pool=ThreadPool(num_workers, timeout=TIMEOUT)) as loader:
         iterator = iter(loader)
-        found = in_threads(lambda number: [batch.tolist() for batch in iterator])
-    assert [one for one in found if isinstance(one, BaseException)] == []
-    assert sorted(first for batches in found for first, _ in batches) == list(range(0, 120, 2))
+        batches, errors = until_the_end(iterator)
+        assert batches == [[[0], [1]], [[4], [5]], [[6], [7]], [[8], [9]]]
+        (error,) = errors
+        assert isinstance(error, WorkerTimeoutError)
+        assert (error.epoch, error.batch, error.index) == (0, 1, 3)
+        assert "reading sample 3" in str(error) and "another has its place" in str(error)
+        assert error.__notes__[-1].endswith("loader.read(3, epoch=0)")
+        # It is let go, and what it made late is in nobody's stream.
+        data.go_on.set()
+        for thread in data.begun:
+            thread.join(5)
+            assert not thread.is_alive()
+        for _ in range(2):
+            assert [int(value) for batch in loader for value in batch] == list(range(10))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
-    """What the library does before a fork is done although the set of pools changes meanwhile."""
-    done = threading.Event()
+def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> None:
+    at_next, go_on = threading.Event(), threading.Event()
+    data = Stuck()
 
-    def make_pools() -> None:
-        while not done.is_set():
-            _ = [ProcessPool(1) for _ in range(50)]
+    class Then(Stuck):
+        """After sample 3 has been let go, sample 4 waits too."""
 
-    makers = [threading.Thread(target=make_pools) for _ in range(2)]
-    for maker in makers:
-        maker.start()
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                data.go_on.wait()
+            if index == 4:
+                at_next.set()
+                go_on.wait()
+            return index
+
+    pool = ThreadPool(1, timeout=0.05)
+    pool.start(Job(Then(), None, 0, "raise"))
+    pool.submit([Task(0, seq, 0, 0, ([3 + seq],), False) for seq in range(2)])
     try:
-        for _ in range(2500):
-            resources._before_fork()
+        found = []
+        while not found:
+            for result in pool.wait():
+                found.append((result.seq, type(result.error)))
+                data.go_on.set()
+                assert at_next.wait(5)
+        go_on.set()
+        deadline = time.monotonic() + 5
+        while (1, type(None)) not in found and time.monotonic() < deadline:
+            found += [(result.seq, type(result.error)) for result in pool.wait()]
+        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
     finally:
-        done.set()
-        for maker in makers:
-            maker.join()
+        go_on.set()
+        pool.close()
+
+
+def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
+    go_on = threading.Event()
+
+    def batchify(samples: list[int]) -> list[int]:
+        if 2 in samples:
+            go_on.wait()
+        return samples
+
+    with ShardedDataLoader(range(6), 2, pool=ThreadPool(1, timeout=TIMEOUT), batchify_fn=batchify) as loader:
+        iterator = iter(loader)
+        assert next(iterator) == [0, 1]
+        with pytest.raises(
+            WorkerTimeoutError, match=r"making the batch \(batchify_fn\), in epoch 0, batch 1"
+        ) as caught:
+            next(iterator)
+        assert caught.value.index is None
+        assert next(iterator) == [4, 5]
+        go_on.set()
+
+
+def test_all_threads_may_hang() -> None:
+    data = Stuck()
+
+    class All(Stuck):
+        def __getitem__(self, index: int) -> Any:
+            data.go_on.wait()
+            return index
+
+    with ShardedDataLoader(All(), 5, pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
+        batches, errors = until_the_end(iter(loader))
+        assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
+        data.go_on.set()
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, next_begun, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            if index == 0:
+                late.wait()
+            if index == 1:
+                next_begun.set()
+                go_on.wait()
+            return index
+
+    make_error = thread_pool.timed_out
+
+    def finish_meanwhile(*arguments: Any, **options: Any) -> WorkerTimeoutError:
+        late.set()
+        next_begun.wait(5)
+        return make_error(*arguments, **options)
+
+    monkeypatch.setattr(thread_pool, "timed_out", finish_meanwhile)
+    with ShardedDataLoader(Late(), 1, pool=ThreadPool(1, timeout=0.1)) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0]
+        go_on.set()
+        assert [batch.tolist() for batch in iterator] == [[1], [2]]
+
+
+class StuckInItsSeed(Stuck):
+    """Sample 3 waits while the global generators are seeded by it."""
+
+    def __getitem__(self, index: int) -> Any:
+        with sample_seed():
+            value = random.random()
+            super().__getitem__(index)
+            return value
+
+
+def test_a_thread_that_hangs_in_sample_seed_is_the_only_error() -> None:
+    data = StuckInItsSeed()
+    data.go_on.set()
+    with ShardedDataLoader(data, 2, seed=1) as loader:
+        expected = [batch.tolist() for batch in loader]
+    data.go_on.clear()
+    random.seed(5)
+    states = random.getstate()
+    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2, timeout=0.1)) as loader:
+        batches, errors = until_the_end(iter(loader))
+        assert [error.index for error in errors] == [3]
+        assert batches == expected[:1] + expected[2:]
+        assert random.getstate() == states
+        random.seed(6)
+        states = random.getstate()
+        data.go_on.set()
+        for thread in data.begun:
+            thread.join(5)
+        assert random.getstate() == states  # what it would put back is not its affair any more
+
+
+def test_a_closed_loader_gives_back_the_generators_that_a_thread_hangs_with() -> None:
+    data = StuckInItsSeed()
+    random.seed(5)
+    states = random.getstate()
+    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2)) as loader:
+        waits = begin(loader)
+        while not data.begun:
+            time.sleep(0.001)
+    waits.join(10)
+    assert not waits.is_alive()
+    assert random.getstate() == states
+    sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
+    with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
+        assert sorted(int(value) for batch in other for value in batch) == list(range(10))
+    data.go_on.set()
+    data.begun[0].join(5)

@@ -27,7 +27,7 @@ def test_threads_remember_only_the_runs_that_are_alive() -> None:
                 break
         held = iter(loader)
         next(held)
-        shared = loader.pool._shared  # type: ignore[attr-defined]
+        (shared,) = loader.pool._running  # type: ignore[attr-defined]
         assert shared.live == {held.run.number}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -15,11 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import torch
-from conftest import METHODS, PROCESS_POOLS, begin, make_pool
+from conftest import METHODS, PROCESS_POOLS, make_pool
 from recovery_samples import (
     BadStart,
     Fails,
@@ -32,11 +29,9 @@ from recovery_samples import (
     values_of,
 )
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerDiedError, global_generators, sample_seed
+from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import Job, Task
 from sharded_loader.errors import WorkerTimeoutError
-from sharded_loader.pools import threads as thread_pool
 from sharded_loader.workers import resources, supervision, template, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
@@ -336,218 +331,3 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
         loader.close()
         assert time.monotonic() - began < 5
     assert "was killed and does not end" in capfd.readouterr().err
-
-
-# -- threads --------------------------------------------------------------------------------------------------
-
-
-class Stuck:
-    """Sample 3 waits until it may go on."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        self.begun: list[threading.Thread] = []
-        self.readers: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Any:
-        self.readers[index] = threading.current_thread().name
-        if index == 3 and not self.go_on.is_set():
-            self.begun.append(threading.current_thread())
-            self.go_on.wait()
-        return np.array([index])
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: int) -> None:
-    data = Stuck()
-    with ShardedDataLoader(data, 2, pool=ThreadPool(num_workers, timeout=TIMEOUT)) as loader:
-        iterator = iter(loader)
-        batches, errors = until_the_end(iterator)
-        assert [batch[0] for batch in batches] == [[[0], [1]], [[4], [5]], [[6], [7]], [[8], [9]]]
-        (error,) = errors
-        assert isinstance(error, WorkerTimeoutError)
-        assert (error.epoch, error.batch, error.index) == (0, 1, 3)
-        assert "reading sample 3" in str(error) and "another has its place" in str(error)
-        assert error.__notes__[-1].endswith("loader.read(3, epoch=0)")
-        # It is let go, and what it made late is in nobody's stream.
-        data.go_on.set()
-        for thread in data.begun:
-            thread.join(5)
-            assert not thread.is_alive()
-        for _ in range(2):
-            assert [int(value) for batch in loader for value in batch] == list(range(10))
-
-
-def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> None:
-    at_next, go_on = threading.Event(), threading.Event()
-    data = Stuck()
-
-    class Then(Stuck):
-        """After sample 3 has been let go, sample 4 waits too."""
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 3:
-                data.go_on.wait()
-            if index == 4:
-                at_next.set()
-                go_on.wait()
-            return index
-
-    pool = ThreadPool(1, timeout=0.05)
-    pool.start(Job(Then(), None, 0, "raise"))
-    pool.submit([Task(0, seq, 0, 0, ([3 + seq],), False) for seq in range(2)])
-    try:
-        found = []
-        while not found:
-            for result in pool.wait():
-                found.append((result.seq, type(result.error)))
-                data.go_on.set()
-                assert at_next.wait(5)
-        go_on.set()
-        deadline = time.monotonic() + 5
-        while (1, type(None)) not in found and time.monotonic() < deadline:
-            found += [(result.seq, type(result.error)) for result in pool.wait()]
-        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
-    finally:
-        go_on.set()
-        pool.close()
-
-
-def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
-    go_on = threading.Event()
-
-    def batchify(samples: list[int]) -> list[int]:
-        if 2 in samples:
-            go_on.wait()
-        return samples
-
-    with ShardedDataLoader(range(6), 2, pool=ThreadPool(1, timeout=TIMEOUT), batchify_fn=batchify) as loader:
-        iterator = iter(loader)
-        assert next(iterator) == [0, 1]
-        with pytest.raises(
-            WorkerTimeoutError, match=r"making the batch \(batchify_fn\), in epoch 0, batch 1"
-        ) as caught:
-            next(iterator)
-        assert caught.value.index is None
-        assert next(iterator) == [4, 5]
-        go_on.set()
-
-
-def test_all_threads_may_hang() -> None:
-    data = Stuck()
-
-    class All(Stuck):
-        def __getitem__(self, index: int) -> Any:
-            data.go_on.wait()
-            return index
-
-    with ShardedDataLoader(All(), 5, pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
-        batches, errors = until_the_end(iter(loader))
-        assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
-        data.go_on.set()
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
-def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    late, next_begun, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    class Late:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> int:
-            if index == 0:
-                late.wait()
-            if index == 1:
-                next_begun.set()
-                go_on.wait()
-            return index
-
-    make_error = thread_pool.timed_out
-
-    def finish_meanwhile(*arguments: Any, **options: Any) -> WorkerTimeoutError:
-        late.set()
-        next_begun.wait(5)
-        return make_error(*arguments, **options)
-
-    monkeypatch.setattr(thread_pool, "timed_out", finish_meanwhile)
-    with ShardedDataLoader(Late(), 1, pool=ThreadPool(1, timeout=0.1)) as loader:
-        iterator = iter(loader)
-        assert next(iterator).tolist() == [0]
-        go_on.set()
-        assert [batch.tolist() for batch in iterator] == [[1], [2]]
-
-
-class StuckInItsSeed(Stuck):
-    """Sample 3 waits while the global generators are seeded by it."""
-
-    def __getitem__(self, index: int) -> Any:
-        with sample_seed():
-            value = random.random()
-            super().__getitem__(index)
-            return value
-
-
-def test_a_thread_that_hangs_in_sample_seed_is_the_only_error() -> None:
-    data = StuckInItsSeed()
-    data.go_on.set()
-    with ShardedDataLoader(data, 2, seed=1) as loader:
-        expected = [batch.tolist() for batch in loader]
-    data.go_on.clear()
-    random.seed(5)
-    states = random.getstate()
-    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2, timeout=0.1)) as loader:
-        batches, errors = until_the_end(iter(loader))
-        assert [error.index for error in errors] == [3]
-        assert [values for (values,) in batches] == expected[:1] + expected[2:]
-        assert random.getstate() == states
-        random.seed(6)
-        states = random.getstate()
-        data.go_on.set()
-        for thread in data.begun:
-            thread.join(5)
-        assert random.getstate() == states  # what it would put back is not its affair any more
-
-
-def test_a_closed_loader_gives_back_the_generators_that_a_thread_hangs_with() -> None:
-    data = StuckInItsSeed()
-    random.seed(5)
-    states = random.getstate()
-    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2)) as loader:
-        waits = begin(loader)
-        while not data.begun:
-            time.sleep(0.001)
-    waits.join(10)
-    assert not waits.is_alive()
-    assert random.getstate() == states
-    sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
-    with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
-        assert sorted(int(value) for batch in other for value in batch) == list(range(10))
-    data.go_on.set()
-    data.begun[0].join(5)
-
-
-def test_who_waits_for_the_global_generators_says_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(global_generators, "PATIENCE", 0.01)
-    told = threading.Event()
-    monkeypatch.setattr(global_generators, "print", lambda *args, **to: (print(*args, **to), told.set()), raising=False)
-
-    def wait_for_it() -> None:
-        with global_generators.seeded_globals(2):
-            pass
-
-    waits = threading.Thread(target=wait_for_it, name="impatient")
-    with global_generators.seeded_globals(1):
-        waits.start()
-        assert told.wait(5)
-    waits.join(5)
-    assert not waits.is_alive()
-    said = capsys.readouterr().err
-    assert (
-        "impatient has waited 0.01 s" in said and threading.current_thread().name in said and "loader.close()" in said
-    )

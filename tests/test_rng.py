@@ -6,8 +6,10 @@ import ast
 import enum
 import os
 import random
+import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +21,9 @@ import pytest
 import torch
 
 import sharded_loader
-from sharded_loader import ShardedDataLoader, global_generators, sample_generator, sample_rng, sample_seed
+from sharded_loader import ShardedDataLoader, rng, sample_generator, sample_rng, sample_seed
 from sharded_loader.engine.pool import Pool
-from sharded_loader.global_generators import seed_globals, seed_torch, seeded_globals
-from sharded_loader.rng import LABELS, OfBatch, SampleScope, derive_key, key_parts, reading
+from sharded_loader.rng import NO_SAMPLE, OfBatch, SampleScope, derive_key, key_parts, philox, reading
 
 MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled")
 
@@ -50,80 +51,84 @@ def labels_in_the_code() -> Iterator[str]:
 
 
 def test_every_use_of_a_key_has_a_label_of_its_own() -> None:
+    table = (rng.__doc__ or "").partition("who draws")[2]
+    listed = re.findall(r"^    ([a-z_](?: ?[a-z_]+)*)  +\S", table, re.MULTILINE)
+    assert len(listed) > 20
     used = Counter(labels_in_the_code())
     used["sample"] -= 1  # with an index and without one: one use in two lines
     used["sample of batchify_fn"] -= 1
-    assert used - Counter(INNER) == Counter(dict.fromkeys(LABELS, 1))
+    assert used - Counter(INNER) == Counter(listed)
 
 
 def test_a_batch_and_an_index_that_looks_like_it_have_different_keys() -> None:
-    scope = SampleScope(1, 0)
-    scope.at(OfBatch(3, 0))
-    of_batch = key_parts(scope, "sample")
-    keys = {derive_key(*of_batch)}
-    for index in ((3, 0), ("batchify_fn", 3, 0), ("OfBatch", 3, 0), repr(OfBatch(3, 0))):
-        scope.at(index)
-        keys.add(derive_key(*key_parts(scope, "sample")))
+    indices = (OfBatch(3, 0), (3, 0), ("batchify_fn", 3, 0), ("OfBatch", 3, 0), repr(OfBatch(3, 0)))
+    keys = {derive_key(*key_parts(SampleScope(1, 0, index), "sample")) for index in indices}
     assert len(keys) == 5
 
 
-# -- seeds of all bits ----------------------------------------------------------------------------------------
+# -- generators of a sample -----------------------------------------------------------------------------------
 
 
-def draw() -> list[float]:
-    return [random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
+@pytest.fixture
+def scope(monkeypatch: pytest.MonkeyPatch) -> SampleScope:
+    """This thread reads sample 3 of epoch 2, under seed 5."""
+    made = SampleScope(5, 2, 3)
+    monkeypatch.setattr(reading, "scope", made)
+    return made
 
 
-@pytest.mark.parametrize("bit", [0, 31, 32, 62, 63, 64, 100, 127])
-def test_every_bit_of_a_key_counts_in_every_generator(bit: int) -> None:
-    with seeded_globals(5):
-        before = draw()
-        seed_globals(5)
-        assert draw() == before
-        seed_globals(5 ^ 1 << bit)
-        after = draw()
-    assert len({*before, *after}) == 6
-    generators = torch.Generator(), torch.Generator()
-    for generator, key in zip(generators, (5, 5 ^ 1 << bit), strict=True):
-        seed_torch(generator, key)
-    assert torch.rand((), generator=generators[0]) != torch.rand((), generator=generators[1])
+def test_a_sample_has_one_generator_until_the_next_one_is_read(scope: SampleScope) -> None:
+    first = sample_rng()
+    assert sample_rng() is first
+    drawn = first.random()
+    scope.index, scope.drawn = 4, None
+    assert sample_rng().random() != drawn
+    scope.index, scope.drawn = 3, None
+    assert sample_rng().random() == drawn
 
 
-def test_generators_seeded_by_one_key_draw_different_numbers() -> None:
-    # All are Mersenne Twisters: from the same words they would draw the same.
-    with seeded_globals(2**128 - 1):
-        drawn = [draw() for _ in range(1000)]
-    assert len({number for three in drawn for number in three}) == 3000
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert abs(np.corrcoef([three[one] for three in drawn], [three[other] for three in drawn])[0, 1]) < 0.15
+def test_numbers_of_a_sample_are_those_of_its_key(scope: SampleScope) -> None:
+    expected = philox(5, "sample", 2, 3).random()
+    assert sample_rng(3).random() == sample_rng().random() == expected
+    assert sample_generator().initial_seed() == derive_key(5, "torch", 2, 3) & 0x7FFFFFFFFFFFFFFF
+    assert len({philox(5, "sample", 2, 4).random(), philox(5, "sample", 1, 3).random(), expected}) == 3
 
 
-def test_torch_numbers_are_uniform_and_its_seed_is_known() -> None:
-    generator = torch.Generator()
-    seed_torch(generator, 9 + (3 << 63))
-    assert generator.initial_seed() == 9
-    drawn = torch.rand(100_000, generator=generator)
-    assert abs(drawn.mean() - 0.5) < 0.005 and abs(drawn.std() - 12**-0.5) < 0.005
-    normal = torch.randn(1001, generator=generator)
-    seed_torch(generator, 9 + (3 << 63))
-    torch.rand(100_000, generator=generator)
-    assert torch.equal(torch.randn(1001, generator=generator), normal)
-    # Nothing is left of what was drawn before: a kept half of a pair of normal numbers, say.
-    seed_torch(generator, 4)
-    first = torch.randn(1, generator=generator)
-    seed_torch(generator, 4)
-    assert torch.equal(torch.randn(1, generator=generator), first)
+def test_several_samples_at_once_need_an_index(scope: SampleScope) -> None:
+    scope.index = NO_SAMPLE
+    for draw_one in (sample_rng, sample_generator, lambda: sample_seed().__enter__()):
+        with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
+            draw_one()
+    assert sample_rng(3).random() == philox(5, "sample", 2, 3).random()
 
 
-def test_where_torch_keeps_its_words_elsewhere_its_own_seed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_generators, "_torch_state", lambda: None)
-    generator, own = torch.Generator(), torch.Generator().manual_seed(77)
-    seed_torch(generator, 77 + (1 << 63))
-    assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))
+def test_each_thread_has_a_scope_of_its_own(scope: SampleScope) -> None:
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(reading.scope))
+    thread.start()
+    thread.join()
+    assert seen == [None] and reading.scope is scope
+
+
+def test_outside_a_loader_numbers_are_fresh() -> None:
+    assert sample_rng().random() != sample_rng().random()
+    random.seed(1)
+    state = random.getstate()
+    with sample_seed():
+        assert random.getstate() == state
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_reads_nothing(scope: SampleScope) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if reading.scope is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert reading.scope is scope
 
 
 def test_samples_whose_seeds_agree_in_32_bits_draw_different_torch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "scope", SampleScope(0, 0), raising=False)
+    monkeypatch.setattr(reading, "scope", SampleScope(0, 0))
     monkeypatch.setattr("sharded_loader.rng.derive_key", lambda *parts: 7 + (parts[-1] << 32))
     assert len({torch.rand((), generator=sample_generator(index)).item() for index in range(20)}) == 20
 
@@ -167,7 +172,7 @@ INDICES = """[
 def test_an_index_is_one_key_in_every_process() -> None:
     here = [derive_key(7, "sample", 0, index) for index in eval(INDICES)]
     assert len(set(here)) == len(here)
-    program = f"import test_keys; from test_keys import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    program = f"import test_rng; from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
     for hash_seed in "12":
         found = subprocess.run(
             [sys.executable, "-c", program],

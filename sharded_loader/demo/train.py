@@ -3,9 +3,9 @@
     load_digits_split -> train set  --ShardedDataLoader-->  shards[i] on devices[i]  --Replicas-->  one model
                       -> held-out set  ------------------------------------------>  `accuracy_on`
 
-`train` takes any loader and replicas and returns the losses; `run` builds both from `Options`, owns the loader and
-closes it, and returns a `Report`. With a `Checkpoint` both go on from where a file says. No output here, and no
-terminal: that is `sharded_loader.cli`'s part.
+`train` takes any loader and replicas and returns the losses. `train_and_test` builds both from `Options`, owns the
+loader and closes it, and returns a `Report`. With a `CheckpointFile` both go on from where the file says. No output
+here, and no terminal: that is the part of `sharded_loader.demo.cli`.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
 the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit
@@ -16,8 +16,8 @@ What can go wrong: scikit-learn is not installed (ImportError); what the loader,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.datasets import Dataset
-from sharded_loader.devices.names import accelerators
+from sharded_loader import ArrayDataset, Dataset, Replicas, ShardedDataLoader, sample_rng
+from sharded_loader.devices.names import accelerators, find_device
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader import ShardedDataLoader
-from sharded_loader.parallel import Replicas
-from sharded_loader.pools.processes import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.rng import sample_rng
 from sharded_loader.stats import LoaderStats
 
 BATCH_SIZE = 64
@@ -54,7 +48,6 @@ class Options:
         workers: how many threads or processes; 0 with ``"inline"``.
         epochs: passes over the training set.
         seed: of weights, order and shifts.
-        restarts: of the process pool: a batch that kills so many workers is given up.
     """
 
     devices: tuple[torch.device, ...]
@@ -62,13 +55,6 @@ class Options:
     workers: int = 2
     epochs: int = 20
     seed: int = 0
-    restarts: int = 3
-
-    def make_pool(self) -> Pool | str:
-        """Who reads, not started."""
-        if self.pool == "process":
-            return ProcessPool(self.workers, restarts=self.restarts)
-        return ThreadPool(self.workers) if self.pool == "thread" else self.pool
 
 
 @dataclass(frozen=True)
@@ -89,37 +75,41 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFile:
     """A file from which a training run goes on, as any program would keep one.
 
     Attributes:
         path: begun from if it is there.
         save_at: number of the step after which it is written, from 1; None: never.
-        saved: called when it has been.
     """
 
     path: Path
     save_at: int | None = None
-    saved: Callable[[], object] = lambda: None
-
-    def load(self) -> dict[str, Any] | None:
-        """What was saved, or None."""
-        if not self.path.exists():
-            return None
-        state: dict[str, Any] = torch.load(self.path, weights_only=True)
-        return state
 
     def save(self, state: dict[str, Any]) -> None:
         """Write the file whole or not at all."""
         partial = self.path.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(self.path)
-        self.saved()
 
 
-def default_devices() -> tuple[torch.device, ...]:
-    """All accelerators that this process sees; without any, the CPU twice, so that there are two shards."""
-    return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
+def find_devices(names: str) -> tuple[torch.device, ...]:
+    """The devices of a list such as ``cuda:0,cuda:1``.
+
+    Args:
+        names: separated by commas; or ``auto``: all accelerators that this process sees. Without any these are the CPU
+            twice, so that there are two shards.
+
+    Raises:
+        ValueError: a device is not there.
+
+    Example:
+        >>> find_devices("cpu, cpu")
+        (device(type='cpu'), device(type='cpu'))
+    """
+    if names.strip() == "auto":
+        return tuple(accelerators()) or (torch.device("cpu"), torch.device("cpu"))
+    return tuple(find_device(name.strip()) for name in names.split(","))
 
 
 def shift(image: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -191,14 +181,14 @@ def train(
     replicas: Replicas,
     epochs: int,
     on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: CheckpointFile | None = None,
 ) -> tuple[float, ...]:
     """Train the model of ``replicas`` on the batches of ``loader``.
 
     Args:
         loader: its batches are lists of shards, [images, labels] each, on the devices of ``replicas``.
         replicas: replica 0 is the model that learns.
-        epochs: number of the epoch to stop before; a fresh loader is passed over so many times.
+        epochs: number of the epoch to stop before. A fresh loader is passed over this many times.
         on_batch: called after each step with the epoch and the loss of the batch.
         checkpoint: where to go on from and to save to.
 
@@ -218,12 +208,12 @@ def train(
     optimizer = torch.optim.AdamW(replicas.model.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(1, epochs * len(loader)))
     learning: dict[str, Any] = {"model": replicas.model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
-    step, total, count, means = 0, 0.0, 0, []
-    state = checkpoint.load() if checkpoint is not None else None
-    if state is not None:
+    sums = torch.zeros(epochs, 2, dtype=torch.float64)  # of each epoch: loss times samples, and samples
+    if checkpoint is not None and checkpoint.path.exists():
+        state = torch.load(checkpoint.path, weights_only=True)
+        sums = state["sums"]
         for name, part in learning.items():
             part.load_state_dict(state[name])
-        step, total, count, means = state["step"], state["total"], state["count"], state["means"]
         replicas.broadcast()
     replicas.model.train()
     for epoch in range(loader.epoch, epochs):
@@ -235,15 +225,13 @@ def train(
             schedule.step()
             replicas.zero_grad()
             replicas.broadcast()
-            summed = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True))
-            step, total, count = step + 1, total + summed, count + sum(sizes)
-            on_batch(epoch, summed / sum(sizes))
-            if checkpoint is not None and checkpoint.save_at == step:
-                parts = {name: part.state_dict() for name, part in learning.items()}
-                checkpoint.save({**parts, "step": step, "total": total, "count": count, "means": means})
-        means.append(total / max(1, count))
-        total, count = 0.0, 0
-    return tuple(means)
+            loss = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True))
+            sums[epoch, 0] += loss
+            sums[epoch, 1] += sum(sizes)
+            on_batch(epoch, loss / sum(sizes))
+            if checkpoint is not None and checkpoint.save_at == schedule.last_epoch:  # counts the steps
+                checkpoint.save({"sums": sums, **{name: part.state_dict() for name, part in learning.items()}})
+    return tuple((sums[:, 0] / sums[:, 1].clamp(min=1)).tolist())
 
 
 def _forward_backward(model: nn.Module, shard: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -275,11 +263,11 @@ def accuracy_on(dataset: Any, replicas: Replicas) -> float:
         return sum(sum(replicas.run(count_right, shards)) for shards in loader) / len(dataset)
 
 
-def run(
+def train_and_test(
     options: Options,
     on_batch: Callable[[int, float], object] = lambda epoch, loss: None,
-    checkpoint: Checkpoint | None = None,
-    beside: Callable[[ShardedDataLoader], AbstractContextManager[object]] = nullcontext,
+    checkpoint: CheckpointFile | None = None,
+    pool: Pool | None = None,
 ) -> Report:
     """Train on the digits and test on those held out.
 
@@ -287,43 +275,31 @@ def run(
         options: devices, pool and so on.
         on_batch: called after each step with the epoch and the loss of the batch.
         checkpoint: where to go on from and to save to.
-        beside: makes, of the loader, a context that lasts as long as the training.
+        pool: reads in the place of the one that ``options`` name.
 
     Raises:
         ImportError: scikit-learn is not installed.
         Exception: what the loader, a device or ``on_batch`` raise. The loader is closed.
 
     Example:
-        >>> report = run(Options((torch.device("cpu"),) * 2, pool="inline", workers=0, epochs=1))
+        >>> report = train_and_test(Options((torch.device("cpu"),) * 2, pool="inline", workers=0, epochs=1))
         >>> report.held_out, report.stats.samples
         (359, 1438)
     """
     train_set, held_out = load_digits_split()
-    with _steady_kernels():
+    with ExitStack() as steady:  # sums in one order everywhere, so that a seed gives the same accuracy every time
+        # So small a network gains nothing from more threads (3.5 s either way on two free cores) and loses much where
+        # another program holds a core: 33 s with two, because they wait for each other in every operation.
+        steady.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        steady.enter_context(
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
+        )
         replicas = Replicas(make_model(options.seed), options.devices)
+        reads = {"pool": pool} if pool else {"num_workers": options.workers, "thread_pool": options.pool == "thread"}
         with ShardedDataLoader(
-            train_set,
-            BATCH_SIZE,
-            shuffle=True,
-            devices=options.devices,
-            pool=options.make_pool(),
-            seed=options.seed,
+            train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
         ) as loader:
-            with beside(loader):
-                losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
+            losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats = loader.stats()
         return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
-
-
-@contextmanager
-def _steady_kernels() -> Iterator[None]:
-    """Sums in one order everywhere, so that a seed gives the same accuracy every time."""
-    threads = torch.get_num_threads()
-    # So small a network gains nothing from more (3.5 s either way on two free cores) and loses much where another
-    # program holds a core: 33 s with two, because they wait for each other in every operation.
-    torch.set_num_threads(1)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -13,7 +13,8 @@ Source of the idea: ``mxnet.gluon.utils.split_data`` and ``split_and_load``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -149,10 +150,9 @@ def split_and_load(
     if not filled:
         raise ValueError("the batch has no rows: leave empty batches out of the sampler")
     # Slices are filled from the front, so the first len(filled) devices have work.
-    return [map_leaves(_mover(device), part) for part, device in zip(filled, placed, strict=False)]
+    return [map_leaves(partial(_moved, device), part) for part, device in zip(filled, placed, strict=False)]
 
 
-def _mover(device: torch.device) -> Callable[[Any], Any]:
+def _moved(device: torch.device, leaf: Any) -> Any:
     # To the host an asynchronous copy would be read before it has arrived.
-    asynchronous = device.type != "cpu"
-    return lambda leaf: leaf.to(device, non_blocking=asynchronous) if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.to(device, non_blocking=device.type != "cpu") if isinstance(leaf, torch.Tensor) else leaf

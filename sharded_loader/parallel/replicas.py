@@ -3,7 +3,7 @@
     shards[i] on devices[i] -> Replicas.run -> outputs and gradients per replica
           -> reduce_grads (replica 0 has the gradient of the whole batch) -> optimizer -> broadcast
 
-Shards come from a loader with ``devices=``, or from `splitting.split_and_load`.
+Shards come from a loader with ``devices=``, or from `parallel.split.split_and_load`.
 
 `Replicas` owns copies 1.. of the model; replica 0 is the user's own model, moved to ``devices[0]``, so that an
 optimizer made from ``model.parameters()`` keeps working. On several accelerators each device has a thread for
@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import itertools
 import math
-import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,6 +39,11 @@ class Replicas:
     Args:
         model: becomes replica 0, moved to ``devices[0]`` in place. Tied parameters stay tied in the copies.
         devices: a list of devices (one may stand twice), or ``"auto"``.
+
+    Attributes:
+        model: replica 0, which is the model that was given.
+        models: all replicas, in the order of the devices.
+        devices: where they are.
 
     Raises:
         TypeError: ``model`` is no `torch.nn.Module`.
@@ -70,14 +77,10 @@ class Replicas:
             raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")
         copies = [_copied(model, device) for device in self.devices[1:]]
         self._ran: int | None = None
-        self.models = [model.to(self.devices[0]), *copies]
+        self.model = model.to(self.devices[0])
+        self.models = [self.model, *copies]
         for replica in self.models[1:]:
             replica.zero_grad(set_to_none=True)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Replica 0: the model that was given."""
-        return self.models[0]
 
     def run(self, fn: Callable[[torch.nn.Module, Any], Any], shards: Sequence[Any]) -> list[Any]:
         """Call ``fn(model, shard)`` for each shard, shard i with replica i.
@@ -105,32 +108,21 @@ class Replicas:
         self._follow_modes()
         self._ran = len(shards)
         outputs: list[Any] = [None] * len(shards)
-        errors: dict[int, BaseException] = {}
         ambient = _Ambient(self.devices[: len(shards)])
 
         def work(lane: list[int]) -> None:
             for i in lane:
-                try:
-                    with ambient.on(self.devices[i]):
-                        outputs[i] = fn(self.models[i], shards[i])
-                except BaseException as error:
-                    errors[i] = error
-                    return
+                with ambient.set_up_on(self.devices[i]):
+                    outputs[i] = fn(self.models[i], shards[i])
 
         lanes = _lanes(self.devices[: len(shards)])
         if len(lanes) == 1:
             work(lanes[0])
-        else:
-            threads = [
-                threading.Thread(target=contextvars.copy_context().run, args=(work, lane), name=f"replica-{lane[0]}")
-                for lane in lanes
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[min(errors)]
+            return outputs
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="replica") as threads:
+            running = [threads.submit(contextvars.copy_context().run, work, lane) for lane in lanes]
+        for lane in running:
+            lane.result()
         return outputs
 
     def _follow_modes(self) -> None:
@@ -177,7 +169,7 @@ class Replicas:
             device = columns[bucket[0]][0].device
             rows = [_moved([column[replica].grad for column in trained], device) for replica in range(len(shares))]
             for (parameter, *_), grads in zip(trained, zip(*rows, strict=True), strict=True):
-                _reduce(parameter, list(grads), shares)
+                _reduce(parameter, grads, shares)
             for number in bucket:
                 for other in columns[number][1:]:
                     other.grad = None
@@ -244,31 +236,24 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         >>> _buckets([torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(4)])
         [[0, 2], [1]]
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[list[int]]] = defaultdict(list)
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for number, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
-        if kind not in groups or sizes[kind] + tensor.nbytes > BUCKET_BYTES:
-            groups.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        groups[kind][-1].append(number)
         sizes[kind] += tensor.nbytes
-    return [group for of_kind in groups.values() for group in of_kind]
+        if not groups[kind] or sizes[kind] > BUCKET_BYTES:
+            groups[kind].append([])
+            sizes[kind] = tensor.nbytes
+        groups[kind][-1].append(number)
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
 def _moved(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-    """The tensors on a device, by one copy for all dense ones of a dtype."""
+    """The tensors of a bucket, the dense ones on a device, by one copy for all."""
     moved = list(tensors)
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor is None or tensor.device == device:
-            continue
-        if tensor.layout is torch.strided:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(number)
-        else:
-            moved[number] = tensor.to(device, non_blocking=device.type != "cpu")
-    for numbers in groups.values():
-        for number, part in zip(numbers, _sent([tensors[number] for number in numbers], device), strict=True):
+    dense = [n for n, t in enumerate(tensors) if t is not None and t.device != device and t.layout is torch.strided]
+    if dense:
+        for number, part in zip(dense, _sent([tensors[number] for number in dense], device), strict=True):
             moved[number] = part
     return moved
 
@@ -286,30 +271,19 @@ def _sent(tensors: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _reduce(parameter: torch.Tensor, grads: list[torch.Tensor | None], shares: list[float]) -> None:
-    """Make the sum of the gradients, each times its share, that of the parameter, whose own is the first."""
-    own, device = grads[0], parameter.device
+def _reduce(parameter: torch.Tensor, grads: Sequence[torch.Tensor | None], shares: Sequence[float]) -> None:
+    """Make the sum of the gradients, each times its share, the gradient of the parameter."""
+    device = parameter.device
     # In bf16 every step of the sum would round to 8 bits.
     wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-    # In place, but for those narrow ones.
-    total = None if own is None else own.to(wide).mul_(shares[0])
-    for grad, share in zip(grads[1:], shares[1:], strict=True):
-        if grad is None:
-            continue
+    present = [(grad, share) for grad, share in zip(grads, shares, strict=True) if grad is not None]
+    present.sort(key=lambda pair: pair[0].is_sparse)  # sparse ones can be added to a dense one, but not the reverse
+    total: torch.Tensor | None = None
+    for grad, share in present:
         moved = grad.to(device, wide, non_blocking=device.type != "cpu")
-        if total is None:
-            # Not in place: on one device ``moved`` is still the other replica's own gradient.
-            total = moved * share
-        elif moved.is_sparse == total.is_sparse:
-            total.add_(moved, alpha=share)
-        else:
-            total = total + moved * share
-    if total is None or total is own:
-        return
-    if own is None or own.is_sparse or total.is_sparse:
+        total = moved * share if total is None else total.add_(moved, alpha=share)
+    if total is not None:
         parameter.grad = total.to(parameter.dtype)
-    else:
-        own.copy_(total)
 
 
 def _shares(sizes: Sequence[float], num_replicas: int) -> list[float]:
@@ -331,9 +305,8 @@ def _lanes(devices: Sequence[torch.device]) -> list[list[int]]:
     lanes: dict[torch.device, list[int]] = {}
     for position, device in enumerate(devices):
         lanes.setdefault(device, []).append(position)
-    if sum(device.type != "cpu" for device in lanes) < 2:
-        return [list(range(len(devices)))]
-    return list(lanes.values())
+    accelerators = [device for device in lanes if device.type != "cpu"]
+    return list(lanes.values()) if len(accelerators) > 1 else [list(range(len(devices)))]
 
 
 class _Ambient:
@@ -348,17 +321,15 @@ class _Ambient:
         self.streams = {d: getattr(torch, d.type).current_stream(d) for d in devices if d.type in ("cuda", "xpu")}
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def set_up_on(self, device: torch.device) -> Iterator[None]:
         """The caller's state, with ``device`` current."""
         with ExitStack() as stack:
             if device in self.streams:
                 module = getattr(torch, device.type)
                 stack.enter_context(module.device(device))
                 stack.enter_context(module.stream(self.streams[device]))
-            if self.inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, (enabled, dtype) in self.autocast.items():
-                if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
             yield

@@ -1,0 +1,6 @@
+"""The command ``sharded-loader demo``: a training run, alone, with its workers killed, or stopped and resumed.
+
+cli --> train      one run: `train.train_and_test`
+    --> stop       the same run, in a process that is killed, and in one that goes on from its checkpoint
+    --> kill       the same run, while its workers are killed
+"""

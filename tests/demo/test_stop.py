@@ -1,0 +1,50 @@
+"""The training run that is killed in mid-epoch and resumed in a new process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharded_loader.demo import stop
+from sharded_loader.demo.cli import main
+from sharded_loader.demo.stop import stop_and_resume
+from sharded_loader.demo.train import Options, Report
+
+CPU = (torch.device("cpu"),)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--stop-resume", "--epochs", "3", "--seed", "2"]) == 0
+    *_, undisturbed, _, _, resumed, compared = capsys.readouterr().out.splitlines()
+    accuracy = undisturbed.split()[2]
+    assert undisturbed.startswith("held-out accuracy")
+    assert resumed.startswith(f"killed and resumed  {accuracy}: saved after step 34, killed in mid-epoch")
+    assert compared.strip() == "the same accuracy and losses as undisturbed"
+
+
+def test_a_resumed_run_that_differs_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Report(0.5, 359, (1.0,), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(stop, "stop_and_resume", lambda options: (other, ""))
+    assert main(["demo", "--stop-resume", "--epochs", "1", "--pool", "inline"]) == 1
+    assert "NOT the same accuracy and losses" in capsys.readouterr().out
+
+
+def fails(*arguments: Any) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_at", ["never", "at once"])
+def test_a_process_that_fails_is_an_error(save_at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before it is killed, or after it was resumed."""
+    monkeypatch.setattr(stop, "_train", fails)
+    if save_at == "at once":
+        monkeypatch.setattr(Path, "exists", lambda path: True)
+    with pytest.raises(RuntimeError, match=r"ended by itself, exit code 3|resumed training run failed, exit code"):
+        stop_and_resume(Options(CPU, "inline", 0, epochs=1))
