@@ -17,7 +17,7 @@ What can go wrong: samples that do not fit the functions: a `BatchifyError` (a V
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from itertools import repeat
 from typing import Any
 
 from sharded_loader.batching.default import Batchify, check_same, default_batchify_fn
@@ -26,9 +26,9 @@ from sharded_loader.batching.protocol import (
     BatchifyError,
     BatchifyFn,
     Empty,
-    assemble,
+    assembler,
     check_not_empty,
-    in_field,
+    in_fields,
     some,
 )
 from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
@@ -66,8 +66,9 @@ class Stack(Batchify):
             return list(samples)
         if all(isinstance(sample, Mapping) for sample in samples):
             check_same(samples, frozenset, "keys", "give every sample the same keys")
-            fields = {key: [sample[key] for sample in samples] for key in samples[0]}
-            return {key: in_field(f"[{key!r}]", self.assemble, field, empty) for key, field in fields.items()}
+            columns = [[sample[key] for sample in samples] for key in samples[0]]
+            fields = in_fields(samples[0], "[{!r}]", repeat(self.assemble), columns, empty)
+            return dict(zip(samples[0], fields, strict=True))
         try:
             return stack(samples, empty, self._dtype)
         except BatchifyError as error:
@@ -112,25 +113,22 @@ class _FieldWise(Batchify):
                 what = f"the function of field {key!r} is {fn!r}, which is not callable"
                 raise ValueError(f"{name}: {what}: give functions")
         self._fns = dict(fns)
+        self._makes = list(map(assembler, fns.values()))
         self._label = label  # how errors name a field
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         self._check(samples)
-        columns = self._columns(samples)
-        return self._joined(
-            in_field(self._label.format(key), partial(assemble, fn), column, empty)
-            for (key, fn), column in zip(self._fns.items(), columns, strict=True)
-        )
+        return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
     def _check(self, samples: Sequence[Any]) -> None:
         raise NotImplementedError
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         return map(list, zip(*samples, strict=True))
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         raise NotImplementedError
 
 
@@ -171,14 +169,15 @@ class Tuple(_FieldWise):
         count = len(self._fns)
         for position, sample in enumerate(samples):
             # A string or an array has a length too, but no fields.
-            if not isinstance(sample, (list, tuple)) or len(sample) != count:
-                has = f"{len(sample)} fields" if isinstance(sample, (list, tuple)) else f"a {type(sample).__name__}"
+            found = len(sample) if isinstance(sample, (list, tuple)) else None
+            if found != count:
+                has = f"a {type(sample).__name__}" if found is None else f"{found} fields"
                 raise BatchifyError(
                     f"Tuple has {count} functions, but sample {position} of the batch is {has}",
                     "give Tuple one function per field of a sample",
                 )
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return tuple(fields)
 
     def __repr__(self) -> str:
@@ -211,21 +210,19 @@ class Dict(_FieldWise):
 
     def _check(self, samples: Sequence[Any]) -> None:
         for position, sample in enumerate(samples):
-            if not isinstance(sample, Mapping):
-                missing, has = list(self._fns), f"is a {type(sample).__name__}"
-            else:
-                missing, has = [key for key in self._fns if key not in sample], ""
-            if missing:
-                has = has or f"has keys {some(list(map(repr, sample)), 8)}"
+            is_mapping = isinstance(sample, Mapping)
+            if not is_mapping or not self._fns.keys() <= sample.keys():
+                missing = next(key for key in self._fns if not is_mapping or key not in sample)
+                has = f"has keys {some(list(map(repr, sample)), 8)}" if is_mapping else f"is a {type(sample).__name__}"
                 raise BatchifyError(
-                    f"sample {position} of the batch has no key {missing[0]!r} (it {has})",
+                    f"sample {position} of the batch has no key {missing!r} (it {has})",
                     "give Dict only keys that every sample has",
                 )
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         return ([sample[key] for sample in samples] for key in self._fns)
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return dict(zip(self._fns, fields, strict=True))
 
     def __repr__(self) -> str:
@@ -256,21 +253,18 @@ class NamedTuple(_FieldWise):
         if not (isinstance(container, type) and issubclass(container, tuple) and fields):
             raise ValueError(f"NamedTuple was given {container!r} as container: give a namedtuple class")
         if isinstance(fn_info, Mapping):
-            fits, has = set(fn_info) == set(fields), f"fields {list(fields)}"
-            fns, given = (
-                [fn_info[name] for name in fields if name in fn_info],
-                f"functions were given for {list(fn_info)}",
-            )
+            fits, given = set(fn_info) == set(fields), f"functions for {list(fn_info)}"
         elif isinstance(fn_info, (list, tuple)):
-            fits, has = len(fn_info) == len(fields), f"{len(fields)} fields"
-            fns, given = list(fn_info), f"{len(fn_info)} functions were given"
+            fits, given = len(fn_info) == len(fields), f"{len(fn_info)} functions"
+            fn_info = dict(zip(fields, fn_info, strict=False))
         else:
             raise ValueError(f"NamedTuple was given {fn_info!r}: give a dict, list or tuple of functions")
         if not fits:
             raise ValueError(
-                f"NamedTuple: {container.__name__} has {has}, {given}: give exactly one function per field"
+                f"NamedTuple: {container.__name__} has {len(fields)} fields, {given} were given: "
+                f"give exactly one function for each of {list(fields)}"
             )
-        super().__init__(dict(zip(fields, fns, strict=True)), ".{}")
+        super().__init__({name: fn_info[name] for name in fields}, ".{}")
         self._container: Any = container
 
     def _check(self, samples: Sequence[Any]) -> None:
@@ -281,7 +275,7 @@ class NamedTuple(_FieldWise):
                     "make all samples that namedtuple, or use Tuple or Dict",
                 )
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return self._container._make(fields)
 
     def __repr__(self) -> str:

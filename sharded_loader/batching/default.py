@@ -12,12 +12,14 @@ What can go wrong: samples of different shapes or structures, or none at all: a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, in_field, new_array, some
-from sharded_loader.batching.stack import is_numbers, stack, stack_arrays
+from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, in_fields, new_array, some
+from sharded_loader.batching.stack import PYTHON_NUMBERS, is_numbers, stack, stack_arrays, stack_numbers
 from sharded_loader.batching.tree import field_names, rebuild, to_torch
 
 
@@ -73,33 +75,31 @@ class DefaultBatchify(Batchify):
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
-        check_not_empty(samples)
-        return self._assemble(samples, empty)
-
-    def _assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         types = set(map(type, samples))
-        if types == {np.ndarray}:
+        if types == _ARRAYS:
             return stack_arrays(samples, empty)
-        kind = _common_kind(samples, types)
+        if types and types <= PYTHON_NUMBERS:
+            return stack_numbers(samples, types, empty)
+        kind = "tuple" if types == _TUPLES else _common_kind(samples, types)
         if kind in _VALUES:
             return stack(samples, empty)
-        if kind not in _STRUCTURES:
+        if kind not in _TRAITS:
             return list(samples)
-        check_same(samples, *_STRUCTURES[kind])
+        for trait, what, advice in _TRAITS[kind]:
+            check_same(samples, trait, what, advice)
         first = samples[0]
-        if kind in ("list", "tuple"):
-            columns = enumerate(zip(*samples, strict=True))
-            return [in_field(f"[{i}]", self._assemble, column, empty) for i, column in columns]
+        label, names = "[{!r}]", range(len(first)) if kind in _LISTS else first
         if kind == "mapping":
-            named: Any = [(f"[{key!r}]", [sample[key] for sample in samples]) for key in first]
-        elif kind == "namedtuple":
-            named = [
-                (f".{name}", column) for name, column in zip(first._fields, zip(*samples, strict=True), strict=True)
-            ]
+            columns: list[Any] = [list(map(itemgetter(key), samples)) for key in first]
+        elif kind == "dataclass":
+            label, names = ".{}", field_names(first)
+            columns = [list(map(attrgetter(name), samples)) for name in names]
         else:
-            check_same(samples, _names_set, "fields set", "set the same fields in every sample")
-            named = [(f".{name}", [getattr(sample, name) for sample in samples]) for name in field_names(first)]
-        return rebuild(first, [in_field(label, self._assemble, column, empty) for label, column in named])
+            columns = list(zip(*samples, strict=True))
+            if kind == "namedtuple":
+                label, names = ".{}", first._fields
+        fields = in_fields(names, label, repeat(default_batchify_fn.assemble), columns, empty)
+        return fields if kind in _LISTS else rebuild(first, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One object per process: identity survives pickling. A subclass's objects are others.
@@ -114,16 +114,26 @@ default_batchify_fn = DefaultBatchify()
 
 # -- what samples are to these rules -----------------------------------------------------------------------------------
 
-_VALUES = {"number", "array", "numbers"}
+_ARRAYS, _TUPLES = {np.ndarray}, {tuple}
 
-_STRUCTURES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "list": (len, "lengths", "give every sample as many fields"),
-    "tuple": (len, "lengths", "give every sample as many fields"),
-    "mapping": (frozenset, "keys", "give every sample the same keys"),
-    "namedtuple": (type, "types", "make them all the same namedtuple"),
-    "dataclass": (type, "types", "make them all the same dataclass"),
+_VALUES = {"number", "array", "numbers"}
+_LISTS = {"list", "tuple"}
+
+_Trait = tuple[Callable[[Any], Any], str, str]
+
+_LENGTH: _Trait = (len, "lengths", "give every sample as many fields")
+
+_TRAITS: dict[str, list[_Trait]] = {
+    "list": [_LENGTH],
+    "tuple": [_LENGTH],
+    "mapping": [(frozenset, "keys", "give every sample the same keys")],
+    "namedtuple": [(type, "types", "make them all the same namedtuple")],
+    "dataclass": [
+        (type, "types", "make them all the same dataclass"),
+        (lambda sample: frozenset(field_names(sample)), "fields set", "set the same fields in every sample"),
+    ],
 }
-"""Kinds that have fields, and the trait in which all samples of a batch must agree: see `check_same`."""
+"""Kinds that have fields, and the traits in which all samples of a batch must agree: see `check_same`."""
 
 
 def _kind_of(kind: type) -> str:
@@ -148,21 +158,17 @@ def _kind_of(kind: type) -> str:
 
 
 def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
-    kinds = {_kind_of(t) for t in types}
+    check_not_empty(samples)
+    kinds = set(map(_kind_of, types))
     if "list" in kinds and all(is_numbers(sample) for sample in samples if isinstance(sample, list)):
         kinds = kinds - {"list"} | {"numbers"}
     if len(kinds) == 1:
         return kinds.pop()
     if kinds <= _VALUES:
         return "array"
-    if kinds <= {"text", "object"}:
-        return "object"
-    check_same(samples, type, "types", "make them all alike, or leave the field apart with List")
-    raise AssertionError("kinds differ only where types do")
-
-
-def _names_set(sample: Any) -> frozenset[str]:
-    return frozenset(field_names(sample))
+    if not kinds <= {"text", "object"}:
+        check_same(samples, type, "types", "make them all alike, or leave the field apart with List")
+    return "object"
 
 
 def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> None:
@@ -171,15 +177,14 @@ def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, a
     Example:
         >>> check_same(["ab", "cd"], len, "lengths", "make them equal")
     """
-    first = trait(samples[0])
-    for position, sample in enumerate(samples):
-        other = trait(sample)
-        if other != first:
-            raise BatchifyError(
-                f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of "
-                "the batch",
-                advice,
-            )
+    traits = list(map(trait, samples))
+    if len(set(traits)) > 1:
+        first, other = traits[0], next(found for found in traits if found != traits[0])
+        raise BatchifyError(
+            f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample "
+            f"{traits.index(other)} of the batch",
+            advice,
+        )
 
 
 def _shown(trait: Any) -> str:

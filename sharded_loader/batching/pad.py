@@ -201,8 +201,6 @@ def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, length
 
 def _check_tensors(tensors: Sequence[Any]) -> None:
     check_no_grad(tensors)
-    if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
-        raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
     if any(tensor.layout is not sys.modules["torch"].strided for tensor in tensors):
         raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
 
@@ -210,14 +208,7 @@ def _check_tensors(tensors: Sequence[Any]) -> None:
 def _to_arrays(samples: Sequence[Any]) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = []
-    for position, sample in enumerate(samples):
-        if isinstance(sample, (str, bytes)):
-            raise BatchifyError(
-                f"sample {position} of the batch is a string, which Pad cannot pad",
-                "turn strings into token ids first, or leave them apart with sharded_loader.batchify.List",
-            )
-        arrays.append(as_array(sample))
+    arrays = list(map(as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
