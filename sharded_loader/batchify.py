@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from sharded_loader.batching.default import Batchify, check_same, default_batchify_fn
+from sharded_loader.batching.default import Batchify, default_batchify_fn, unlike
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
     BatchifyError,
@@ -65,7 +65,8 @@ class Stack(Batchify):
         if all(isinstance(sample, (str, bytes)) for sample in samples):
             return list(samples)
         if all(isinstance(sample, Mapping) for sample in samples):
-            check_same(samples, frozenset, "keys", "give every sample the same keys")
+            if len(set(map(frozenset, samples))) > 1:
+                raise unlike(samples, frozenset, "keys", "give every sample the same keys")
             columns = [[sample[key] for sample in samples] for key in samples[0]]
             fields = in_fields(samples[0], "[{!r}]", repeat(self.assemble), columns, empty)
             return dict(zip(samples[0], fields, strict=True))
@@ -103,8 +104,10 @@ class List(Batchify):
 class _FieldWise(Batchify):
     """Base: each field of the samples goes through its own function.
 
-    Subclasses write `_misfit`, which looks at all samples, and `_joined`, which makes a batch of the fields.
+    Subclasses write `_problem`, which says what is wrong with a sample, and `_joined`, which makes the batch of fields.
     """
+
+    _advice: str
 
     def __init__(self, fns: Mapping[Any, BatchifyFn], label: str) -> None:
         name = type(self).__name__
@@ -119,10 +122,13 @@ class _FieldWise(Batchify):
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
-        self._check(samples)
+        for position, sample in enumerate(samples):
+            problem = self._problem(sample)
+            if problem is not None:
+                raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
         return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
-    def _check(self, samples: Sequence[Any]) -> None:
+    def _problem(self, sample: Any) -> str | None:
         raise NotImplementedError
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
@@ -153,6 +159,8 @@ class Tuple(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.Tuple``.
     """
 
+    _advice = "give Tuple one function per field of a sample"
+
     def __init__(self, fn: BatchifyFn | Sequence[BatchifyFn], *args: BatchifyFn) -> None:
         if isinstance(fn, (list, tuple)):
             if args:
@@ -165,17 +173,12 @@ class Tuple(_FieldWise):
             fns = (fn, *args)
         super().__init__(dict(enumerate(fns)), "[{}]")
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        count = len(self._fns)
-        for position, sample in enumerate(samples):
-            # A string or an array has a length too, but no fields.
-            found = len(sample) if isinstance(sample, (list, tuple)) else None
-            if found != count:
-                has = f"a {type(sample).__name__}" if found is None else f"{found} fields"
-                raise BatchifyError(
-                    f"Tuple has {count} functions, but sample {position} of the batch is {has}",
-                    "give Tuple one function per field of a sample",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if not isinstance(sample, (list, tuple)):  # a string or an array has a length too, but no fields
+            return f"is a {type(sample).__name__}, and Tuple has {len(self._fns)} functions"
+        if len(sample) != len(self._fns):
+            return f"has {len(sample)} fields, and Tuple has {len(self._fns)} functions"
+        return None
 
     def _joined(self, fields: list[Any]) -> Any:
         return tuple(fields)
@@ -203,21 +206,20 @@ class Dict(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.Dict``.
     """
 
+    _advice = "give Dict only keys that every sample has"
+
     def __init__(self, fn_dict: Mapping[Any, BatchifyFn]) -> None:
         if not isinstance(fn_dict, Mapping):
             raise ValueError(f"Dict was given {fn_dict!r}: give a dict of functions by key")
         super().__init__(fn_dict, "[{!r}]")
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        for position, sample in enumerate(samples):
-            is_mapping = isinstance(sample, Mapping)
-            if not is_mapping or not self._fns.keys() <= sample.keys():
-                missing = next(key for key in self._fns if not is_mapping or key not in sample)
-                has = f"has keys {some(list(map(repr, sample)), 8)}" if is_mapping else f"is a {type(sample).__name__}"
-                raise BatchifyError(
-                    f"sample {position} of the batch has no key {missing!r} (it {has})",
-                    "give Dict only keys that every sample has",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if not isinstance(sample, Mapping):
+            return f"is a {type(sample).__name__}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
+        for key in self._fns:
+            if key not in sample:
+                return f"has no key {key!r} (it has keys {some(list(map(repr, sample)), 8)})"
+        return None
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         return ([sample[key] for sample in samples] for key in self._fns)
@@ -248,6 +250,8 @@ class NamedTuple(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.NamedTuple``.
     """
 
+    _advice = "make all samples that namedtuple, or use Tuple or Dict"
+
     def __init__(self, container: type, fn_info: Mapping[str, BatchifyFn] | Sequence[BatchifyFn]) -> None:
         fields: tuple[str, ...] = getattr(container, "_fields", ())
         if not (isinstance(container, type) and issubclass(container, tuple) and fields):
@@ -267,13 +271,10 @@ class NamedTuple(_FieldWise):
         super().__init__({name: fn_info[name] for name in fields}, ".{}")
         self._container: Any = container
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        for position, sample in enumerate(samples):
-            if type(sample) is not self._container:
-                raise BatchifyError(
-                    f"sample {position} of the batch is a {type(sample).__name__}, not a {self._container.__name__}",
-                    "make all samples that namedtuple, or use Tuple or Dict",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if type(sample) is self._container:
+            return None
+        return f"is a {type(sample).__name__}, not a {self._container.__name__}"
 
     def _joined(self, fields: list[Any]) -> Any:
         return self._container._make(fields)

@@ -86,7 +86,8 @@ class DefaultBatchify(Batchify):
         if kind not in _TRAITS:
             return list(samples)
         for trait, what, advice in _TRAITS[kind]:
-            check_same(samples, trait, what, advice)
+            if len(set(map(trait, samples))) > 1:
+                raise unlike(samples, trait, what, advice)
         first = samples[0]
         label, names = "[{!r}]", range(len(first)) if kind in _LISTS else first
         if kind == "mapping":
@@ -116,6 +117,13 @@ default_batchify_fn = DefaultBatchify()
 
 _ARRAYS, _TUPLES = {np.ndarray}, {tuple}
 
+_KINDS: dict[Any, str] = {
+    (str, bytes, bytearray): "text",
+    (int, float, complex, np.generic): "number",
+    np.ndarray: "array",
+    Mapping: "mapping",
+    list: "list",
+}
 _VALUES = {"number", "array", "numbers"}
 _LISTS = {"list", "tuple"}
 
@@ -133,23 +141,16 @@ _TRAITS: dict[str, list[_Trait]] = {
         (lambda sample: frozenset(field_names(sample)), "fields set", "set the same fields in every sample"),
     ],
 }
-"""Kinds that have fields, and the traits in which all samples of a batch must agree: see `check_same`."""
+"""Kinds that have fields, and the traits in which all samples of a batch must agree: see `unlike`."""
 
 
 def _kind_of(kind: type) -> str:
     """What a sample of this type is to the default rules."""
-    if issubclass(kind, (str, bytes, bytearray)):
-        return "text"
-    if issubclass(kind, (int, float, complex, np.generic)):
-        return "number"
-    if issubclass(kind, np.ndarray):
-        return "array"
-    if issubclass(kind, Mapping):
-        return "mapping"
     if issubclass(kind, tuple):
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
-    if issubclass(kind, list):
-        return "list"
+    for types, name in _KINDS.items():
+        if issubclass(kind, types):
+            return name
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclass"
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
@@ -166,25 +167,24 @@ def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
         return kinds.pop()
     if kinds <= _VALUES:
         return "array"
-    if not kinds <= {"text", "object"}:
-        check_same(samples, type, "types", "make them all alike, or leave the field apart with List")
-    return "object"
+    if kinds <= {"text", "object"}:
+        return "object"
+    raise unlike(samples, type, "types", "make them all alike, or leave the field apart with List")
 
 
-def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> None:
-    """Reject samples that differ in a trait such as their keys: a `BatchifyError` names the first two that differ.
+def unlike(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> BatchifyError:
+    """The error for samples that differ in a trait such as their keys. It names the first two that differ.
 
     Example:
-        >>> check_same(["ab", "cd"], len, "lengths", "make them equal")
+        >>> str(unlike(["ab", "cd", "e"], len, "lengths", "make them equal"))
+        'samples of different lengths: 2 in sample 0, 1 in sample 2 of the batch: make them equal'
     """
-    traits = list(map(trait, samples))
-    if len(set(traits)) > 1:
-        first, other = traits[0], next(found for found in traits if found != traits[0])
-        raise BatchifyError(
-            f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample "
-            f"{traits.index(other)} of the batch",
-            advice,
-        )
+    first, *others = map(trait, samples)
+    position, other = next((position, other) for position, other in enumerate(others, 1) if other != first)
+    return BatchifyError(
+        f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of the batch",
+        advice,
+    )
 
 
 def _shown(trait: Any) -> str:

@@ -116,31 +116,23 @@ class Pad(Batchify):
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
         first, axis = shapes[0], self._axis
         if axis is None:
-            if any(len(shape) != len(first) for shape in shapes):
-                raise ragged(
-                    shapes,
-                    "; Pad(axis=None) pads samples of the same number of axes",
-                    "give every sample the same number of axes in the dataset",
-                )
-            if not first:
-                raise BatchifyError("samples of shape () have no axis to pad", "use Stack for numbers")
-            return tuple([self._rounded(max(lengths)) for lengths in zip(*shapes, strict=True)]), None, shapes
-        if axis < 0:
-            axis += len(first)
-        if not 0 <= axis < len(first):
+            axes, why = set(range(len(first))), "pads samples of the same number of axes"
+            advice = "give every sample the same number of axes in the dataset"
+        else:
+            axis += len(first) if axis < 0 else 0
+            axes, why = {axis}, "makes that axis equal only"
+            advice = "pad along the axis that differs, or along every axis with Pad(axis=None)"
+        if not axes or not axes <= set(range(len(first))):
             raise BatchifyError(
-                f"samples of shape {first} have no axis {self._axis} to pad",
-                "pad along an axis that they have, or use Stack for numbers",
+                f"samples of shape {first} have no axis {'' if axis is None else f'{self._axis} '}to pad",
+                "use Stack for numbers, or pad along an axis that they have",
             )
-        head, tail = first[:axis], first[axis + 1 :]
-        if any(len(s) != len(first) or s[:axis] != head or s[axis + 1 :] != tail for s in shapes):
-            raise ragged(
-                shapes,
-                f"; Pad(axis={self._axis}) makes that axis equal only",
-                "pad along the axis that differs, or along every axis with Pad(axis=None)",
-            )
-        lengths = [shape[axis] for shape in shapes]
-        return (*head, self._rounded(max(lengths)), *tail), axis, lengths
+        sizes = list(zip(*shapes, strict=False))  # by axis
+        alike = (len(set(sizes[i])) == 1 for i in range(len(first)) if i not in axes)
+        if len(set(map(len, shapes))) > 1 or not all(alike):
+            raise ragged(shapes, f"; Pad(axis={self._axis}) {why}", advice)
+        padded = tuple([self._rounded(max(found)) if i in axes else first[i] for i, found in enumerate(sizes)])
+        return padded, axis, shapes if axis is None else sizes[axis]
 
     def _rounded(self, length: int) -> int:
         return length if self._round_to is None else -(-length // self._round_to) * self._round_to

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,7 @@ _DTYPES = {complex: np.dtype(complex), float: np.dtype(float), int: np.dtype(np.
 """The widest type first."""
 
 PYTHON_NUMBERS = set(_DTYPES)
+_NUMBERS = (int, float, complex, np.generic)
 
 
 def is_numbers(sample: Any) -> bool:
@@ -190,19 +192,16 @@ def _number_types(sample: Any) -> set[type] | None:
     types = set(map(type, sample))
     if types <= PYTHON_NUMBERS:
         return types
-    found: set[type] = set()
-    for kind in types:
-        if issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields"):
-            for item in sample:
-                if type(item) is kind:
-                    inner = _number_types(item)
-                    if inner is None:
-                        return None
-                    found |= inner
-        elif issubclass(kind, (int, float, complex, np.generic)) and not issubclass(kind, (str, bytes)):
-            found.add(kind)
-        else:
-            return None
+    lists = {kind for kind in types if issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields")}
+    found = types - lists
+    if not all(issubclass(kind, _NUMBERS) and not issubclass(kind, (str, bytes)) for kind in found):
+        return None
+    for item in sample:
+        if type(item) in lists:
+            inner = _number_types(item)
+            if inner is None:
+                return None
+            found |= inner
     return found
 
 
@@ -213,15 +212,18 @@ def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype:
         >>> stack_numbers([1, 2.5], {int, float}, new_array)
         array([1. , 2.5])
     """
-    found = None
+    wanted = None
     if types <= PYTHON_NUMBERS:  # neither NumPy's scalars nor subclasses; no types at all: an empty list
-        found = _DTYPES[next(filter(types.__contains__, _DTYPES), float)]
+        wanted = _DTYPES[next(filter(types.__contains__, _DTYPES), float)]
     try:
-        array = np.array(numbers, found)
-        if array.dtype.hasobject:  # an int subclass beyond 64 bits
-            raise OverflowError
+        try:
+            array = np.array(numbers, wanted)
+        except OverflowError:
+            array = np.array(numbers, np.uint64)
     except OverflowError:
-        array = _unsigned(numbers)
+        raise BatchifyError(
+            "ints that fit neither int64 nor uint64", "store them as strings, as bytes, or in several fields"
+        ) from None
     except (ValueError, TypeError) as error:
         shapes = list(map(_shape_of, numbers))
         if len(set(shapes)) > 1:
@@ -239,15 +241,6 @@ def _shape_of(sample: Any) -> tuple[int, ...]:
     if not isinstance(sample, (list, tuple)):
         return ()
     return (len(sample), *(_shape_of(sample[0]) if sample else ()))
-
-
-def _unsigned(numbers: Any) -> Array:
-    try:
-        return np.array(numbers, np.uint64)
-    except (OverflowError, ValueError, TypeError):
-        raise BatchifyError(
-            "ints that fit neither int64 nor uint64", "store them as strings, as bytes, or in several fields"
-        ) from None
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -273,10 +266,8 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
     try:
         if not is_plain(tensors):
             return torch.stack(tuple(tensors))
-        target = first.dtype
-        for other in {tensor.dtype for tensor in tensors} - {target}:
-            target = torch.promote_types(target, other)
-        out, tensor_out = empty_tensor((len(tensors), *first.shape), target, empty)
+        joint = reduce(torch.promote_types, map(_dtype_of, tensors))
+        out, tensor_out = empty_tensor((len(tensors), *first.shape), joint, empty)
         torch.stack(tuple(tensors), out=tensor_out)
     except RuntimeError:
         if any(tensor.shape != first.shape for tensor in tensors):

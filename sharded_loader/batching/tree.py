@@ -207,9 +207,7 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
     elif skip.issuperset(map(type, parts)):
         mapped = tree
     else:
-        new = []
-        for part in parts:
-            new.append(_mapped(part, fn, own, skip, seen))
+        new = [_mapped(part, fn, own, skip, seen) for part in parts]
         mapped = tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
     seen[id(tree)] = tree, mapped
     return mapped
@@ -264,17 +262,14 @@ def _leaf_to_torch(leaf: Any) -> Any:
 
 
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    size = array.itemsize
-    if not (
-        array.flags.writeable  # otherwise torch warns
-        and array.flags.aligned
-        and array.dtype.isnative
-        and all(stride >= 0 and stride % size == 0 for stride in array.strides)
-    ):
-        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    size, flags = array.itemsize, array.flags
+    # Not just the native order: np.ulonglong is not np.uint64 on Linux, and torch does not know it.
     plain = np.dtype(f"{array.dtype.kind}{size}")
-    # np.ulonglong is not np.uint64 on Linux, and torch does not know it
-    return array if array.dtype.num == plain.num else array.view(plain)
+    # Read-only memory makes torch warn; it rejects the others.
+    shared = flags.writeable and flags.aligned and array.dtype.isnative
+    if shared and all(stride >= 0 and stride % size == 0 for stride in array.strides):
+        return array.view(plain)
+    return np.array(array, dtype=plain, order="C")
 
 
 def torch_has(dtype: np.dtype[Any]) -> bool:

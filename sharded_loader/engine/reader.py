@@ -15,7 +15,6 @@ A reader keeps nothing of a batch, so several threads may use one. Nothing here 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -160,28 +159,16 @@ class Reader:
             reading.scope = before
 
     def probe(self, task: Task, board: Board) -> None:
-        """Read the samples of a task one by one and drop them, if they are otherwise read in bulk.
+        """Read each sample of a task alone and drop it, if they are otherwise read in bulk.
 
         For a task over which a worker has died in bulk: the next one that dies has noted at which sample. Who calls
         this seeds the global generators after it.
         """
-        gather, get_items = self._gather, self._get_items
-        if not self._in_bulk:
-            return
-        before = getattr(reading, "scope", None)
-        try:
-            reading.scope = SampleScope(self._job.seed, task.epoch)
+        if self._in_bulk:
             for number, indices in enumerate(task.shards):
-                board[SHARD] = number
                 for ordinal, index in enumerate(_as_list(indices)):
-                    board[SAMPLE] = ordinal
-                    with contextlib.suppress(Exception):  # it comes again when the batch is read
-                        if gather is not None:
-                            gather([index], np.empty)
-                        elif get_items is not None:
-                            get_items([index])
-        finally:
-            reading.scope = before
+                    board[SHARD], board[SAMPLE] = number, ordinal
+                    self.read(task._replace(shards=([index],), sharded=False), "a worker")  # errors come again later
 
     def _tell_epoch(self, epoch: int) -> None:
         try:
