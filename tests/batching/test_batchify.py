@@ -133,18 +133,23 @@ def test_own_and_user_functions_compose_in_both_ways():
     assert called[0]["n"] == 2 and called[1].label == "ab"
 
 
-def test_every_array_comes_from_the_allocator():
+def test_every_array_comes_from_the_allocator_once():
     given = []
 
     def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
+        given.append(np.full(shape, 99, dtype))
         return given[-1]
 
-    samples = [(np.zeros(3), i, [i, i], np.float32(i)) for i in range(4)]
-    for field in default_batchify_fn.assemble(samples, empty):
-        assert any(field is array for array in given)
-    padded, lengths = Pad(ret_length=True).assemble([[1], [2, 3]], empty)
-    assert any(padded is array for array in given) and any(lengths is array for array in given)
+    def check_given(fields, expected):
+        assert len(fields) == len(given) == len(expected)
+        for field, array, values in zip(fields, given, expected, strict=True):
+            assert field is array and field.tolist() == values
+        given.clear()
+
+    samples = [(np.zeros(3), i, [i, i], np.float32(i)) for i in range(2)]
+    check_given(default_batchify_fn.assemble(samples, empty), [[[0.0] * 3] * 2, [0, 1], [[0, 0], [1, 1]], [0.0, 1.0]])
+    check_given(Pad(ret_length=True).assemble([[1], [2, 3]], empty), [[[1, 0], [2, 3]], [1, 2]])
+    check_given([Stack("float16").assemble([1, 2], empty)], [[1.0, 2.0]])
 
 
 def test_functions_pickle_and_say_what_they_are():
