@@ -28,7 +28,7 @@ from sharded_loader.batching.stack import (
     numpy_can,
     to_numpy_dtype,
 )
-from sharded_loader.batching.tree import is_tensor
+from sharded_loader.batching.tree import are_tensors
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -95,10 +95,10 @@ class Pad(Batchify):
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
-        if all(map(is_tensor, samples)) and not numpy_can(samples):
+        if are_tensors(set(map(type, samples))) and not numpy_can(samples):
             _check_tensors(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
-            padded, fill = self._new_tensor(samples, shape, empty), self._pad_val
+            padded, fill = self._new_tensor(samples, (len(samples), *shape), empty), self._pad_val
         else:
             samples = _to_arrays(samples)
             shape, axis, lengths = self._plan([array.shape for array in samples])
@@ -154,14 +154,12 @@ class Pad(Batchify):
     def _new_tensor(self, tensors: Sequence[Any], shape: tuple[int, ...], empty: Empty) -> Any:
         """Memory for tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
         torch: Any = sys.modules["torch"]
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
         if self._dtype is not None:
             dtype = torch.from_numpy(np.empty(0, self._dtype)).dtype
-        else:
-            dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
-        full = (len(tensors), *shape)
         if is_plain(tensors):
-            return empty_tensor(full, dtype, empty)[1]
-        return torch.empty(full, dtype=dtype, device=tensors[0].device)
+            return empty_tensor(shape, dtype, empty)[1]
+        return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
         given = {

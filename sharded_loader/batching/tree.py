@@ -101,13 +101,6 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
-_STRUCTURES = (list, tuple, Mapping)
-
-# By the number of an object itself, kept so that no other gets its number, and its image: a mapping may make its values
-# on access.
-_Seen = dict[int, tuple[Any, Any]]
-
-
 # -- one walk ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +179,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip
     return _mapped(tree, fn, own, skip, {})
 
 
+_STRUCTURES = (list, tuple, Mapping)
+
+# By the `id` of each object: the object and its image. The object is kept, because a mapping may make its values on
+# access, and the next one must not get the same `id`.
+_Seen = dict[int, tuple[Any, Any]]
+
+
 def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type], seen: _Seen) -> Any:
     """The walk of `map_leaves`. No closure: its cycle would keep the batch until the collector comes."""
     kind = type(tree)
@@ -194,13 +194,12 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
     known = seen.get(id(tree))
     if known is not None:
         return known[1]
+    parts: Sequence[Any] | None = None
     if kind is list or kind is tuple:
         parts = tree
     elif kind is dict:
         parts = list(tree.values())
-    elif not (isinstance(tree, _STRUCTURES) or hasattr(kind, "__dataclass_fields__")):
-        parts = None
-    else:
+    elif isinstance(tree, _STRUCTURES) or hasattr(kind, "__dataclass_fields__"):
         parts = None if own is not None and has_own(tree, own) else children(tree)
     if parts is None:
         mapped = fn(tree)

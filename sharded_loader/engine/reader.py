@@ -7,8 +7,9 @@ batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. 
 read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
 ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
 
-The board and a `_Reading` say at every moment where the reader is. Random numbers, notes of errors and the parent of a
-dead worker are derived from them, when somebody asks. Everything that fails is caught in one place, `Reader.read`.
+The board and a `_Reading` say at every moment where the reader is. `sample_rng()`, the notes of an error, and the main
+process over a dead worker look there. All samples that are read alone pass the loop of `_read_one_by_one`. What fails,
+fails in the user's code, and is caught in `Reader.read`.
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 """
@@ -69,8 +70,7 @@ class _Reading(SampleScope):
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or batchify_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
-        positions = (board[SAMPLE],) if board[SAMPLE] >= 0 else self.misfit
-        found = [indices[position] for position in positions]
+        found = [indices[position] for position in ((board[SAMPLE],) if board[SAMPLE] >= 0 else self.misfit)]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:
@@ -117,7 +117,6 @@ class Reader:
         at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
         at.skipped, at.lost = [], []
         batches: list[Any] = []
-        count = 0
         error: BaseException | None = None
         before = getattr(reading, "scope", None)
         try:
@@ -133,8 +132,6 @@ class Reader:
                     if made is NOT_IN_BULK:
                         made = self._make_batch(self._read_one_by_one(number, at), at)
                     batches.append(made)
-            if batches:
-                count = sum(map(len, task.shards)) - at.dropped
         except BaseException as raised:
             if at.passes(raised):
                 raise
@@ -142,6 +139,7 @@ class Reader:
         finally:
             reading.scope = before
         batch = NOTHING if not batches else batches if task.sharded else batches[0]
+        count = sum(map(len, task.shards)) - at.dropped if batches else 0
         seconds = time.perf_counter() - began
         try:
             return Result(task.run, task.seq, batch, count, error, tuple(at.skipped), tuple(at.lost), seconds)
