@@ -191,6 +191,8 @@ def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, length
 
 def _check_tensors(tensors: Sequence[Any]) -> None:
     check_no_grad(tensors)
+    if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
+        raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
     if any(tensor.layout is not sys.modules["torch"].strided for tensor in tensors):
         raise BatchifyError("sparse tensors cannot be padded", "return them from the dataset with .to_dense()")
 
