@@ -24,7 +24,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
-from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items
+from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.errors import Location, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
@@ -46,7 +46,7 @@ class _Reading(SampleScope):
         task, worker, empty, board: what `Reader.read` was given.
         indices: those of the shard that is being read or batchified.
         misfit: positions of the sample that ``batchify_fn`` cannot use, or of two that do not fit together.
-        skipped: the index and the error of each sample that was left out, replaced or mended.
+        skipped: the index and the error of each sample that was left out or replaced.
         dropped: how many samples were left out and not replaced.
         lost: the shards that have no sample left.
     """
@@ -92,6 +92,7 @@ class Reader:
         self._dataset = job.dataset
         self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
         self._gather = as_bulk(job.dataset) if job.batchify_fn is None else None
+        self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset)
         self._tolerant = job.on_error != "raise"
         self._in_bulk = self._gather is not None or self._get_items is not None
@@ -157,10 +158,10 @@ class Reader:
             reading.scope = before
 
     def probe(self, task: Task, board: Board) -> None:
-        """Read each sample of a task alone and drop it, if they are otherwise read in bulk.
+        """Read each sample of a task alone and drop it, if the dataset reads in bulk.
 
-        For a task over which a worker has died in bulk: the next one that dies has noted at which sample. Who calls
-        this seeds the global generators after it.
+        For a task over which a worker has died in bulk: the next one that dies has noted at which sample. The caller
+        seeds the global generators afterwards.
         """
         if self._in_bulk:
             for number, indices in enumerate(task.shards):
@@ -180,7 +181,8 @@ class Reader:
 
     def _read_in_bulk(self, number: int, at: _Reading) -> Any:
         """The batch of a shard whose samples are read at once; `NOT_IN_BULK` if they have to be read one by one."""
-        at.indices = indices = at.task.shards[number]
+        given = at.task.shards[number]
+        at.indices = indices = given if self._takes_arrays else _as_list(given)
         at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
         at.at(SampleScope.NO_SAMPLE)
         try:
@@ -267,7 +269,7 @@ class Reader:
             except BaseException as error:
                 if at.passes(error):
                     raise
-        # Perhaps a second time, with the same random numbers.
+        # If the bulk read failed, this is the second time, with the same random numbers.
         shards: list[list[tuple[Any, Any]]] = []
         lost: tuple[Any, BaseException] | None = None
         for number in range(len(task.shards)):
@@ -278,7 +280,7 @@ class Reader:
         good = [pair for pairs in shards for pair in pairs if pair[1] is not _BAD]
         replaces = job.on_error == "replace" and bool(good)
         if lost is not None and job.keep_batch and not replaces:
-            # An error, not skipped. `loader.skipped` would keep its frames, and with them the iterator.
+            # The error is raised, so it is not skipped: `loader.skipped` would keep its frames, and so the iterator.
             at.skipped = [one for one in at.skipped if one is not lost]
             set_notes(lost[1], [_KEPT, *notes_of(lost[1])])
             return [], lost[1]

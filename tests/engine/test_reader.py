@@ -105,10 +105,12 @@ def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> N
 
 
 def test_arrays_of_indices_are_plain_ints_to_a_dataset() -> None:
-    for kind in (Squares, InItems):
+    for kind, asked in ((Squares, [3, 1]), (InItems, [[3, 1]]), (InBatches, [[3, 1]])):
         dataset = kind()
         assert read(dataset, np.array([3, 1])).batch[1].tolist() == [9, 1]
-        assert {type(index) for index in np.ravel(dataset.asked).tolist()} == {int}
+        assert repr(dataset.asked) == repr(asked)  # not np.int64(3)
+    error = read(Squares([1]), np.array([3, 1])).error
+    assert error is not None and "sample 1," in notes_of(error)[0]
 
 
 def test_columns_are_gathered_in_the_memory_that_is_given() -> None:
@@ -259,7 +261,7 @@ def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
 
 
 @KINDS
-def test_a_bad_sample_is_skipped_replaced_or_mended(kind: Callable[..., Any]) -> None:
+def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
     shards = [3, 1], [1, 5], [1]
     skipped = read(kind([1]), *shards, on_error="skip")
     assert [fields[1].tolist() for fields in skipped.batch] == [[9], [25]]
@@ -268,11 +270,9 @@ def test_a_bad_sample_is_skipped_replaced_or_mended(kind: Callable[..., Any]) ->
     replaced = read(kind([1]), *shards, on_error="replace")
     assert [len(fields[1]) for fields in replaced.batch] == [2, 2, 1] and replaced.samples == 5
     assert {second for fields in replaced.batch for second in fields[1].tolist()} == {9, 25}
-    mended = read(
-        kind([1]), *shards, on_error=lambda failed: (np.zeros(3, np.int16), -failed.index - 10 * failed.shard)
-    )
-    assert [fields[1].tolist() for fields in mended.batch] == [[9, -1], [-11, 25], [-21]]
-    assert len(mended.skipped) == 3 and mended.lost_shards == ()
+    given = read(kind([1]), *shards, on_error=lambda failed: (np.zeros(3, np.int16), -failed.index - 10 * failed.shard))
+    assert [fields[1].tolist() for fields in given.batch] == [[9, -1], [-11, 25], [-21]]
+    assert len(given.skipped) == 3 and given.lost_shards == ()
 
 
 def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
