@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
-    from sharded_loader.batching.allocation import empty as empty
     from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
+    from sharded_loader.batching.protocol import empty as empty
     from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
@@ -79,7 +79,7 @@ _HOMES = {
     "sharded_loader.pools.processes": ["ProcessPool"],
     "sharded_loader.pools.threads": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],
-    "sharded_loader.batching.allocation": ["empty"],
+    "sharded_loader.batching.protocol": ["empty"],
     "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
     "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [

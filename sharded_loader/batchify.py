@@ -17,18 +17,18 @@ What can go wrong: samples that do not fit the functions: a `BatchifyError` (a V
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from itertools import repeat
 from typing import Any
 
-from sharded_loader.batching.default import Batchify, check_same, default_batchify_fn
+from sharded_loader.batching.default import Batchify, default_batchify_fn, unlike
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
     BatchifyError,
     BatchifyFn,
     Empty,
-    assemble,
+    assembler,
     check_not_empty,
-    in_field,
+    in_fields,
     some,
 )
 from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
@@ -65,9 +65,11 @@ class Stack(Batchify):
         if all(isinstance(sample, (str, bytes)) for sample in samples):
             return list(samples)
         if all(isinstance(sample, Mapping) for sample in samples):
-            check_same(samples, frozenset, "keys", "give every sample the same keys")
-            fields = {key: [sample[key] for sample in samples] for key in samples[0]}
-            return {key: in_field(f"[{key!r}]", self.assemble, field, empty) for key, field in fields.items()}
+            if len(set(map(frozenset, samples))) > 1:
+                raise unlike(samples, frozenset, "keys", "give every sample the same keys")
+            columns = [[sample[key] for sample in samples] for key in samples[0]]
+            fields = in_fields(samples[0], "[{!r}]", repeat(self.assemble), columns, empty)
+            return dict(zip(samples[0], fields, strict=True))
         try:
             return stack(samples, empty, self._dtype)
         except BatchifyError as error:
@@ -102,8 +104,10 @@ class List(Batchify):
 class _FieldWise(Batchify):
     """Base: each field of the samples goes through its own function.
 
-    Subclasses write `_misfit`, which looks at all samples, and `_joined`, which makes a batch of the fields.
+    Subclasses write `_problem`, which says what is wrong with a sample, and `_joined`, which makes the batch of fields.
     """
+
+    _advice: str
 
     def __init__(self, fns: Mapping[Any, BatchifyFn], label: str) -> None:
         name = type(self).__name__
@@ -112,25 +116,25 @@ class _FieldWise(Batchify):
                 what = f"the function of field {key!r} is {fn!r}, which is not callable"
                 raise ValueError(f"{name}: {what}: give functions")
         self._fns = dict(fns)
+        self._makes = list(map(assembler, fns.values()))
         self._label = label  # how errors name a field
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
-        self._check(samples)
-        columns = self._columns(samples)
-        return self._joined(
-            in_field(self._label.format(key), partial(assemble, fn), column, empty)
-            for (key, fn), column in zip(self._fns.items(), columns, strict=True)
-        )
+        for position, sample in enumerate(samples):
+            problem = self._problem(sample)
+            if problem is not None:
+                raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
+        return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
-    def _check(self, samples: Sequence[Any]) -> None:
+    def _problem(self, sample: Any) -> str | None:
         raise NotImplementedError
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         return map(list, zip(*samples, strict=True))
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         raise NotImplementedError
 
 
@@ -155,6 +159,8 @@ class Tuple(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.Tuple``.
     """
 
+    _advice = "give Tuple one function per field of a sample"
+
     def __init__(self, fn: BatchifyFn | Sequence[BatchifyFn], *args: BatchifyFn) -> None:
         if isinstance(fn, (list, tuple)):
             if args:
@@ -167,18 +173,14 @@ class Tuple(_FieldWise):
             fns = (fn, *args)
         super().__init__(dict(enumerate(fns)), "[{}]")
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        count = len(self._fns)
-        for position, sample in enumerate(samples):
-            # A string or an array has a length too, but no fields.
-            if not isinstance(sample, (list, tuple)) or len(sample) != count:
-                has = f"{len(sample)} fields" if isinstance(sample, (list, tuple)) else f"a {type(sample).__name__}"
-                raise BatchifyError(
-                    f"Tuple has {count} functions, but sample {position} of the batch is {has}",
-                    "give Tuple one function per field of a sample",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if not isinstance(sample, (list, tuple)):  # a string or an array has a length too, but no fields
+            return f"is a {type(sample).__name__}, and Tuple has {len(self._fns)} functions"
+        if len(sample) != len(self._fns):
+            return f"has {len(sample)} fields, and Tuple has {len(self._fns)} functions"
+        return None
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return tuple(fields)
 
     def __repr__(self) -> str:
@@ -204,28 +206,25 @@ class Dict(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.Dict``.
     """
 
+    _advice = "give Dict only keys that every sample has"
+
     def __init__(self, fn_dict: Mapping[Any, BatchifyFn]) -> None:
         if not isinstance(fn_dict, Mapping):
             raise ValueError(f"Dict was given {fn_dict!r}: give a dict of functions by key")
         super().__init__(fn_dict, "[{!r}]")
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        for position, sample in enumerate(samples):
-            if not isinstance(sample, Mapping):
-                missing, has = list(self._fns), f"is a {type(sample).__name__}"
-            else:
-                missing, has = [key for key in self._fns if key not in sample], ""
-            if missing:
-                has = has or f"has keys {some(list(map(repr, sample)), 8)}"
-                raise BatchifyError(
-                    f"sample {position} of the batch has no key {missing[0]!r} (it {has})",
-                    "give Dict only keys that every sample has",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if not isinstance(sample, Mapping):
+            return f"is a {type(sample).__name__}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
+        for key in self._fns:
+            if key not in sample:
+                return f"has no key {key!r} (it has keys {some(list(map(repr, sample)), 8)})"
+        return None
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[list[Any]]:
+    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         return ([sample[key] for sample in samples] for key in self._fns)
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return dict(zip(self._fns, fields, strict=True))
 
     def __repr__(self) -> str:
@@ -251,37 +250,33 @@ class NamedTuple(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.NamedTuple``.
     """
 
+    _advice = "make all samples that namedtuple, or use Tuple or Dict"
+
     def __init__(self, container: type, fn_info: Mapping[str, BatchifyFn] | Sequence[BatchifyFn]) -> None:
         fields: tuple[str, ...] = getattr(container, "_fields", ())
         if not (isinstance(container, type) and issubclass(container, tuple) and fields):
             raise ValueError(f"NamedTuple was given {container!r} as container: give a namedtuple class")
         if isinstance(fn_info, Mapping):
-            fits, has = set(fn_info) == set(fields), f"fields {list(fields)}"
-            fns, given = (
-                [fn_info[name] for name in fields if name in fn_info],
-                f"functions were given for {list(fn_info)}",
-            )
+            fits, given = set(fn_info) == set(fields), f"functions for {list(fn_info)}"
         elif isinstance(fn_info, (list, tuple)):
-            fits, has = len(fn_info) == len(fields), f"{len(fields)} fields"
-            fns, given = list(fn_info), f"{len(fn_info)} functions were given"
+            fits, given = len(fn_info) == len(fields), f"{len(fn_info)} functions"
+            fn_info = dict(zip(fields, fn_info, strict=False))
         else:
             raise ValueError(f"NamedTuple was given {fn_info!r}: give a dict, list or tuple of functions")
         if not fits:
             raise ValueError(
-                f"NamedTuple: {container.__name__} has {has}, {given}: give exactly one function per field"
+                f"NamedTuple: {container.__name__} has {len(fields)} fields, {given} were given: "
+                f"give exactly one function for each of {list(fields)}"
             )
-        super().__init__(dict(zip(fields, fns, strict=True)), ".{}")
+        super().__init__({name: fn_info[name] for name in fields}, ".{}")
         self._container: Any = container
 
-    def _check(self, samples: Sequence[Any]) -> None:
-        for position, sample in enumerate(samples):
-            if type(sample) is not self._container:
-                raise BatchifyError(
-                    f"sample {position} of the batch is a {type(sample).__name__}, not a {self._container.__name__}",
-                    "make all samples that namedtuple, or use Tuple or Dict",
-                )
+    def _problem(self, sample: Any) -> str | None:
+        if type(sample) is self._container:
+            return None
+        return f"is a {type(sample).__name__}, not a {self._container.__name__}"
 
-    def _joined(self, fields: Iterable[Any]) -> Any:
+    def _joined(self, fields: list[Any]) -> Any:
         return self._container._make(fields)
 
     def __repr__(self) -> str:

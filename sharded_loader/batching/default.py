@@ -12,12 +12,14 @@ What can go wrong: samples of different shapes or structures, or none at all: a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, in_field, new_array, some
-from sharded_loader.batching.stack import is_numbers, stack, stack_arrays
+from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, in_fields, new_array, some
+from sharded_loader.batching.stack import PYTHON_NUMBERS, is_numbers, stack, stack_arrays, stack_numbers
 from sharded_loader.batching.tree import field_names, rebuild, to_torch
 
 
@@ -73,33 +75,32 @@ class DefaultBatchify(Batchify):
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
-        check_not_empty(samples)
-        return self._assemble(samples, empty)
-
-    def _assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         types = set(map(type, samples))
-        if types == {np.ndarray}:
+        if types == _ARRAYS:
             return stack_arrays(samples, empty)
-        kind = _common_kind(samples, types)
+        if types and types <= PYTHON_NUMBERS:
+            return stack_numbers(samples, types, empty)
+        kind = "tuple" if types == _TUPLES else _common_kind(samples, types)
         if kind in _VALUES:
             return stack(samples, empty)
-        if kind not in _STRUCTURES:
+        if kind not in _TRAITS:
             return list(samples)
-        check_same(samples, *_STRUCTURES[kind])
+        for trait, what, advice in _TRAITS[kind]:
+            if len(set(map(trait, samples))) > 1:
+                raise unlike(samples, trait, what, advice)
         first = samples[0]
-        if kind in ("list", "tuple"):
-            columns = enumerate(zip(*samples, strict=True))
-            return [in_field(f"[{i}]", self._assemble, column, empty) for i, column in columns]
+        label, names = "[{!r}]", range(len(first)) if kind in _LISTS else first
         if kind == "mapping":
-            named: Any = [(f"[{key!r}]", [sample[key] for sample in samples]) for key in first]
-        elif kind == "namedtuple":
-            named = [
-                (f".{name}", column) for name, column in zip(first._fields, zip(*samples, strict=True), strict=True)
-            ]
+            columns: list[Any] = [list(map(itemgetter(key), samples)) for key in first]
+        elif kind == "dataclass":
+            label, names = ".{}", field_names(first)
+            columns = [list(map(attrgetter(name), samples)) for name in names]
         else:
-            check_same(samples, _names_set, "fields set", "set the same fields in every sample")
-            named = [(f".{name}", [getattr(sample, name) for sample in samples]) for name in field_names(first)]
-        return rebuild(first, [in_field(label, self._assemble, column, empty) for label, column in named])
+            columns = list(zip(*samples, strict=True))
+            if kind == "namedtuple":
+                label, names = ".{}", first._fields
+        fields = in_fields(names, label, repeat(default_batchify_fn.assemble), columns, empty)
+        return fields if kind in _LISTS else rebuild(first, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One object per process: identity survives pickling. A subclass's objects are others.
@@ -114,32 +115,42 @@ default_batchify_fn = DefaultBatchify()
 
 # -- what samples are to these rules -----------------------------------------------------------------------------------
 
-_VALUES = {"number", "array", "numbers"}
+_ARRAYS, _TUPLES = {np.ndarray}, {tuple}
 
-_STRUCTURES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "list": (len, "lengths", "give every sample as many fields"),
-    "tuple": (len, "lengths", "give every sample as many fields"),
-    "mapping": (frozenset, "keys", "give every sample the same keys"),
-    "namedtuple": (type, "types", "make them all the same namedtuple"),
-    "dataclass": (type, "types", "make them all the same dataclass"),
+_KINDS: dict[Any, str] = {
+    (str, bytes, bytearray): "text",
+    (int, float, complex, np.generic): "number",
+    np.ndarray: "array",
+    Mapping: "mapping",
+    list: "list",
 }
-"""Kinds that have fields, and the trait in which all samples of a batch must agree: see `check_same`."""
+_VALUES = {"number", "array", "numbers"}
+_LISTS = {"list", "tuple"}
+
+_Trait = tuple[Callable[[Any], Any], str, str]
+
+_LENGTH: _Trait = (len, "lengths", "give every sample as many fields")
+
+_TRAITS: dict[str, list[_Trait]] = {
+    "list": [_LENGTH],
+    "tuple": [_LENGTH],
+    "mapping": [(frozenset, "keys", "give every sample the same keys")],
+    "namedtuple": [(type, "types", "make them all the same namedtuple")],
+    "dataclass": [
+        (type, "types", "make them all the same dataclass"),
+        (lambda sample: frozenset(field_names(sample)), "fields set", "set the same fields in every sample"),
+    ],
+}
+"""Kinds that have fields, and the traits in which all samples of a batch must agree: see `unlike`."""
 
 
 def _kind_of(kind: type) -> str:
     """What a sample of this type is to the default rules."""
-    if issubclass(kind, (str, bytes, bytearray)):
-        return "text"
-    if issubclass(kind, (int, float, complex, np.generic)):
-        return "number"
-    if issubclass(kind, np.ndarray):
-        return "array"
-    if issubclass(kind, Mapping):
-        return "mapping"
     if issubclass(kind, tuple):
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
-    if issubclass(kind, list):
-        return "list"
+    for types, name in _KINDS.items():
+        if issubclass(kind, types):
+            return name
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclass"
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
@@ -148,7 +159,8 @@ def _kind_of(kind: type) -> str:
 
 
 def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
-    kinds = {_kind_of(t) for t in types}
+    check_not_empty(samples)
+    kinds = set(map(_kind_of, types))
     if "list" in kinds and all(is_numbers(sample) for sample in samples if isinstance(sample, list)):
         kinds = kinds - {"list"} | {"numbers"}
     if len(kinds) == 1:
@@ -157,29 +169,22 @@ def _common_kind(samples: Sequence[Any], types: set[type]) -> str:
         return "array"
     if kinds <= {"text", "object"}:
         return "object"
-    check_same(samples, type, "types", "make them all alike, or leave the field apart with List")
-    raise AssertionError("kinds differ only where types do")
+    raise unlike(samples, type, "types", "make them all alike, or leave the field apart with List")
 
 
-def _names_set(sample: Any) -> frozenset[str]:
-    return frozenset(field_names(sample))
-
-
-def check_same(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> None:
-    """Reject samples that differ in a trait such as their keys: a `BatchifyError` names the first two that differ.
+def unlike(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advice: str) -> BatchifyError:
+    """The error for samples that differ in a trait such as their keys. It names the first two that differ.
 
     Example:
-        >>> check_same(["ab", "cd"], len, "lengths", "make them equal")
+        >>> str(unlike(["ab", "cd", "e"], len, "lengths", "make them equal"))
+        'samples of different lengths: 2 in sample 0, 1 in sample 2 of the batch: make them equal'
     """
-    first = trait(samples[0])
-    for position, sample in enumerate(samples):
-        other = trait(sample)
-        if other != first:
-            raise BatchifyError(
-                f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of "
-                "the batch",
-                advice,
-            )
+    first, *others = map(trait, samples)
+    position, other = next((position, other) for position, other in enumerate(others, 1) if other != first)
+    return BatchifyError(
+        f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of the batch",
+        advice,
+    )
 
 
 def _shown(trait: Any) -> str:

@@ -28,7 +28,7 @@ from sharded_loader.batching.stack import (
     numpy_can,
     to_numpy_dtype,
 )
-from sharded_loader.batching.tree import is_tensor
+from sharded_loader.batching.tree import are_tensors
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -95,10 +95,10 @@ class Pad(Batchify):
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
-        if all(map(is_tensor, samples)) and not numpy_can(samples):
+        if are_tensors(set(map(type, samples))) and not numpy_can(samples):
             _check_tensors(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
-            padded, fill = self._new_tensor(samples, shape, empty), self._pad_val
+            padded, fill = self._new_tensor(samples, (len(samples), *shape), empty), self._pad_val
         else:
             samples = _to_arrays(samples)
             shape, axis, lengths = self._plan([array.shape for array in samples])
@@ -116,31 +116,23 @@ class Pad(Batchify):
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
         first, axis = shapes[0], self._axis
         if axis is None:
-            if any(len(shape) != len(first) for shape in shapes):
-                raise ragged(
-                    shapes,
-                    "; Pad(axis=None) pads samples of the same number of axes",
-                    "give every sample the same number of axes in the dataset",
-                )
-            if not first:
-                raise BatchifyError("samples of shape () have no axis to pad", "use Stack for numbers")
-            return tuple([self._rounded(max(lengths)) for lengths in zip(*shapes, strict=True)]), None, shapes
-        if axis < 0:
-            axis += len(first)
-        if not 0 <= axis < len(first):
+            axes, why = set(range(len(first))), "pads samples of the same number of axes"
+            advice = "give every sample the same number of axes in the dataset"
+        else:
+            axis += len(first) if axis < 0 else 0
+            axes, why = {axis}, "makes that axis equal only"
+            advice = "pad along the axis that differs, or along every axis with Pad(axis=None)"
+        if not axes or not axes <= set(range(len(first))):
             raise BatchifyError(
-                f"samples of shape {first} have no axis {self._axis} to pad",
-                "pad along an axis that they have, or use Stack for numbers",
+                f"samples of shape {first} have no axis {'' if axis is None else f'{self._axis} '}to pad",
+                "use Stack for numbers, or pad along an axis that they have",
             )
-        head, tail = first[:axis], first[axis + 1 :]
-        if any(len(s) != len(first) or s[:axis] != head or s[axis + 1 :] != tail for s in shapes):
-            raise ragged(
-                shapes,
-                f"; Pad(axis={self._axis}) makes that axis equal only",
-                "pad along the axis that differs, or along every axis with Pad(axis=None)",
-            )
-        lengths = [shape[axis] for shape in shapes]
-        return (*head, self._rounded(max(lengths)), *tail), axis, lengths
+        sizes = list(zip(*shapes, strict=False))  # by axis
+        alike = (len(set(sizes[i])) == 1 for i in range(len(first)) if i not in axes)
+        if len(set(map(len, shapes))) > 1 or not all(alike):
+            raise ragged(shapes, f"; Pad(axis={self._axis}) {why}", advice)
+        padded = tuple([self._rounded(max(found)) if i in axes else first[i] for i, found in enumerate(sizes)])
+        return padded, axis, shapes if axis is None else sizes[axis]
 
     def _rounded(self, length: int) -> int:
         return length if self._round_to is None else -(-length // self._round_to) * self._round_to
@@ -162,14 +154,12 @@ class Pad(Batchify):
     def _new_tensor(self, tensors: Sequence[Any], shape: tuple[int, ...], empty: Empty) -> Any:
         """Memory for tensors that NumPy cannot hold: bfloat16 and the like, or on an accelerator."""
         torch: Any = sys.modules["torch"]
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
         if self._dtype is not None:
             dtype = torch.from_numpy(np.empty(0, self._dtype)).dtype
-        else:
-            dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
-        full = (len(tensors), *shape)
         if is_plain(tensors):
-            return empty_tensor(full, dtype, empty)[1]
-        return torch.empty(full, dtype=dtype, device=tensors[0].device)
+            return empty_tensor(shape, dtype, empty)[1]
+        return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
         given = {
@@ -210,14 +200,7 @@ def _check_tensors(tensors: Sequence[Any]) -> None:
 def _to_arrays(samples: Sequence[Any]) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = []
-    for position, sample in enumerate(samples):
-        if isinstance(sample, (str, bytes)):
-            raise BatchifyError(
-                f"sample {position} of the batch is a string, which Pad cannot pad",
-                "turn strings into token ids first, or leave them apart with sharded_loader.batchify.List",
-            )
-        arrays.append(as_array(sample))
+    arrays = list(map(as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.

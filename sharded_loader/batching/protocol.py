@@ -1,22 +1,28 @@
-"""What all functions that make batches share: the allocator, the error, and the rule about overrides.
+"""What all functions that make batches share: the memory of a batch, the error, and the rule about overrides.
 
-    assemble(fn, samples, empty) -> batch      ``fn.assemble(samples, empty)``, or a user's own ``fn(samples)``
+    assembler(fn)(samples, empty) -> batch      ``fn.assemble(samples, empty)``, or a user's own ``fn(samples)``
 
 An `Empty` is the caller's allocator: ``empty(shape, dtype)`` returns a writable C-contiguous array, uninitialised. Its
-memory belongs to the caller.
+memory belongs to the caller. Our own functions get it as an argument. A user's ``batchify_fn(samples)`` and
+``get_batch(indices)`` have no such argument, so `sharded_loader.empty` is the allocator while they run in this thread.
+In a sample's ``__getitem__`` it is `numpy.empty`: a cache may keep a sample longer than the memory lives.
 
 What can go wrong: samples that cannot become a batch raise a `BatchifyError`, which is a ValueError. It names the field
-within the sample, shows the shapes and says what to do.
+within the sample, shows the shapes and says what to do. An array from `empty` that ``batchify_fn`` keeps for itself in
+a worker process is overwritten by a later batch. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-
-from sharded_loader.batching.allocation import current_empty
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
@@ -93,38 +99,48 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
     return None
 
 
-def assemble(fn: BatchifyFn, samples: Sequence[Any], empty: Empty) -> Any:
-    """Make a batch with ``fn``, in memory from ``empty`` where ``fn`` knows how, or calls `sharded_loader.empty`.
+def assembler(fn: BatchifyFn) -> Assemble:
+    """How to make a batch with ``fn`` in memory that the caller gives.
 
     Args:
         fn: a function of this library, or any function of a list of samples.
-        samples: the samples of one batch.
-        empty: gives the memory.
 
     Returns:
-        The batch; arrays may be NumPy arrays (`sharded_loader.batching.tree.to_torch` makes them tensors).
+        ``assemble(samples, empty) -> batch``. Arrays may be NumPy arrays (`sharded_loader.batching.tree.to_torch` makes
+        them tensors).
 
     Example:
-        >>> assemble(lambda samples: len(samples), [1, 2], np.empty)
+        >>> assembler(lambda samples: len(samples))([1, 2], np.empty)
         2
     """
     if known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
-        return fn.assemble(samples, empty)  # type: ignore[attr-defined]
-    with current_empty(empty):
-        return fn(samples)
+        return fn.assemble  # type: ignore[attr-defined, no-any-return]
+    return partial(call_with_empty, fn)
 
 
-def in_field(label: str, make: Assemble, samples: Sequence[Any], empty: Empty) -> Any:
-    """``make(samples, empty)`` for one field of the samples. An error says that it lies there.
+def in_fields(
+    names: Iterable[Any], label: str, makes: Iterable[Assemble], columns: Iterable[Sequence[Any]], empty: Empty
+) -> list[Any]:
+    """A batch for each field of the samples. An error says in which field it lies.
+
+    Args:
+        names: of the fields.
+        label: how errors show a name: ``"[{!r}]"`` or ``".{}"``.
+        makes: the function of each field.
+        columns: the samples of each field.
+        empty: gives the memory.
 
     Example:
-        >>> in_field("[0]", lambda samples, empty: len(samples), [1, 2], np.empty)
-        2
+        >>> in_fields("ab", "[{!r}]", [lambda samples, empty: max(samples)] * 2, [(1, 2), (3, 4)], np.empty)
+        [2, 4]
     """
-    try:
-        return make(samples, empty)
-    except BatchifyError as error:
-        raise error.within(label)  # noqa: B904 - the same exception, which now knows more
+    fields = []
+    for name, make, column in zip(names, makes, columns, strict=False):
+        try:
+            fields.append(make(column, empty))
+        except BatchifyError as error:
+            raise error.within(label.format(name))  # noqa: B904 - the same exception, which now knows more
+    return fields
 
 
 def check_not_empty(samples: Sequence[Any]) -> None:
@@ -162,3 +178,73 @@ def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -
         f"samples of different shapes cannot be stacked: {shown}{why}",
         advice or "make them equal, pad them with sharded_loader.batchify.Pad, or leave them apart with List",
     )
+
+
+# -- the memory of the batch that is being made ------------------------------------------------------------------------
+
+
+class _Current(threading.local):
+    allocator: Empty = np.empty
+
+
+_current = _Current()
+
+
+def _begin_afresh() -> None:
+    """In a forked child: the batch that the parent's thread is making is not this process's."""
+    _current.allocator = np.empty
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_afresh)
+
+
+def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> np.ndarray[Any, np.dtype[Any]]:
+    """Like `numpy.empty`; in ``batchify_fn`` and ``get_batch``, memory of the batch that is being made.
+
+    A worker process that makes its batch there saves the copy into shared memory. Return the array as (a part
+    of) the batch, and keep it no longer: in a worker its memory is used again once the batch has left.
+
+    Args:
+        shape: of the array.
+        dtype: anything that NumPy takes as one.
+
+    Returns:
+        An uninitialised, writable, C-contiguous array. Outside of a loader, and where the batch's memory is
+        full, it is `numpy.empty`'s.
+
+    Raises:
+        TypeError: the shape holds something other than integers, or NumPy does not know the dtype.
+        ValueError: a dimension is negative.
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> def batchify(samples):
+        ...     batch = empty((len(samples), 2), np.float32)
+        ...     for row, sample in zip(batch, samples):
+        ...         row[:] = sample
+        ...     return batch
+        >>> next(iter(ShardedDataLoader([1, 2], 2, batchify_fn=batchify)))
+        tensor([[1., 1.],
+                [2., 2.]])
+    """
+    dims = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+    dtype = np.dtype(dtype)
+    # numpy.empty refuses negative dimensions, and knows how wide a string without a width is.
+    allocator = _current.allocator if dtype.itemsize and math.prod(dims) > 0 else np.empty
+    return allocator(dims, dtype)
+
+
+def call_with_empty(fn: Callable[[Any], Any], argument: Any, allocator: Empty) -> Any:
+    """``fn(argument)``. While it runs, `empty` calls ``allocator`` in this thread.
+
+    Example:
+        >>> call_with_empty(lambda size: empty(size, "i4"), 2, np.zeros)
+        array([0, 0], dtype=int32)
+    """
+    before = _current.allocator
+    try:
+        _current.allocator = allocator
+        return fn(argument)
+    finally:
+        _current.allocator = before

@@ -28,6 +28,8 @@ from sharded_loader.batching.protocol import BatchifyError
 _TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
 _TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
+_ARRAYS, _FLAT = {np.ndarray}, {list, tuple, dict}
+
 ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
 """Types of leaves that hold no arrays."""
 
@@ -174,36 +176,40 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, own: str | None = None, skip
         >>> map_leaves(lambda leaf: leaf * 10, {"a": [1, 2], "b": (3,)})
         {'a': [10, 20], 'b': (30,)}
     """
-    return _Walk(fn, own, skip).mapped(tree)
+    return _mapped(tree, fn, own, skip, {})
 
 
-class _Walk:
-    """One call of `map_leaves`. No closures: a cycle of them would keep the batch until the collector comes."""
+_STRUCTURES = (list, tuple, Mapping)
 
-    def __init__(self, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type]) -> None:
-        self._fn = fn
-        self._own = own
-        self._skip = skip
-        # The original is kept beside its image: a mapping that makes its values on access would otherwise hand
-        # out a second object at the address of the first.
-        self._seen: dict[int, tuple[Any, Any]] = {}
+# By the `id` of each object: the object and its image. The object is kept, because a mapping may make its values on
+# access, and the next one must not get the same `id`.
+_Seen = dict[int, tuple[Any, Any]]
 
-    def mapped(self, tree: Any) -> Any:
-        if type(tree) in self._skip:
-            return tree
-        known = self._seen.get(id(tree))
-        if known is None:
-            known = self._seen[id(tree)] = tree, self._mapped_once(tree)
+
+def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type], seen: _Seen) -> Any:
+    """The walk of `map_leaves`. No closure: its cycle would keep the batch until the collector comes."""
+    kind = type(tree)
+    if kind in skip:
+        return tree
+    known = seen.get(id(tree))
+    if known is not None:
         return known[1]
-
-    def _mapped_once(self, tree: Any) -> Any:
-        parts = None if self._own is not None and has_own(tree, self._own) else children(tree)
-        if parts is None:
-            return self._fn(tree)
-        if self._skip.issuperset(map(type, parts)):
-            return tree
-        new = [self.mapped(part) for part in parts]
-        return tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
+    parts: Sequence[Any] | None = None
+    if kind is list or kind is tuple:
+        parts = tree
+    elif kind is dict:
+        parts = list(tree.values())
+    elif isinstance(tree, _STRUCTURES) or hasattr(kind, "__dataclass_fields__"):
+        parts = None if own is not None and has_own(tree, own) else children(tree)
+    if parts is None:
+        mapped = fn(tree)
+    elif skip.issuperset(map(type, parts)):
+        mapped = tree
+    else:
+        new = [_mapped(part, fn, own, skip, seen) for part in parts]
+        mapped = tree if all(map(operator.is_, parts, new)) else rebuild(tree, new)
+    seen[id(tree)] = tree, mapped
+    return mapped
 
 
 # -- arrays as tensors -------------------------------------------------------------------------------------------------
@@ -224,7 +230,16 @@ def to_torch(tree: Any) -> Any:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
         {'x': tensor([1., 1.]), 'name': ['a', 'b']}
     """
-    return _leaf_to_torch(tree) if type(tree) is np.ndarray else map_leaves(_leaf_to_torch, tree, skip=ATOMS)
+    kind = type(tree)
+    if kind is np.ndarray:
+        return _leaf_to_torch(tree)
+    # What most batches are, without the walk: 2 us for two arrays instead of 9.
+    if kind in _FLAT:
+        parts = tree.values() if kind is dict else tree
+        if set(map(type, parts)) == _ARRAYS and len(set(map(id, parts))) == len(tree):
+            tensors = map(_leaf_to_torch, parts)
+            return dict(zip(tree, tensors, strict=True)) if kind is dict else kind(tensors)
+    return map_leaves(_leaf_to_torch, tree, skip=ATOMS)
 
 
 def _leaf_to_torch(leaf: Any) -> Any:
@@ -246,17 +261,14 @@ def _leaf_to_torch(leaf: Any) -> Any:
 
 
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    size = array.itemsize
-    if not (
-        array.flags.writeable  # otherwise torch warns
-        and array.flags.aligned
-        and array.dtype.isnative
-        and all(stride >= 0 and stride % size == 0 for stride in array.strides)
-    ):
-        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    size, flags = array.itemsize, array.flags
+    # Not just the native order: np.ulonglong is not np.uint64 on Linux, and torch does not know it.
     plain = np.dtype(f"{array.dtype.kind}{size}")
-    # np.ulonglong is not np.uint64 on Linux, and torch does not know it
-    return array if array.dtype.num == plain.num else array.view(plain)
+    # Read-only memory makes torch warn; it rejects the others.
+    shared = flags.writeable and flags.aligned and array.dtype.isnative
+    if shared and all(stride >= 0 and stride % size == 0 for stride in array.strides):
+        return array.view(plain)
+    return np.array(array, dtype=plain, order="C")
 
 
 def torch_has(dtype: np.dtype[Any]) -> bool:

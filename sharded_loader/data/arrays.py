@@ -27,12 +27,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, in_field, new_array
+from sharded_loader.batching.protocol import Empty, in_fields, new_array
 from sharded_loader.batching.stack import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
@@ -332,11 +333,12 @@ def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
     columns = dataset[indices if isinstance(indices, list) else np.asarray(indices).tolist()]
     if not isinstance(columns, Mapping) or not columns or any(len(columns[name]) != count for name in columns):
         return NOT_IN_BULK
-    return {name: _field(name, columns[name], count, empty) for name in columns}
+    fields = in_fields(columns, "[{!r}]", repeat(_field), [columns[name] for name in columns], empty)
+    return dict(zip(columns, fields, strict=True))
 
 
-def _field(name: Any, column: Any, count: int, empty: Empty) -> Any:
+def _field(column: Any, empty: Empty) -> Any:
     """A column as the default batchify makes it of ``column[0]``, ``column[1]``, ..."""
     if (is_gathered(column) and column.dtype.isnative) or is_column(column):
         return column
-    return in_field(f"[{name!r}]", default_batchify_fn.assemble, [column[i] for i in range(count)], empty)
+    return default_batchify_fn.assemble([column[i] for i in range(len(column))], empty)

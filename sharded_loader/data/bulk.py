@@ -29,8 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sharded_loader import rng
-from sharded_loader.batching.allocation import current_empty
-from sharded_loader.batching.protocol import Empty, known_to
+from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -279,8 +278,7 @@ def gather(dataset: Any, indices: Indices, empty: Empty) -> Any:
     ours = known_to(type(dataset), "get_batch", READS[:2])
     if isinstance(ours, _Offered) and "get_batch" not in vars(dataset):
         return ours.__get__(dataset, type(dataset))(indices, empty)
-    with current_empty(empty):
-        return dataset.get_batch(handed_out(indices))
+    return call_with_empty(dataset.get_batch, handed_out(indices), empty)
 
 
 # -- checked indices ---------------------------------------------------------------------------------------------------

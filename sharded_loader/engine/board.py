@@ -26,12 +26,14 @@ IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING = -1, -2, -3, -4, -5
 WORDS = 8
 """int64 words per worker: a cache line, so that workers do not share one."""
 
+UNUSED = 0, 0, 0, IDLE
+
 Board = MutableSequence[int]
 
 
 def new_board() -> Board:
     """A board that only this process sees."""
-    return [0, 0, 0, IDLE]
+    return list(UNUSED)
 
 
 def board_in(memory: Any, number: int) -> Any:

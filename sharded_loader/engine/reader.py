@@ -1,28 +1,31 @@
 """Reads one batch: samples from the dataset, then batchify. The same code in every pool.
 
-    Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with its place noted)
+    Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
-In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; only with the
-default batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. A bulk read that raises is
-done again one by one, to name the sample. The batch is put together in memory from the caller's ``empty``; while
-``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code the same.
+In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; only with the default
+batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. If a bulk read raises, the samples are
+read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
+``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
+
+The board and a `_Reading` say at every moment where the reader is. `sample_rng()`, the notes of an error, and the main
+process over a dead worker look there. All samples that are read alone pass the loop of `_read_one_by_one`. What fails,
+fails in the user's code, and is caught in `Reader.read`.
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import BatchifyError, Empty, assemble
+from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, Board, new_board, sample_in
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.errors import Location, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.interrupts import is_from_outside
@@ -34,6 +37,45 @@ _KEPT = (
     "sharded_loader: no sample of its batch or shard could be read, and with num_replicas none is left out, as all "
     'ranks take the same steps with the same shards: on_error="replace" fills a shard from the others of the batch'
 )
+
+
+class _Reading(SampleScope):
+    """One task while it is read.
+
+    Attributes:
+        task, worker, empty, board: what `Reader.read` was given.
+        indices: those of the shard that is being read or batchified.
+        misfit: positions of the sample that ``batchify_fn`` cannot use, or of two that do not fit together.
+        skipped: the index and the error of each sample that was left out or replaced.
+        dropped: how many samples were left out and not replaced.
+        lost: the shards that have no sample left.
+    """
+
+    task: Task
+    worker: str | None
+    empty: Empty
+    board: Board
+    indices: Sequence[Any] = ()
+    misfit: tuple[int, ...] = ()
+    skipped: list[tuple[Any, BaseException]]
+    dropped = 0
+    lost: list[int]
+
+    def passes(self, error: BaseException) -> bool:
+        """Whether an exception is no error of the batch, but is meant for the loop that reads in its own thread."""
+        return self.worker is None and is_from_outside(error, reads=True)
+
+    def noted(self, error: BaseException) -> Exception:
+        """The exception as the error of the batch, with notes that say where the reader is."""
+        task, indices, board = self.task, self.indices, self.board
+        error = as_exception(error, "by the dataset or batchify_fn")
+        place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
+        found = [indices[position] for position in ((board[SAMPLE],) if board[SAMPLE] >= 0 else self.misfit)]
+        if len(found) == 2:
+            place.note(error, misfit=(found[0], found[1]))
+        else:
+            place.note(error, found or None, samples=indices)
+        return error
 
 
 class Reader:
@@ -48,11 +90,13 @@ class Reader:
     def __init__(self, job: Job, *, tells_epoch: bool = False) -> None:
         self._job = job
         self._dataset = job.dataset
-        self._batchify = default_batchify_fn if job.batchify_fn is None else job.batchify_fn
+        self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
         self._gather = as_bulk(job.dataset) if job.batchify_fn is None else None
+        self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset)
+        self._tolerant = job.on_error != "raise"
+        self._in_bulk = self._gather is not None or self._get_items is not None
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
-        self._takes_arrays = job.batchify_fn is None and takes_arrays(job.dataset)
         self._epoch: int | None = None
 
     def read(
@@ -70,321 +114,204 @@ class Reader:
         signal handler raises (`sharded_loader.interrupts.is_from_outside`).
         """
         began = time.perf_counter()
-        if not self._takes_arrays and type(task.shards[0]) is np.ndarray:
-            task = task._replace(shards=tuple(map(_as_list, task.shards)))
-        skipped: list[tuple[Any, BaseException]] = []
+        at = _Reading(self._job.seed, task.epoch)
+        at.task, at.worker, at.empty, at.board = task, worker, empty, list(UNUSED) if board is None else board
+        at.skipped, at.lost = [], []
         batches: list[Any] = []
-        lost: tuple[int, ...] = ()
         error: BaseException | None = None
-        count = 0
-        if board is None:
-            board = new_board()
-        before, scope = reading.scope, SampleScope(self._job.seed, task.epoch)
+        before = reading.scope
         try:
-            reading.scope = scope
-            self._tell_epoch(task, worker)
-            if self._job.on_error == "raise":
-                batches, count = self._read_strict(task, scope, worker, empty, board)
+            reading.scope = at
+            at.indices = task.shards[0]
+            if self._set_epoch is not None and task.epoch != self._epoch:
+                self._tell_epoch(task.epoch)
+            if self._tolerant:
+                batches, error = self._read_tolerantly(at)
             else:
-                batches, count, lost = self._read_tolerant(task, scope, worker, empty, skipped, board)
+                for number in range(len(task.shards)):
+                    made = self._read_in_bulk(number, at) if self._in_bulk else NOT_IN_BULK
+                    if made is NOT_IN_BULK:
+                        made = self._make_batch(self._read_one_by_one(number, at), at)
+                    batches.append(made)
         except BaseException as raised:
-            if passes(raised, worker):
+            if at.passes(raised):
                 raise
-            if isinstance(raised, KeyboardInterrupt):
-                raised = self._placed(raised, *_at(task, worker, board))
-            error = raised
+            batches, at.lost, error = [], [], at.noted(raised)
         finally:
             reading.scope = before
-        batch: Any = NOTHING if not batches else batches if task.sharded else batches[0]
+        batch = NOTHING if not batches else batches if task.sharded else batches[0]
+        count = sum(map(len, task.shards)) - at.dropped if batches else 0
         seconds = time.perf_counter() - began
         try:
-            return Result(task.run, task.seq, batch, count, error, tuple(skipped), lost, seconds)
+            return Result(task.run, task.seq, batch, count, error, tuple(at.skipped), tuple(at.lost), seconds)
         finally:
             del error  # else error -> traceback -> this frame -> error, and whoever it passes waits for the collector
 
-    def _tell_epoch(self, task: Task, worker: str | None) -> None:
-        if self._set_epoch is None or task.epoch == self._epoch:
-            return
-        try:
-            self._set_epoch(task.epoch)
-        except BaseException as error:
-            add_note(error, f"raised by dataset.set_epoch({task.epoch})")
-            raise self._placed(error, _place(task, 0, worker), None, task.shards[0])  # noqa: B904 - the same object
-        self._epoch = task.epoch
-
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""
-        before, scope = reading.scope, SampleScope(self._job.seed, epoch)
+        scope, before = SampleScope(self._job.seed, epoch), reading.scope
         try:
             reading.scope = scope
-            scope.index, scope.drawn = index, None
+            scope.index = index
             return self._dataset[index]
         finally:
             reading.scope = before
 
     def probe(self, task: Task, board: Board) -> None:
-        """Read the samples of a task one by one and drop them, where they are else read in bulk.
+        """Read each sample of a task alone and drop it, if the dataset reads in bulk.
 
-        For a task over which a worker has died in bulk: the next one that dies has noted at which sample. Who calls
-        this seeds the global generators after it.
+        For a task over which a worker has died in bulk: the next one that dies has noted at which sample. The caller
+        seeds the global generators afterwards.
         """
-        gather, get_items = self._gather, self._get_items
-        if gather is None and get_items is None:
-            return
-        before = reading.scope
-        try:
-            reading.scope = SampleScope(self._job.seed, task.epoch)
+        if self._in_bulk:
             for number, indices in enumerate(task.shards):
-                board[SHARD] = number
                 for ordinal, index in enumerate(_as_list(indices)):
-                    board[SAMPLE] = ordinal
-                    with contextlib.suppress(Exception):  # it comes again when the batch is read
-                        if gather is not None:
-                            gather([index], np.empty)
-                        elif get_items is not None:
-                            get_items([index])
-        finally:
-            reading.scope = before
+                    board[SHARD], board[SAMPLE] = number, ordinal
+                    self.read(task._replace(shards=([index],), sharded=False), "a worker")  # errors come again later
 
-    def _read_strict(
-        self, task: Task, scope: SampleScope, worker: str | None, empty: Empty, board: Board
-    ) -> tuple[list[Any], int]:
-        batches = []
-        count = 0
-        for number, indices in enumerate(task.shards):
-            place = _place(task, number, worker)
-            board[SHARD] = number
-            batches.append(self._read_shard(indices, task, scope, empty, place, board))
-            count += len(indices)
-        return batches, count
-
-    def _read_shard(
-        self, indices: Any, task: Task, scope: SampleScope, empty: Empty, place: Location, board: Board
-    ) -> Any:
-        samples: list[Any] | None = None
-        if self._gather is not None or self._get_items is not None:
-            scope.index, scope.drawn = NO_SAMPLE, None
-            board[SAMPLE] = IN_BULK
-            try:
-                if self._gather is not None:
-                    batch = self._gather(indices, empty)
-                    if batch is not NOT_IN_BULK:
-                        return batch
-                    indices = _as_list(indices)
-                if self._get_items is not None:
-                    samples = _checked(self._get_items(indices), indices)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                if passes(error, place.worker):
-                    raise
-                self._name_culprit(_as_list(indices), scope, place, board, error)
-        if samples is None:
-            samples = self._read_one_by_one(indices, scope, place, board)
-        board[SAMPLE] = IN_BATCHIFY
-        return self._make_batch(samples, task, scope, empty, place, indices)
-
-    def _read_one_by_one(self, indices: Sequence[Any], scope: SampleScope, place: Location, board: Board) -> list[Any]:
-        dataset = self._dataset
-        samples = []
-        index: Any = None
+    def _tell_epoch(self, epoch: int) -> None:
         try:
-            for ordinal, index in enumerate(indices):
-                board[SAMPLE] = ordinal  # 40 ns in shared memory, 15 in a list
-                scope.index = index
-                scope.drawn = None
-                samples.append(dataset[index])
-        except KeyboardInterrupt:
-            raise
+            self._dataset.set_epoch(epoch)
         except BaseException as error:
-            raise self._placed(error, place, [index])  # noqa: B904 - the same object, or its cause is set
+            add_note(error, f"raised by dataset.set_epoch({epoch})")
+            raise
+        self._epoch = epoch
+
+    # -- one shard: samples, then a batch -------------------------------------------------------------------
+
+    def _read_in_bulk(self, number: int, at: _Reading) -> Any:
+        """The batch of a shard whose samples are read at once; `NOT_IN_BULK` if they have to be read one by one."""
+        given = at.task.shards[number]
+        at.indices = indices = given if self._takes_arrays else _as_list(given)
+        at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
+        at.index, at.drawn = NO_SAMPLE, None
+        try:
+            if self._gather is not None:
+                batch = self._gather(indices, at.empty)
+                if batch is not NOT_IN_BULK:
+                    return batch
+            if self._get_items is None:
+                return NOT_IN_BULK
+            at.indices = indices = _as_list(indices)
+            samples = list(self._get_items(indices))
+            if len(samples) != len(indices):
+                raise ValueError(
+                    f"__getitems__ was asked for {len(indices)} samples and returned {len(samples)}: "
+                    f"return one sample per index, in the order of the indices"
+                )
+        except BaseException as error:
+            if not self._tolerant and not at.passes(error):
+                self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
+                at.board[SAMPLE] = IN_BULK
+            raise
+        return self._make_batch(samples, at)
+
+    def _read_one_by_one(self, number: int, at: _Reading) -> list[Any]:
+        """The samples of a shard; `_BAD` where one could not be read, if that is no error of the batch."""
+        dataset, board = self._dataset, at.board
+        at.indices = indices = _as_list(at.task.shards[number])
+        board[SHARD] = number
+        samples = []
+        for ordinal, index in enumerate(indices):
+            board[SAMPLE] = ordinal  # 40 ns in shared memory, 15 in a list
+            at.index = index
+            at.drawn = None
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if not self._tolerant or at.passes(error):
+                    raise
+                samples.append(self._in_place_of(index, error, at))
         return samples
 
-    def _name_culprit(
-        self, indices: Sequence[Any], scope: SampleScope, place: Location, board: Board, error: BaseException
-    ) -> None:
-        """Raise the error of the sample that made a bulk read fail; of the bulk read if none does alone."""
-        self._read_one_by_one(indices, scope, place, board)
-        raise self._placed(error, place, None, indices)
-
-    def _make_batch(
-        self,
-        samples: list[Any],
-        task: Task,
-        scope: SampleScope,
-        empty: Empty,
-        place: Location,
-        indices: Sequence[Any],
-    ) -> Any:
-        scope.index, scope.drawn = OfBatch(task.seq, place.shard or 0), None
+    def _make_batch(self, samples: list[Any], at: _Reading) -> Any:
+        at.board[SAMPLE] = IN_BATCHIFY
+        at.index, at.drawn = OfBatch(at.task.seq, at.board[SHARD]), None
+        at.misfit = ()
         try:
-            return assemble(self._batchify, list(samples), empty)  # a list that it may change
-        except KeyboardInterrupt:
+            return self._assemble(list(samples), at.empty)  # a list that it may change
+        except BatchifyError:
+            at.misfit = self._misfit(samples)
             raise
-        except BatchifyError as error:
-            self._note_misfit(error, place, samples, _as_list(indices))
-            raise
-        except BaseException as error:
-            raise self._placed(error, place, None, indices)  # noqa: B904 - as above
 
-    def _note_misfit(self, error: BatchifyError, place: Location, samples: list[Any], indices: Sequence[Any]) -> None:
-        """Name the first sample that cannot be in a batch, or in none with the first sample; all if none is such."""
-        for index, sample in zip(indices, samples, strict=True):
+    def _misfit(self, samples: list[Any]) -> tuple[int, ...]:
+        """The first sample that cannot be in a batch, or in none with the first sample; nothing if none is such."""
+        for position, sample in enumerate(samples):
             if not self._fits([sample]):
-                return place.note(error, [index])
+                return (position,)
             if not self._fits([samples[0], sample]):
-                return place.note(error, misfit=(indices[0], index))
-        return place.note(error, samples=indices)
+                return 0, position
+        return ()
 
     def _fits(self, samples: list[Any]) -> bool:
         try:
-            assemble(self._batchify, samples, np.empty)
+            self._assemble(samples, np.empty)
         except BatchifyError:
             return False
         except Exception as error:  # a function of the user's that wants whole batches
             if is_from_outside(error):
                 raise
-            return True
         return True
-
-    @staticmethod
-    def _placed(
-        error: BaseException, place: Location, sample: list[Any] | None, samples: Sequence[Any] = ()
-    ) -> BaseException:
-        if passes(error, place.worker):
-            return error
-        error = as_exception(error, "by the dataset or batchify_fn")
-        place.note(error, sample, samples=samples)
-        return error
 
     # -- on_error other than "raise" ------------------------------------------------------------------------
 
-    def _read_tolerant(
-        self,
-        task: Task,
-        scope: SampleScope,
-        worker: str | None,
-        empty: Empty,
-        skipped: list[tuple[Any, BaseException]],
-        board: Board,
-    ) -> tuple[list[Any], int, tuple[int, ...]]:
-        """In bulk where the dataset can; else, and if that fails, sample by sample.
+    def _read_tolerantly(self, at: _Reading) -> tuple[list[Any], BaseException | None]:
+        """The batches of all shards; or the error, if a shard without a good sample is one.
 
         Every sample is read before any bad one is replaced or left out: a replacement may come from any shard.
         """
-        if self._gather is not None or self._get_items is not None:
+        job, task = self._job, at.task
+        if self._in_bulk:
             try:
-                return (*self._read_strict(task, scope, worker, empty, board), ())
-            except Exception as raised:
-                if passes(raised, worker):
-                    raise
-                # Otherwise the samples are read again, with the same random numbers
-        shards = [
-            self._read_good(_as_list(indices), task, scope, _place(task, number, worker), number, skipped, board)
-            for number, indices in enumerate(task.shards)
-        ]
-        good = [(n, i) for n, shard in enumerate(shards) for i, sample in enumerate(shard) if sample is not _BAD]
-        replaces = self._job.on_error == "replace" and bool(good)
-        if self._job.keep_batch and not replaces:
-            bad = 0
-            for shard in shards:
-                before, bad = bad, bad + sum(sample is _BAD for sample in shard)
-                if bad - before == len(shard):
-                    # It is raised, not skipped. `loader.skipped` would keep its frames, and with them the iterator.
-                    _, error = skipped.pop(bad - 1)
-                    set_notes(error, [_KEPT, *notes_of(error)])
-                    raise error
-        read_at = [list(_as_list(indices)) for indices in task.shards]
-        if replaces:
-            for number, shard in enumerate(shards):
-                for i, sample in enumerate(shard):
-                    if sample is _BAD:
-                        rng = philox(self._job.seed, "replace", task.epoch, task.seq, number, i)
-                        n, j = good[int(rng.integers(len(good)))]
-                        shard[i], read_at[number][i] = shards[n][j], read_at[n][j]
-        batches = []
-        lost = []
-        count = 0
-        for number, shard in enumerate(shards):
-            kept = [sample for sample in shard if sample is not _BAD]
-            if kept:
-                place = _place(task, number, worker)
-                board[SHARD], board[SAMPLE] = number, IN_BATCHIFY
-                indices = [index for index, sample in zip(read_at[number], shard, strict=True) if sample is not _BAD]
-                batches.append(self._make_batch(kept, task, scope, empty, place, indices))
-                count += len(kept)
-            else:
-                lost.append(number)
-        return batches, count, tuple(lost)
-
-    def _read_good(
-        self,
-        indices: Sequence[Any],
-        task: Task,
-        scope: SampleScope,
-        place: Location,
-        shard: int,
-        skipped: list[tuple[Any, BaseException]],
-        board: Board,
-    ) -> list[Any]:
-        """The samples of a shard; `_BAD` where one could not be read and no callable mended it."""
-        samples: list[Any] = []
-        board[SHARD] = shard
-        for ordinal, index in enumerate(indices):
-            board[SAMPLE] = ordinal
-            scope.index, scope.drawn = index, None
-            try:
-                samples.append(self._dataset[index])
-            except KeyboardInterrupt:
-                raise
+                batches = [self._read_in_bulk(number, at) for number in range(len(task.shards))]
+                if not any(batch is NOT_IN_BULK for batch in batches):
+                    return batches, None
             except BaseException as error:
-                failed = self._placed(error, place, [index])
-                if not isinstance(error, Exception) or passes(error, place.worker):
-                    raise failed  # noqa: B904 - its cause is set; a SystemExit is not a bad sample
-                samples.append(self._mend(index, task, shard, failed, place))
-                skipped.append((index, without_frames(failed)))
-        return samples
+                if at.passes(error):
+                    raise
+        # If the bulk read failed, this is the second time, with the same random numbers.
+        shards: list[list[tuple[Any, Any]]] = []
+        lost: tuple[Any, BaseException] | None = None
+        for number in range(len(task.shards)):
+            samples = self._read_one_by_one(number, at)
+            shards.append(list(zip(at.indices, samples, strict=True)))
+            if lost is None and all(sample is _BAD for sample in samples):
+                lost = at.skipped[-1]
+        good = [pair for pairs in shards for pair in pairs if pair[1] is not _BAD]
+        replaces = job.on_error == "replace" and bool(good)
+        if lost is not None and job.keep_batch and not replaces:
+            # The error is raised, so it is not skipped: `loader.skipped` would keep its frames, and so the iterator.
+            at.skipped = [one for one in at.skipped if one is not lost]
+            set_notes(lost[1], [_KEPT, *notes_of(lost[1])])
+            return [], lost[1]
+        batches = []
+        for number, pairs in enumerate(shards):
+            if replaces:
+                for i, (_, sample) in enumerate(pairs):
+                    if sample is _BAD:
+                        rng = philox(job.seed, "replace", task.epoch, task.seq, number, i)
+                        pairs[i] = good[int(rng.integers(len(good)))]
+            kept = [pair for pair in pairs if pair[1] is not _BAD]
+            at.dropped += len(pairs) - len(kept)
+            if kept:
+                at.board[SHARD] = number
+                at.indices = [index for index, _ in kept]
+                batches.append(self._make_batch([sample for _, sample in kept], at))
+            else:
+                at.lost.append(number)
+        return batches, None
 
-    def _mend(self, index: Hashable, task: Task, shard: int, error: BaseException, place: Location) -> Any:
-        on_error = self._job.on_error
-        if not callable(on_error):
-            return _BAD
-        failed = SampleError(index, task.epoch, task.seq, shard if task.sharded else None, error)
-        try:
-            return on_error(failed)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as again:
-            if passes(again, place.worker):
-                raise
-            raise self._placed(again, place, [index]) from error
-
-
-def passes(error: BaseException, worker: str | None) -> bool:
-    """Whether an exception is no error of the batch, but is meant for the loop that reads in its own thread."""
-    return worker is None and is_from_outside(error, reads=True)
-
-
-def _place(task: Task, shard: int, worker: str | None) -> Location:
-    return Location(task.epoch, task.seq, shard if task.sharded else None, worker)
-
-
-def _at(task: Task, worker: str | None, board: Board) -> tuple[Location, list[Any] | None, Sequence[Any]]:
-    """Where the board says that a task is: place, sample (in a list of one) or None, samples of the shard."""
-    number = min(board[SHARD], len(task.shards) - 1)
-    return _place(task, number, worker), sample_in(task, board) or None, task.shards[number]
+    def _in_place_of(self, index: Any, error: Exception, at: _Reading) -> Any:
+        """What stands in for a sample that could not be read: what the user's ``on_error`` returns, or `_BAD`."""
+        on_error, task, sample = self._job.on_error, at.task, _BAD
+        failed = at.noted(error)
+        if callable(on_error):
+            shard = at.board[SHARD] if task.sharded else None
+            sample = on_error(SampleError(index, task.epoch, task.seq, shard, failed))
+        at.skipped.append((index, without_frames(failed)))
+        return sample
 
 
 def _as_list(indices: Any) -> Any:
     """Python ints of an array of indices: what datasets and users see."""
     return indices.tolist() if isinstance(indices, np.ndarray) else indices
-
-
-def _checked(samples: Any, indices: Sequence[Any]) -> list[Any]:
-    found = list(samples)
-    if len(found) != len(indices):
-        raise ValueError(
-            f"__getitems__ was asked for {len(indices)} samples and returned {len(found)}: "
-            f"return one sample per index, in the order of the indices"
-        )
-    return found

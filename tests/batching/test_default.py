@@ -6,8 +6,10 @@ from collections import OrderedDict, namedtuple
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 
 from sharded_loader.batchify import Pad, Stack, default_batchify_fn
+from sharded_loader.batching.default import DefaultBatchify
 
 MyNT = namedtuple("MyNT", "data label")
 
@@ -91,3 +93,20 @@ def test_the_field_is_named(samples, field):
 def test_samples_that_do_not_fit_together_are_refused(samples, message):
     with pytest.raises(ValueError, match=message):
         default_batchify_fn(samples)
+
+
+def test_fields_of_arrays_and_numbers_take_few_calls():
+    samples = [(np.zeros(2), i, {"x": 1.5}) for i in range(50)]
+    names = calls_of(lambda: default_batchify_fn.assemble(samples, np.empty))
+    assert names.count("assemble") == 5 and names.count("in_fields") == 2
+    assert names.count("stack_arrays") == 1 and names.count("stack_numbers") == 2
+    assert len(names) <= 14  # four of them look at what a dict is
+
+
+def test_fields_of_a_subclass_follow_the_default_rules():
+    class Tagged(DefaultBatchify):
+        def assemble(self, samples, empty):
+            return ["tag", super().assemble(samples, empty)]
+
+    tag, (first, second) = Tagged()([(1, "a"), (2, "b")])
+    assert tag == "tag" and first.tolist() == [1, 2] and second == ["a", "b"]

@@ -7,7 +7,7 @@ import pytest
 
 from sharded_loader import empty
 from sharded_loader.batchify import Stack, default_batchify_fn
-from sharded_loader.batching.protocol import BatchifyError, assemble, in_field, known_to, ragged
+from sharded_loader.batching.protocol import BatchifyError, assembler, in_fields, known_to, ragged
 
 
 def test_errors_survive_pickling():
@@ -56,11 +56,14 @@ def test_fields_of_fields_are_one_path():
     def fails(samples, empty):
         raise BatchifyError("no", "do")
 
+    def len_of(samples, empty):
+        return len(samples)
+
     def inner(samples, empty):
-        return in_field("['x']", fails, samples, empty)
+        return in_fields("x", "[{!r}]", [fails], [samples], empty)
 
     with pytest.raises(BatchifyError, match=r"^no, in field \[1\]\['x'\]: do$"):
-        in_field("[1]", inner, [], np.empty)
+        in_fields([0, 1], "[{}]", [len_of, inner], [[], []], np.empty)
 
 
 def test_each_shape_is_shown_once_with_the_first_sample_that_has_it():
@@ -75,5 +78,5 @@ def test_a_users_function_finds_the_memory_in_empty():
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    assert assemble(lambda samples: empty((2,), "i4"), [1, 2], allocator) is given[0]
-    assert assemble(Stack(), [1, 2], allocator) is given[1]
+    assert assembler(lambda samples: empty((2,), "i4"))([1, 2], allocator) is given[0]
+    assert assembler(Stack())([1, 2], allocator) is given[1]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,3 +173,25 @@ def test_a_walk_leaves_nothing_for_the_collector():
         assert seen() is None
     finally:
         gc.enable()
+
+
+# -- how many calls it takes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda arrays: dict(zip("ab", arrays, strict=True))])
+def test_flat_arrays_become_tensors_without_a_walk(make):
+    tree = make([np.arange(3), np.zeros((2, 2))])
+    assert len(calls_of(lambda: to_torch(tree))) <= 3
+    tensors = to_torch(tree)
+    assert type(tensors) is type(tree) and list(tensors) == (list(tree) if type(tree) is dict else list(tensors))
+    for tensor, array in zip(children(tensors), children(tree), strict=True):
+        assert tensor.data_ptr() == array.ctypes.data and tensor.shape == array.shape
+    again = make([array := np.arange(3), array])
+    first, second = children(to_torch(again))
+    assert first is second
+
+
+def test_a_walk_takes_two_calls_for_each_node():
+    tree = {"a": [np.zeros(1), {"b": (np.ones(2), np.ones(3), "text")}], "c": np.zeros(4)}
+    nodes = 4 + 4 + 1  # structures, arrays, a text
+    assert len(calls_of(lambda: to_torch(tree))) <= 2 * nodes + 2

@@ -11,7 +11,7 @@ from samples import halves
 
 from sharded_loader import ShardedDataLoader, empty
 from sharded_loader.batchify import List, Stack, Tuple
-from sharded_loader.batching.allocation import current_empty
+from sharded_loader.batching.protocol import call_with_empty
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import SlotWriter
@@ -101,27 +101,37 @@ def test_outside_of_a_loader_it_is_numpys():
 
 def test_odd_shapes_and_dtypes_never_spoil_the_slot(memory):
     slot = SlotWriter(memory)
-    with current_empty(slot.empty):
-        with pytest.raises(ValueError):
-            empty((2, -3))
-        assert empty((-0, 4)).shape == (0, 4)
-        assert empty(2, "S").dtype == "S1" and empty(2, object).tolist() == [None, None]
-        assert lies_in(empty([2, 2], ">f8"), memory)
-        assert slot.wanted < 256
+
+    def make(wanted):
+        return [empty(shape, dtype) for shape, dtype in wanted]
+
+    with pytest.raises(ValueError):
+        call_with_empty(make, [((2, -3), float)], slot.empty)
+    nothing, texts, objects, swapped = call_with_empty(
+        make, [((-0, 4), float), (2, "S"), (2, object), ([2, 2], ">f8")], slot.empty
+    )
+    assert nothing.shape == (0, 4) and texts.dtype == "S1" and objects.tolist() == [None, None]
+    assert lies_in(swapped, memory) and slot.wanted < 256
 
 
-def test_blocks_nest_and_are_undone_by_errors(memory):
+def test_calls_nest_and_are_undone_by_errors(memory):
     outer, inner = SlotWriter(memory[:512]), SlotWriter(memory[512:])
-    with current_empty(outer.empty):
-        with pytest.raises(KeyError), current_empty(inner.empty):
-            assert lies_in(empty(4), memory[512:])
-            raise KeyError
-        assert lies_in(empty(4), memory[:512])
+
+    def fails(size):
+        assert lies_in(empty(size), memory[512:])
+        raise KeyError
+
+    def nests(size):
+        with pytest.raises(KeyError):
+            call_with_empty(fails, size, inner.empty)
+        assert lies_in(empty(size), memory[:512])
         found = []
-        thread = threading.Thread(target=lambda: found.append(empty(4)))
+        thread = threading.Thread(target=lambda: found.append(empty(size)))
         thread.start()
         thread.join()
         assert not lies_in(found[0], memory)  # another thread makes no part of this batch
+
+    call_with_empty(nests, 4, outer.empty)
     assert not lies_in(empty(4), memory)
 
 

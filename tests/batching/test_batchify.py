@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from sharded_loader.batchify import Dict, List, NamedTuple, Pad, Stack, Tuple, default_batchify_fn
-from sharded_loader.batching.protocol import assemble
+from sharded_loader.batching.protocol import assembler
 from sharded_loader.batching.tree import map_leaves
 
-GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parent / "golden" / "batchify.json").read_text())}
+GOLDEN = {c["id"]: c for c in json.loads((Path(__file__).parents[1] / "golden" / "batchify.json").read_text())}
 
 
 MyNT = namedtuple("MyNT", "data label")
@@ -123,7 +123,7 @@ def test_own_and_user_functions_compose_in_both_ways():
     fn = Tuple(Dict({"t": Pad(), "n": len}), NamedTuple(MyNT, [Stack(), lambda labels: "".join(labels)]))
     samples = [({"t": [1, 2], "n": 0}, MyNT(1.5, "a")), ({"t": [3], "n": 0}, MyNT(2.5, "b"))]
     called = fn(samples)
-    assembled = assemble(fn, samples, np.empty)
+    assembled = assembler(fn)(samples, np.empty)
     assert isinstance(called[0]["t"], torch.Tensor) and isinstance(assembled[0]["t"], np.ndarray)
 
     def plain(tree):
@@ -133,18 +133,23 @@ def test_own_and_user_functions_compose_in_both_ways():
     assert called[0]["n"] == 2 and called[1].label == "ab"
 
 
-def test_every_array_comes_from_the_allocator():
+def test_every_array_comes_from_the_allocator_once():
     given = []
 
     def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
+        given.append(np.full(shape, 99, dtype))
         return given[-1]
 
-    samples = [(np.zeros(3), i, [i, i], np.float32(i)) for i in range(4)]
-    for field in default_batchify_fn.assemble(samples, empty):
-        assert any(field is array for array in given)
-    padded, lengths = Pad(ret_length=True).assemble([[1], [2, 3]], empty)
-    assert any(padded is array for array in given) and any(lengths is array for array in given)
+    def check_given(fields, expected):
+        assert len(fields) == len(given) == len(expected)
+        for field, array, values in zip(fields, given, expected, strict=True):
+            assert field is array and field.tolist() == values
+        given.clear()
+
+    samples = [(np.zeros(3), i, [i, i], np.float32(i)) for i in range(2)]
+    check_given(default_batchify_fn.assemble(samples, empty), [[[0.0] * 3] * 2, [0, 1], [[0, 0], [1, 1]], [0.0, 1.0]])
+    check_given(Pad(ret_length=True).assemble([[1], [2, 3]], empty), [[[1, 0], [2, 3]], [1, 2]])
+    check_given([Stack("float16").assemble([1, 2], empty)], [[1.0, 2.0]])
 
 
 def test_functions_pickle_and_say_what_they_are():
@@ -159,12 +164,12 @@ def test_numpy_samples_are_assembled_without_torch():
 import sys, numpy as np
 from sharded_loader import ArrayDataset, SimpleDataset, ConcatDataset
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import assemble
+from sharded_loader.batching.protocol import assembler
 from sharded_loader.batchify import Tuple, Stack, Pad
 dataset = ArrayDataset(x=np.zeros((8, 3)), y=list(range(8)), name=list("abcdefgh"))
 dataset = (dataset.shard(2, 0) + dataset.take(2)).cache().transform(lambda s: s)
-assemble(default_batchify_fn, dataset.__getitems__([0, 5]), np.empty)
-assemble(Tuple(Stack(), Pad()), [(1, [1]), (2, [1, 2])], np.empty)
+assembler(default_batchify_fn)(dataset.__getitems__([0, 5]), np.empty)
+assembler(Tuple(Stack(), Pad()))([(1, [1]), (2, [1, 2])], np.empty)
 ArrayDataset(np.zeros((8, 3))).get_batch([1, 2])
 assert "torch" not in sys.modules, "torch was imported"
 """

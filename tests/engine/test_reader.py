@@ -1,0 +1,367 @@
+"""One batch: read in bulk or one by one, with errors that name their sample."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import calls_of
+
+from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
+from sharded_loader.batching.protocol import BatchifyError
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, new_board
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.reader import Reader
+from sharded_loader.errors import notes_of
+from sharded_loader.rng import current_scope
+
+WORKER = "worker 0 (pid 1)"
+
+
+def task_of(*shards: Any, sharded: bool = False, epoch: int = 0, seq: int = 4) -> Task:
+    return Task(0, seq, epoch, 0, shards, sharded or len(shards) > 1)
+
+
+def read(dataset: Any, *shards: Any, worker: str | None = WORKER, board: Any = None, **job: Any) -> Result:
+    reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, **job))
+    return reader.read(task_of(*shards), worker, board=board)
+
+
+class Squares:
+    """Sample i is ``(array of i, i * i)``; samples in ``bad`` raise."""
+
+    def __init__(self, bad: Sequence[int] = ()) -> None:
+        self.bad = bad
+        self.asked: list[Any] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.sample(index)
+
+    def sample(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"bad {index}")
+        return np.full(3, index, np.int16), index * index
+
+    def __len__(self) -> int:
+        return 100
+
+
+class InItems(Squares):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked.append(list(indices))
+        return [self.sample(index) for index in indices]
+
+
+class InBatches(Squares):
+    def get_batch(self, indices: list[int]) -> Any:
+        self.asked.append(list(indices))
+        samples = [self.sample(index) for index in indices]
+        batch = empty((len(samples), 3), np.int16)
+        batch[...] = [first for first, _ in samples]
+        return [batch, np.array([second for _, second in samples])]
+
+
+KINDS = pytest.mark.parametrize("kind", [Squares, InItems, InBatches])
+
+
+# -- what is read -------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> None:
+    result = read(kind(), [3, 1])
+    assert [field.tolist() for field in result.batch] == [[[3] * 3, [1] * 3], [9, 1]]
+    assert result.batch[0].dtype == np.int16
+    assert (result.run, result.seq, result.samples, result.error) == (0, 4, 2, None)
+    assert result.skipped == () and result.lost_shards == () and result.seconds > 0
+
+
+@KINDS
+def test_each_shard_is_a_batch_of_its_own(kind: Callable[..., Any]) -> None:
+    result = read(kind(), [3, 1], [2])
+    assert [fields[1].tolist() for fields in result.batch] == [[9, 1], [4]] and result.samples == 3
+
+
+def test_the_samples_are_asked_for_in_the_fastest_way_and_once() -> None:
+    for kind, asked in ((Squares, [3, 1]), (InItems, [[3, 1]]), (InBatches, [[3, 1]])):
+        dataset = kind()
+        read(dataset, [3, 1])
+        assert dataset.asked == asked
+
+
+def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> None:
+    def batchify(samples: list[Any]) -> Any:
+        seconds = [second for _, second in samples]
+        samples.clear()
+        return seconds
+
+    for kind in (Squares, InItems, InBatches):
+        assert read(kind(), [3, 1], batchify_fn=batchify).batch == [9, 1]
+
+
+def test_arrays_of_indices_are_plain_ints_to_a_dataset() -> None:
+    for kind, asked in ((Squares, [3, 1]), (InItems, [[3, 1]]), (InBatches, [[3, 1]])):
+        dataset = kind()
+        assert read(dataset, np.array([3, 1])).batch[1].tolist() == [9, 1]
+        assert repr(dataset.asked) == repr(asked)  # not np.int64(3)
+    error = read(Squares([1]), np.array([3, 1])).error
+    assert error is not None and "sample 1," in notes_of(error)[0]
+
+
+def test_columns_are_gathered_in_the_memory_that_is_given() -> None:
+    given: list[Any] = []
+
+    def allocator(shape: Any, dtype: Any) -> Any:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    dataset = ArrayDataset(np.arange(10.0), np.arange(10))
+    result = Reader(Job(dataset, None, 0)).read(task_of([4, 2]), empty=allocator)
+    assert [field.tolist() for field in result.batch] == [[4.0, 2.0], [4, 2]]
+    assert [id(field) for field in result.batch] == [id(array) for array in given]
+
+
+def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
+    class Draws(Squares):
+        def sample(self, index: int) -> Any:
+            return sample_rng().integers(1 << 40)
+
+    def batchify(samples: list[Any]) -> Any:
+        return [int(sample) for sample in samples], int(sample_rng().integers(1 << 40))
+
+    samples, own = read(Draws(), [3, 1], batchify_fn=batchify).batch
+    again = read(Draws(), [1], [3], batchify_fn=batchify).batch
+    assert [again[1][0], again[0][0]] == [samples[:1], samples[1:]]
+    assert again[0][1] == own != again[1][1]  # shard 0 of this batch, shard 1
+    assert current_scope() is None
+
+
+def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
+    class Draws(Squares):
+        def sample(self, index: int) -> Any:
+            return int(sample_rng().integers(1 << 40))
+
+    reader = Reader(Job(Draws(), None, 7))
+    assert reader.read_sample(3, 2) == reader.read(task_of([5, 3], epoch=2)).batch[1]
+    assert current_scope() is None
+
+
+# -- how many calls it takes ----------------------------------------------------------------------------------------
+
+
+def test_the_road_of_a_batch_is_short() -> None:
+    reader, task = Reader(Job(Squares(), None, 0)), task_of([3, 1, 2])
+    reader.read(task)
+    assert len(calls_of(lambda: reader.read(task))) <= 12  # and two that give the memory
+    many = task_of(list(range(100)))
+    assert len(calls_of(lambda: reader.read(many))) <= 12
+
+
+def test_a_gathered_batch_is_not_put_together_from_samples() -> None:
+    reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
+    names = calls_of(lambda: reader.read(task))
+    assert "gather_rows" in names and not {"_read_one_by_one", "_make_batch", "assemble"} & set(names)
+
+
+# -- what fails -----------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_an_error_names_its_sample_however_it_was_read(kind: Callable[..., Any]) -> None:
+    for worker in (None, WORKER):
+        result = read(kind([1]), [3, 4], [2, 1, 0], worker=worker)
+        assert str(result.error) == "bad 1" and result.batch is NOTHING and result.samples == 0
+        assert result.error is not None
+        where, again = notes_of(result.error)
+        of_worker = "" if worker is None else f", {worker}"
+        assert where == f"sharded_loader: in epoch 0, batch 4, shard 1, sample 1{of_worker}"
+        assert again.endswith("loader.read(1, epoch=0)")
+
+
+def test_a_bulk_read_that_fails_alone_names_all_samples() -> None:
+    class Fails(InItems):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            raise RuntimeError("no items")
+
+    class TooFew(InItems):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return super().__getitems__(indices)[1:]
+
+    for kind, message in ((Fails, "no items"), (TooFew, "asked for 2 samples and returned 1: return one sample per")):
+        error = read(kind(), [3, 1]).error
+        assert error is not None and message in str(error)
+        assert "it was no single sample" in notes_of(error)[1] and "for i in (3, 1)" in notes_of(error)[1]
+
+
+@pytest.mark.parametrize("kind", [Squares, InItems])
+def test_samples_that_do_not_fit_are_named(kind: type[Squares]) -> None:
+    class Ragged(kind):  # type: ignore[valid-type, misc]
+        def sample(self, index: int) -> Any:
+            return np.zeros(2 if index == 5 else 3)
+
+    error = read(Ragged(), [3, 4, 5]).error
+    assert isinstance(error, BatchifyError)
+    assert "sample 5 (it does not fit sample 3)" in notes_of(error)[0] and "(3, 5)" in notes_of(error)[1]
+
+
+def test_a_sample_that_is_in_no_batch_is_named_alone() -> None:
+    error = read([1, 2**70], [0, 1]).error
+    assert isinstance(error, BatchifyError) and "batch 4, sample 1, worker 0" in notes_of(error)[0]
+
+
+def test_what_batchify_fn_raises_names_all_samples_of_the_shard() -> None:
+    def fails(samples: list[Any]) -> Any:
+        raise KeyError("x")
+
+    error = read(Squares(), [3], [1, 2], batchify_fn=fails).error
+    assert isinstance(error, KeyError)
+    assert "shard 0" in notes_of(error)[0] and "(it was no single sample that failed)" in notes_of(error)[1]
+
+
+@pytest.mark.parametrize("kind", [Squares, InItems])
+def test_what_would_end_the_program_is_an_error_that_names_its_sample(kind: type[Squares]) -> None:
+    class Leaves(kind):  # type: ignore[valid-type, misc]
+        def sample(self, index: int) -> Any:
+            raise SystemExit(3)
+
+    error = read(Leaves(), [3, 1]).error
+    assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
+
+
+def test_a_ctrl_c_passes_in_the_callers_own_thread_only() -> None:
+    class Interrupted(Squares):
+        def sample(self, index: int) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read(Interrupted(), [3, 1], worker=None)
+    assert current_scope() is None
+    error = read(Interrupted(), [3, 1]).error
+    assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
+
+
+def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
+    dataset = Squares([1])
+    gone = weakref.ref(dataset)
+    gc.disable()
+    try:
+        error = read(dataset, [3, 1]).error
+        del error, dataset
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# -- on_error -------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
+    shards = [3, 1], [1, 5], [1]
+    skipped = read(kind([1]), *shards, on_error="skip")
+    assert [fields[1].tolist() for fields in skipped.batch] == [[9], [25]]
+    assert skipped.samples == 2 and skipped.lost_shards == (2,)
+    assert [(index, str(error)) for index, error in skipped.skipped] == [(1, "bad 1")] * 3
+    replaced = read(kind([1]), *shards, on_error="replace")
+    assert [len(fields[1]) for fields in replaced.batch] == [2, 2, 1] and replaced.samples == 5
+    assert {second for fields in replaced.batch for second in fields[1].tolist()} == {9, 25}
+    given = read(kind([1]), *shards, on_error=lambda failed: (np.zeros(3, np.int16), -failed.index - 10 * failed.shard))
+    assert [fields[1].tolist() for fields in given.batch] == [[9, -1], [-11, 25], [-21]]
+    assert len(given.skipped) == 3 and given.lost_shards == ()
+
+
+def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
+    for on_error in ("skip", "replace"):
+        left = read(Squares([1, 2]), [1, 2], on_error=on_error)
+        assert left.batch is NOTHING and left.error is None and left.lost_shards == (0,) and left.samples == 0
+        kept = read(Squares([1, 2]), [1, 2], on_error=on_error, keep_batch=True)
+        assert str(kept.error) == "bad 2" and [index for index, _ in kept.skipped] == [1] and kept.lost_shards == ()
+        assert kept.error is not None and "with num_replicas none is left out" in notes_of(kept.error)[0]
+        assert kept.error.__traceback__ is None
+
+
+def test_an_error_of_on_error_itself_names_the_sample() -> None:
+    def fails(failed: Any) -> Any:
+        raise LookupError("no other")
+
+    result = read(Squares([1]), [3, 1], on_error=fails)
+    assert isinstance(result.error, LookupError) and "sample 1" in notes_of(result.error)[0]
+    assert str(result.error.__context__) == "bad 1"
+
+
+def test_samples_that_do_not_fit_are_named_among_those_that_are_left() -> None:
+    class Ragged(Squares):
+        def sample(self, index: int) -> Any:
+            super().sample(index)
+            return np.zeros(2 if index == 5 else 3)
+
+    error = read(Ragged([3]), [3, 4, 5], on_error="skip").error
+    assert error is not None and "sample 5 (it does not fit sample 4)" in notes_of(error)[0]
+
+
+# -- the board, the epoch -------------------------------------------------------------------------------------------
+
+
+def test_the_board_says_where_the_reader_is() -> None:
+    board, seen = new_board(), []
+
+    class Looks(Squares):
+        def sample(self, index: int) -> Any:
+            seen.append((board[SHARD], board[SAMPLE]))
+            return index
+
+    class LooksInItems(InItems, Looks):
+        pass
+
+    def batchify(samples: list[Any]) -> Any:
+        seen.append((board[SHARD], board[SAMPLE]))
+        return samples
+
+    read(Looks(), [3, 1], [2], board=board, batchify_fn=batchify)
+    assert seen == [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
+    seen.clear()
+    read(LooksInItems(), [3, 1], [2], board=board, batchify_fn=batchify)
+    assert seen == [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
+
+
+def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
+    board = new_board()
+    for kind in (InItems, InBatches):
+        seen: list[Any] = []
+
+        class Looks(kind):  # type: ignore[valid-type, misc]
+            def sample(self, index: int, seen: list[Any] = seen) -> Any:
+                seen.append((index, board[SHARD], board[SAMPLE]))
+                return super().sample(index)
+
+        Reader(Job(Looks([1]), None, 0)).probe(task_of([3, 1], [2]), board)
+        assert list(dict.fromkeys(seen)) == [(3, 0, 0), (1, 0, 1), (2, 1, 0)]
+    alone = Squares()
+    Reader(Job(alone, None, 0)).probe(task_of([3, 1]), board)
+    assert alone.asked == []
+
+
+def test_a_dataset_is_told_each_epoch_once() -> None:
+    class Told(Squares):
+        told: list[int]
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+            if epoch == 2:
+                raise RuntimeError("no epoch 2")
+
+    dataset = Told()
+    dataset.told = []
+    reader = Reader(Job(dataset, None, 0), tells_epoch=True)
+    results = [reader.read(task_of([1], epoch=epoch), WORKER) for epoch in (0, 0, 1, 2, 2)]
+    assert dataset.told == [0, 1, 2, 2]
+    error = results[-1].error
+    assert error is not None and notes_of(error)[0] == "raised by dataset.set_epoch(2)"
+    assert [result.error for result in results[:3]] == [None] * 3
+    Reader(Job(dataset, None, 0)).read(task_of([1]))
+    assert len(dataset.told) == 4  # the dataset is the loader's own, which has told it
