@@ -19,6 +19,7 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
+from sharded_loader.epochs import Epochs
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
@@ -28,18 +29,21 @@ from sharded_loader.stats import LoaderStats, Meter
 class LoaderAttributes:
     """The attributes of a `ShardedDataLoader`, which sets the parts."""
 
-    dataset: Any
     _batch_size: int | None
     _order: EpochOrder
     _split: Split
     _placement: Placement
     _pipeline: Pipeline
     _workers: Pool
-    _prefetch: int
     _progress: Progress
     _meter: Meter
     _resident: ResidentPool | None
-    _stale: bool
+    _epochs: Epochs
+
+    @property
+    def dataset(self) -> Any:
+        """What is read."""
+        return self._epochs.dataset
 
     @property
     def sampler(self) -> Any:
@@ -79,14 +83,12 @@ class LoaderAttributes:
     @property
     def prefetch(self) -> int:
         """Batches in flight, from the next batch on."""
-        return self._prefetch
+        return self._pipeline.prefetch
 
     @prefetch.setter
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
-        self._prefetch = check_prefetch(prefetch, self.num_workers)
-        # Without workers nothing is read ahead, whatever was asked for.
-        self._pipeline.prefetch = self._prefetch if self._pipeline.pool.num_workers else 0
+        self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
 
     @property
     def device_prefetch(self) -> int:
@@ -197,7 +199,7 @@ class LoaderAttributes:
         """
         self._pipeline.check_open()
         # Workers are sent a seed that has changed.
-        self._stale |= self._progress.load(state, strict)
+        self._epochs.stale |= self._progress.load(state, strict)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ class LoaderClosedError(RuntimeError):
         sharded_loader.errors.LoaderClosedError: the loader is closed: make a new ShardedDataLoader
     """
 
+    def __init__(self, text: str = "the loader is closed: make a new ShardedDataLoader") -> None:
+        super().__init__(text)
+
 
 class WorkerDiedError(RuntimeError):
     """A worker process ended while the loader needed it (killed, out of memory, crashed, ``os._exit``).

@@ -17,31 +17,20 @@ in the batch's place.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Entry, Run
+from sharded_loader.epochs import Epochs
 from sharded_loader.errors import as_batch_error
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
-
-
-class Owner(Protocol):
-    """The loader of an iterator."""
-
-    def __len__(self) -> int: ...
-
-    def _choose_run(self, iterator: EpochIterator) -> None: ...
-
-    def _open_run(self, iterator: EpochIterator) -> None: ...
-
-    def _keep_run(self, iterator: EpochIterator, mark: Mark) -> None: ...
 
 
 class EpochIterator(Iterator[Any]):
@@ -49,8 +38,7 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         owner: the loader. It is held, so that a temporary one lives as long as its loop.
-        lock: the loader's.
-        pipeline, placement, meter, progress: the loader's.
+        epochs, pipeline, placement, meter, progress: the loader's.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
@@ -59,10 +47,16 @@ class EpochIterator(Iterator[Any]):
     run: Run | None = None
 
     def __init__(
-        self, owner: Owner, lock: Any, pipeline: Pipeline, placement: Placement, meter: Meter, progress: Progress
+        self,
+        owner: Sized,
+        epochs: Epochs,
+        pipeline: Pipeline,
+        placement: Placement,
+        meter: Meter,
+        progress: Progress,
     ) -> None:
         self._owner = owner
-        self._lock: threading.RLock = lock
+        self._epochs = epochs
         self._pipeline = pipeline
         self._placement = placement
         self._meter = meter
@@ -92,10 +86,10 @@ class EpochIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self._placement.kinds:
             self._placement.check_not_capturing()
-        with self._lock:
+        if self.run is not None:
+            self._pipeline.check_open()
+        with self._pipeline.lock:
             run, mark = self.run, None
-            if run is not None:
-                self._pipeline.check_open()
             delivered = 0 if run is None else run.delivered
             try:
                 if run is None:
@@ -122,18 +116,18 @@ class EpochIterator(Iterator[Any]):
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
-            self._owner._choose_run(self)
+            self._epochs.choose(self)
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin()
         if is_first:
-            self._owner._open_run(self)
+            self._epochs.open(self)
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
                 pipeline.end(inside)
                 if mark is not None and is_first:
-                    self._owner._keep_run(self, mark)
+                    self._epochs.keep(self, mark)
                 return None, entry
             if entry is None:
                 run.ended = True
@@ -141,8 +135,8 @@ class EpochIterator(Iterator[Any]):
                     self._progress.begun(run, self)
                 self._progress.delivered(run)
                 if self._progress.was_over(run):
-                    self._owner._choose_run(self)
-                    self._owner._open_run(self)
+                    self._epochs.choose(self)
+                    self._epochs.open(self)
                     run = self.run
                     assert run is not None
                     continue
@@ -186,7 +180,7 @@ class EpochIterator(Iterator[Any]):
         self._pipeline.fail()
         self.run.delivered, self.run.ended = self.run.reading.first if run is None else delivered, False
         if run is None and mark is not None:
-            self._owner._keep_run(self, mark)
+            self._epochs.keep(self, mark)
 
     def _place(self, run: Run, entry: Entry) -> tuple[Result, Any]:
         """The entry's result and the batch as the user gets it, or the error that came up on the way."""

@@ -3,22 +3,19 @@
     dataset, sampling arguments  -> EpochOrder   which samples, in which order        (sampling/)
     num_workers, pool            -> Pool         who reads them                       (pools/)
     devices, pin_memory          -> Placement    where the batches end up             (devices/)
-    all three                    -> Pipeline     keeps batches in flight              (engine/)
+    pool                         -> Pipeline     keeps batches in flight              (engine/)
+    all of them                  -> Epochs       begins an epoch for an iterator
 
-An iterator is a `Run` of the pipeline and a position. The loader owns the pipeline, the pipeline the pool,
-the pool its workers. Iterators hold the loader, the loader holds no iterator: a loop over a temporary loader
-closes it by ending.
+The loader owns the pipeline, the pipeline the pool, the pool its workers. Iterators hold the loader. The loader holds
+no iterator: a loop over a temporary loader closes it by ending.
 
-What can go wrong is refused here, in the constructor, as far as it can be known there.
+What can go wrong is rejected here, in the constructor, as far as it can be known there.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -36,14 +33,13 @@ from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import NOTHING, Job, OnError
-from sharded_loader.engine.pipeline import Pipeline, Run
-from sharded_loader.engine.plan import EpochPlan
+from sharded_loader.engine.messages import OnError
+from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.reader import Reader
+from sharded_loader.epochs import Epochs
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.resident import ResidentPool, check_resident
-from sharded_loader.progress import KeptRun, Mark, Progress, begin_epoch, in_epoch
+from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import Meter
 
@@ -144,7 +140,6 @@ class ShardedDataLoader(LoaderAttributes):
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         check_batchify_fn(batchify_fn)
-        self.dataset = dataset
         self._batch_size = batch_size
         self._order = EpochOrder(
             length(dataset, needed=sampler is None and batch_sampler is None),
@@ -158,28 +153,33 @@ class ShardedDataLoader(LoaderAttributes):
             seed=seed,
         )
         # The default given by name is the default: it reads in bulk too.
-        self._batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
-        self._on_error = on_error
+        batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
         self._split = make_split(found, sharded, num_shards)
         self.shard_weights = shard_weights
         self._placement = Placement(found, pin_memory)
         self._resident: ResidentPool | None = None
-        if check_resident(resident, dataset, found, self._batchify_fn):
+        if check_resident(resident, dataset, found, batchify_fn):
             self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
-        # One for all iterators. Reentrant: a signal handler may use the loader in the middle of ``next``.
-        self._lock = threading.RLock()
         self._workers = make_pool(pool, num_workers, thread_pool)
-        self._pipeline = Pipeline(self._workers, 0, self._lock)
+        self._pipeline = Pipeline(self._workers)
         self.prefetch = prefetch
         claim(self._workers, self._pipeline)
         self._workers.use_memory(self._placement.empty, self._placement.register)
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()
         self._progress = Progress(self._order)
-        self._stale = False
-        self._numbers = itertools.count()
-        self._kept: KeptRun | None = None
+        self._epochs = Epochs(
+            dataset,
+            batchify_fn,
+            on_error,
+            self._order,
+            self._split,
+            self._placement,
+            self._pipeline,
+            self._progress,
+            self._resident,
+        )
         self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
@@ -190,61 +190,7 @@ class ShardedDataLoader(LoaderAttributes):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._lock, self._pipeline, self._placement, self._meter, self._progress)
-
-    def _choose_run(self, iterator: EpochIterator) -> None:
-        """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
-
-        If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
-        another library may not yield the batches twice that were planned already.
-        """
-        self._pipeline.check_open()
-        self._order.settle_replicas()
-        iterator.run = self._take_kept(self._progress.mark()) or self._new_run()
-
-    def _open_run(self, iterator: EpochIterator) -> None:
-        """Have the pool read an iterator's run. The pipeline's step has begun."""
-        run, pool, resident = iterator.run, self._workers, self._resident
-        assert run is not None  # it was chosen
-        if resident is not None and resident.load(again=self._stale):
-            pool = resident
-        self._pipeline.use(pool)
-        self._pipeline.prefetch = self._prefetch if pool.num_workers else 0
-        if pool.shares_dataset:
-            self._placement.settle()
-            begin_epoch(self.dataset, run.epoch, self._progress.live_runs())
-        self._pipeline.open(run, self._job(), renew=self._stale)
-        self._stale = False
-
-    def _keep_run(self, iterator: EpochIterator, mark: Mark) -> None:
-        """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        run, iterator.run = iterator.run, None
-        if run is None:
-            return
-        self._progress.go_back(mark, run)
-        self._kept = KeptRun(run, mark)
-
-    def _take_kept(self, mark: Mark) -> Run | None:
-        """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return None
-        if kept.mark == mark and not self._stale and kept.run.dead is None:
-            return kept.run
-        self._pipeline.drop(kept.run.number)
-        return None
-
-    def _new_run(self) -> Run:
-        self._order.arrays = True
-        reading, number = self._progress.begin(), next(self._numbers)
-        size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
-        given, first = self._order.given_batches, reading.first
-        at = reading.position
-        plan = EpochPlan(number, reading.epoch, reading.batch, at, size, self._split, may_shard=given)
-        return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
-
-    def _job(self) -> Job:
-        return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
+        return EpochIterator(self, self._epochs, self._pipeline, self._placement, self._meter, self._progress)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -269,25 +215,7 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.check_open()
         with self._order.undisturbed(but=self.dataset):
-            return self._read_first()
-
-    def _read_first(self) -> Any:
-        # By itself: the sampler's iterator is closed before the sampler is put back.
-        run, placement = self._new_run(), self._placement
-        placement.check_not_capturing()
-        with self._in_epoch(run.epoch):
-            reader, seq = Reader(self._job()), run.delivered
-            while (planned := run.plan.task(seq)) is not None:
-                if isinstance(planned, BaseException):
-                    raise planned
-                task = run.plan.split(planned)
-                result = reader.read(task)
-                if result.error is not None:
-                    raise result.error
-                if result.batch is not NOTHING:
-                    return placement.place(result.batch, task.sharded)
-                seq += 1
-        raise IndexError(f"epoch {run.epoch} has no batches to peek at")
+            return self._epochs.first_batch()
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -307,13 +235,7 @@ class ShardedDataLoader(LoaderAttributes):
             20
         """
         self._pipeline.check_open()
-        epoch = self.epoch if epoch is None else epoch
-        with self._in_epoch(epoch):
-            return Reader(self._job()).read_sample(index, epoch)
-
-    def _in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        threads = self.num_workers and self._workers.shares_dataset
-        return in_epoch(self.dataset, epoch, self.epoch, self._progress.live_runs() if threads else [])
+        return self._epochs.sample(index, self.epoch if epoch is None else epoch)
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -334,7 +256,7 @@ class ShardedDataLoader(LoaderAttributes):
             2
         """
         self._pipeline.check_open()
-        self._stale = True
+        self._epochs.stale = True
         self._order.resize(length(self.dataset))
 
     def close(self) -> None:
@@ -348,10 +270,8 @@ class ShardedDataLoader(LoaderAttributes):
             tensor([0, 1])
         """
         self._pipeline.close()
-        self._kept = None
         self._placement.closer()()
-        if self._resident is not None:
-            self._resident.forget()
+        self._epochs.forget()
         self._closer.detach()
 
     def __enter__(self) -> ShardedDataLoader:

@@ -8,9 +8,6 @@
 The position is the first of these that exists: a loaded position that is pending; the run that began or delivered
 last, if its iterator is alive or its epoch was the last one begun (after a ``break``); the beginning of the next epoch.
 
-Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: `begin_epoch`
-and `in_epoch` tell it. In a process worker the dataset is the worker's own, and its `Reader` tells it.
-
 Owns the pending position and the table of live iterators. The order knows which epoch is next, a run how much of it was
 delivered.
 """
@@ -18,31 +15,15 @@ delivered.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.plan import Run
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.state import Position, dump, parse
 
 Mark = tuple[int, Position | None, Run | None]
 """The next epoch, the pending position in it, and the run that is shown."""
-
-
-@dataclass(frozen=True)
-class KeptRun:
-    """A run that has given no batch, because its beginning was interrupted.
-
-    Attributes:
-        run: the run, perhaps opened, perhaps with batches in flight.
-        mark: where the loader was before it began.
-    """
-
-    run: Run
-    mark: Mark
 
 
 class Progress:
@@ -214,48 +195,3 @@ class Progress:
 
 def _only_batch_size(found: list[str], strict: bool) -> bool:
     return strict and len(found) == 1 and found[0].startswith("batch_size") and "None" not in found[0]
-
-
-def begin_epoch(dataset: Any, epoch: int, runs: Iterable[Run]) -> None:
-    """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if set_epoch is None:
-        return
-    for run in runs:
-        if not run.ended:
-            run.dead = (
-                f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
-                f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
-                f"use worker processes, or finish one epoch before the next"
-            )
-    set_epoch(epoch)
-
-
-@contextmanager
-def in_epoch(dataset: Any, epoch: int, back_to: int, runs: Iterable[Run]) -> Iterator[None]:
-    """Inside, the dataset is in ``epoch``; afterwards in ``back_to``.
-
-    Args:
-        dataset: any dataset; one without ``set_epoch`` is left alone.
-        epoch: the epoch to read in.
-        back_to: the epoch that it was in.
-        runs: those that threads read for at this moment.
-
-    Raises:
-        RuntimeError: a thread reads in another epoch.
-    """
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if set_epoch is None:
-        yield
-        return
-    for run in runs:
-        if not run.ended and run.dead is None and run.epoch != epoch:
-            raise RuntimeError(
-                f"cannot read in epoch {epoch} while threads read epoch {run.epoch}: the dataset, which has "
-                f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-            )
-    set_epoch(epoch)
-    try:
-        yield
-    finally:
-        set_epoch(back_to)

@@ -6,10 +6,9 @@ There is no background thread in the main process that would compete for its GIL
 happen inside `next`, under one lock. Iterators in several threads take turns at that lock.
 
 What is in flight is a cache. A run's only truth is how many batches the user has received. One call of ``next`` is one
-step: `begin`, `head`, the placing of the batch, `take`, `end`. If a Ctrl-C, or what a signal handler
-raises, strikes inside a step, `fail` leaves the step open, and the next step throws away everything in flight, starts
-the pool again, and plans from the delivered count. So no statement here depends on the order of the others. While the
-pool only waits, nothing has to be thrown away (`Pool.waiting`).
+step: `begin`, `head`, the placing of the batch, `take`, `end`. If an exception from outside strikes inside a step, such
+as a Ctrl-C, `fail` leaves the step open. The next step then throws away everything in flight, starts the pool again,
+and plans from the delivered count. While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
 
 Owns: the windows. Does not own: the pool's workers (the pool does), batches handed out (the user does).
 What can go wrong: the pool breaks; then every run ends with the pool's error, and a new epoch starts the pool again.
@@ -22,69 +21,15 @@ import math
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.plan import EpochPlan
+from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
 from sharded_loader.interrupts import note_handlers
-from sharded_loader.sampling.reading import EpochReading
 
 CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
-
-    An entry owns its batch until the batch is handed out.
-    """
-
-    seq: int
-    task: Task | None
-    result: Result | None = None
-    begun: Any = None
-
-
-@dataclass(eq=False)
-class Run:
-    """One iterator's way through one epoch.
-
-    Attributes:
-        number: identifies the run in tasks and results.
-        epoch: number of the epoch.
-        plan: gives the run's tasks.
-        reading: the epoch's batches, and the positions between them.
-        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
-            only truth: everything below can be thrown away and built again from it.
-        planned: the number of the batch behind the window.
-        window: the batches in flight, in order. Only the pipeline fills and empties it, under its lock.
-        waiting: those of them that the pool has not been given yet.
-        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
-        failure: the error of the pool that ended the run, until the run's iterator has raised it.
-        ended: the user has seen the end.
-    """
-
-    number: int
-    epoch: int
-    plan: EpochPlan
-    reading: EpochReading
-    delivered: int = 0
-    planned: int = 0
-    window: deque[Entry] = field(default_factory=deque)
-    waiting: deque[Entry] = field(default_factory=deque)
-    dead: str | None = None
-    failure: Exception | None = None
-    ended: bool = False
-
-    def forget_window(self) -> None:
-        """Throw away what is in flight. It is planned again from `delivered`."""
-        self.window.clear()
-        self.waiting.clear()
-        self.planned = self.delivered
 
 
 class Pipeline:
@@ -92,23 +37,24 @@ class Pipeline:
 
     Args:
         pool: reads the batches.
-        prefetch: how many batches of a run are kept in flight. May be changed at any time.
-        lock: the lock of the loader. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
-            handler may use the loader in the middle of a step.
-        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
 
     Attributes:
+        prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
+            time.
+        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
+        lock: one for all iterators. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
+            handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
         closed: `close` was called.
     """
 
-    def __init__(self, pool: Pool, prefetch: int, lock: threading.RLock, *, scale_by_group: bool = False) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.prefetch = prefetch
-        self.scale_by_group = scale_by_group
+        self.prefetch = 0
+        self.scale_by_group = False
         self.min_ready = 2
-        self.lock = lock
+        self.lock = threading.RLock()
         self.is_open_step = False
         self.closed = False
         self.is_shut = False
@@ -143,7 +89,7 @@ class Pipeline:
         """
         if self.closed:
             self.fail()
-            raise closed_error()
+            raise LoaderClosedError()
         self.is_open_step = self.pool.waiting = inside
         if inside:
             self.pool.wake()  # the step around this one may wait for what this one has received
@@ -224,7 +170,7 @@ class Pipeline:
         window, least = run.window, self.min_ready
         while True:
             if self.closed:
-                return closed_error()
+                return LoaderClosedError()
             if run.dead is not None:
                 failure, run.failure = run.failure, None
                 return failure or RuntimeError(
@@ -259,7 +205,9 @@ class Pipeline:
             least: how many batches the window must hold, whatever `prefetch` says.
         """
         window, group = run.window, self.pool.group
-        depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
+        depth = least
+        if self.pool.num_workers:
+            depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
         missing = depth - len(window)
         if missing > 0 and (missing >= min(group, depth // 4) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
@@ -350,12 +298,7 @@ class Pipeline:
                 f"no workers: make a loader in the child"
             )
         if self.closed:
-            raise closed_error()
-
-
-def closed_error() -> LoaderClosedError:
-    """What ``next`` and ``iter`` raise after `close`."""
-    return LoaderClosedError("the loader is closed: make a new ShardedDataLoader")
+            raise LoaderClosedError()
 
 
 def _distance(run: Run) -> float:

@@ -7,19 +7,22 @@ Whatever is wrong with a batch (empty, an index out of range, more shards than d
 batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
 are not affected.
 
-The plan keeps nothing: after an interruption the pipeline asks again for the batches that were not delivered.
+The plan keeps nothing: after an interruption the pipeline asks again for the batches that were not delivered. What it
+keeps of an iterator, its batches in flight too, is a `Run`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import add_note, as_batch_error
+from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.shards import is_sharded, split_batch
 from sharded_loader.sampling.tables import plain_index
 
@@ -161,6 +164,57 @@ class EpochPlan:
             f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
             f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
         )
+
+
+@dataclass(slots=True)
+class Entry:
+    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
+
+    An entry owns its batch until the batch is handed out.
+    """
+
+    seq: int
+    task: Task | None
+    result: Result | None = None
+    begun: Any = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One iterator's way through one epoch.
+
+    Attributes:
+        number: identifies the run in tasks and results.
+        epoch: number of the epoch.
+        plan: gives the run's tasks.
+        reading: the epoch's batches, and the positions between them.
+        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
+            only truth: everything below can be thrown away and built again from it.
+        planned: the number of the batch behind the window.
+        window: the batches in flight, in order. Only the pipeline fills and empties it, under its lock.
+        waiting: those of them that the pool has not been given yet.
+        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
+        failure: the error of the pool that ended the run, until the run's iterator has raised it.
+        ended: the user has seen the end.
+    """
+
+    number: int
+    epoch: int
+    plan: EpochPlan
+    reading: EpochReading
+    delivered: int = 0
+    planned: int = 0
+    window: deque[Entry] = field(default_factory=deque)
+    waiting: deque[Entry] = field(default_factory=deque)
+    dead: str | None = None
+    failure: Exception | None = None
+    ended: bool = False
+
+    def forget_window(self) -> None:
+        """Throw away what is in flight. It is planned again from `delivered`."""
+        self.window.clear()
+        self.waiting.clear()
+        self.planned = self.delivered
 
 
 def _as_list(indices: Any) -> list[Any]:

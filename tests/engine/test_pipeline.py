@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pipeline import Entry, Pipeline, Run
-from sharded_loader.engine.plan import EpochPlan, Split
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Entry, EpochPlan, Run, Split
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.errors import LoaderClosedError
 
@@ -78,7 +77,8 @@ def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] 
 
 def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
     pool = PoolOfNumbers()
-    pipeline = Pipeline(pool, prefetch, threading.RLock())
+    pipeline = Pipeline(pool)
+    pipeline.prefetch = prefetch
     for run in runs:
         pipeline.begin()
         pipeline.open(run, JOB)

@@ -43,7 +43,7 @@ def copy_streams_of(loader: ShardedDataLoader) -> list[CopyStream]:
 def let_workers_finish(loader: ShardedDataLoader, batches: Any) -> None:
     """Wait until all batches in flight are finished, and begin no copy."""
     while any(entry.result is None for entry in batches.run.window):
-        with loader._lock:
+        with loader._pipeline.lock:
             loader._pipeline._wait(batches.run, block=True)
 
 

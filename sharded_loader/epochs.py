@@ -1,0 +1,205 @@
+"""Begins a loader's epochs: gives each iterator its run, and has the pool read it.
+
+    next(iterator), the first time:   choose -> Run      which batches; changes nothing in the loader
+                                      open               the pool is started, or told, and reads
+    interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
+    peek, read                        one batch or one sample, read here and now
+
+Owns the run that is kept. The pipeline owns the runs that are open, the order knows which epoch is next.
+
+Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
+another epoch end with an error. In a process worker the dataset is the worker's own, and its `Reader` tells it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from sharded_loader.arguments import length
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import NOTHING, Job, OnError
+from sharded_loader.engine.pipeline import Pipeline, Run
+from sharded_loader.engine.plan import EpochPlan, Split
+from sharded_loader.engine.reader import Reader
+from sharded_loader.pools.resident import ResidentPool
+from sharded_loader.progress import Mark, Progress
+from sharded_loader.sampling.order import EpochOrder
+
+
+class _KeptRun(NamedTuple):
+    """A run that has given no batch, because its beginning was interrupted.
+
+    Attributes:
+        run: the run, perhaps opened, perhaps with batches in flight.
+        mark: where the loader was before it began.
+    """
+
+    run: Run
+    mark: Mark
+
+
+class Epochs:
+    """The epochs of one loader.
+
+    Args:
+        dataset, batchify_fn, on_error: what is read, and how.
+        order: which epoch is next, and its batches.
+        split: how batches become shards.
+        placement: of the loader.
+        pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
+        progress: the loader's position.
+        resident: gathers batches on the devices, if they have room.
+
+    Attributes:
+        dataset: as above.
+        stale: the dataset or the seed has changed since the workers were told.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batchify_fn: Callable[[list[Any]], Any] | None,
+        on_error: OnError,
+        order: EpochOrder,
+        split: Split,
+        placement: Placement,
+        pipeline: Pipeline,
+        progress: Progress,
+        resident: ResidentPool | None,
+    ) -> None:
+        self.dataset, self._batchify_fn, self._on_error = dataset, batchify_fn, on_error
+        self._order, self._split, self._placement = order, split, placement
+        self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
+        self._resident = resident
+        self._numbers = itertools.count()
+        self._kept: _KeptRun | None = None
+        self.stale = False
+
+    def choose(self, iterator: Any) -> None:
+        """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
+
+        If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
+        another library may not yield the batches twice that were planned already.
+        """
+        self._pipeline.check_open()
+        self._order.settle_replicas()
+        iterator.run = self._take_kept(self._progress.mark()) or self._new_run()
+
+    def open(self, iterator: Any) -> None:
+        """Have the pool read an iterator's run. The pipeline's step has begun."""
+        run, pool, resident = iterator.run, self._workers, self._resident
+        if resident is not None and resident.load(again=self.stale):
+            pool = resident
+        self._pipeline.use(pool)
+        if pool.shares_dataset:
+            self._placement.settle()
+            self._tell_epoch(run.epoch)
+        self._pipeline.open(run, self._job(), renew=self.stale)
+        self.stale = False
+
+    def keep(self, iterator: Any, mark: Mark) -> None:
+        """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
+        run, iterator.run = iterator.run, None
+        if run is not None:
+            self._progress.go_back(mark, run)
+            self._kept = _KeptRun(run, mark)
+
+    def _take_kept(self, mark: Mark) -> Run | None:
+        """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        if kept.mark == mark and not self.stale and kept.run.dead is None:
+            return kept.run
+        self._pipeline.drop(kept.run.number)
+        return None
+
+    def forget(self) -> None:
+        """Let go of what is kept: the loader is closed."""
+        self._kept = None
+        if self._resident is not None:
+            self._resident.forget()
+
+    def _new_run(self) -> Run:
+        self._order.arrays = True
+        reading, number = self._progress.begin(), next(self._numbers)
+        size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
+        given, first = self._order.given_batches, reading.first
+        at = reading.position
+        plan = EpochPlan(number, reading.epoch, reading.batch, at, size, self._split, may_shard=given)
+        return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
+
+    def _job(self) -> Job:
+        return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
+
+    # -- single batches and samples -------------------------------------------------------------------------
+
+    def first_batch(self) -> Any:
+        """The first batch of the next epoch, read here and now.
+
+        Raises:
+            IndexError: the epoch has no batches.
+        """
+        self._placement.check_not_capturing()
+        run = self._new_run()
+        with self._in_epoch(run.epoch):
+            reader, seq = Reader(self._job()), run.delivered
+            while (planned := run.plan.task(seq)) is not None:
+                if isinstance(planned, BaseException):
+                    raise planned
+                task = run.plan.split(planned)
+                result = reader.read(task)
+                if result.error is not None:
+                    raise result.error
+                if result.batch is not NOTHING:
+                    return self._placement.place(result.batch, task.sharded)
+                seq += 1
+        raise IndexError(f"epoch {run.epoch} has no batches to peek at")
+
+    def sample(self, index: Hashable, epoch: int) -> Any:
+        """One sample, read here and now, as in ``epoch``."""
+        with self._in_epoch(epoch):
+            return Reader(self._job()).read_sample(index, epoch)
+
+    # -- datasets with set_epoch ----------------------------------------------------------------------------
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is None:
+            return
+        for run in self._progress.live_runs():
+            if not run.ended:
+                run.dead = (
+                    f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
+                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
+                    f"use worker processes, or finish one epoch before the next"
+                )
+        set_epoch(epoch)
+
+    @contextmanager
+    def _in_epoch(self, epoch: int) -> Iterator[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's.
+
+        Raises:
+            RuntimeError: a thread reads in another epoch.
+        """
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is None:
+            yield
+            return
+        if self._workers.num_workers and self._workers.shares_dataset:
+            for run in self._progress.live_runs():
+                if not run.ended and run.dead is None and run.epoch != epoch:
+                    raise RuntimeError(
+                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch}: the dataset, which has "
+                        f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+                    )
+        set_epoch(epoch)
+        try:
+            yield
+        finally:
+            set_epoch(self._progress.at()[0])
