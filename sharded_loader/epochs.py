@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from sharded_loader.arguments import length
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, OnError
-from sharded_loader.engine.pipeline import Pipeline, Run
-from sharded_loader.engine.plan import EpochPlan, Split
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import EpochPlan, Run, Split
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress

@@ -200,13 +200,13 @@ class DiesWhileSending:
 
     def __call__(self, number: int) -> None:
         from sharded_loader.engine import messages
-        from sharded_loader.workers import link, worker
+        from sharded_loader.workers import wire, worker
 
         send = worker.send_message
 
         def send_half(conn: Any, head: bytes, places: Any, buffers: Any) -> None:
             if head[:1] == messages.RESULTS:
-                frame = link.head_frame(head, places)
+                frame = wire.head_frame(head, places)
                 os.write(conn.fileno(), struct.pack("!i", len(frame)) + frame[: len(frame) // 2])
                 self.fail()
                 os.write(conn.fileno(), frame[len(frame) // 2 :])

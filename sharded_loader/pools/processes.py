@@ -1,25 +1,25 @@
-"""Processes that read: one pipe each, supervised, replaced when interrupted.
+"""Processes that read: one pipe each, supervised, replaced when they end.
 
-    trainer                                             worker i (workers/worker.py)
+    main process                                        worker i (workers/worker.py)
     submit -> a worker's link        =======socket==>   receiver thread -> inbox -> Reader
               (and a slot of the arena)                                               | writes
     wait <- inbox of each link            <==socket==   encoded result      arena slot v
          <- arrays over the slot, lent out
 
-How large a slot must be is learned from the batches that have come lately (`memory.arena`): the first ones, and
-what does not fit, travel through the pipe. A slot belongs to its worker until that has answered or is reaped, then
-to the user until nothing refers to it.
+How large a slot must be is learned from the batches that have come lately (`memory.arena`). The first batches, and what
+does not fit, travel through the pipe. A slot belongs to its worker until the worker has answered or has ended. Then it
+belongs to the user until nothing refers to it.
 
-Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits
-for ever. Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
+Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits for ever.
+Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
 
-A worker holds at most one task beyond the one it is doing; while batches are cheap it is groups of tasks, each of
-which goes in one message (`engine.grouping`).
+A worker holds at most one task beyond the one that it does. While batches are cheap, it holds groups of tasks, and each
+group is one message (`engine.grouping`).
 
 What can go wrong, and what then:
-  * a worker dies: another takes its place and makes its batches again; a batch that has killed ``restarts`` of them
-    is a `WorkerDiedError` in its place (`workers.supervision`). `wait` returns 3 ms (spawn) or 9 ms (fork) after the
-    kill, most of them the kernel's for the process that ends, on two cores with three times as much to do;
+  * a worker dies: another takes its place and builds its batches again (`pools.workforce`). A batch that has killed
+    ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
+    the kernel needs most of that time for the process that ends;
   * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
   * an exception strikes inside a verb (a Ctrl-C): the pipeline closes the pool and starts it again;
@@ -29,22 +29,18 @@ What can go wrong, and what then:
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.engine.board import IN_BULK, SAMPLE, is_at
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
     CANCEL,
     CRASHED,
     FAILED,
-    JOB,
     READY,
     Job,
-    NewJob,
     Result,
     Task,
     pack_head,
@@ -54,29 +50,17 @@ from sharded_loader.engine.messages import (
 )
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.errors import Location, as_batch_error, as_exception
-from sharded_loader.interrupts import uninterrupted
-from sharded_loader.memory import publish
 from sharded_loader.memory.arena import RecentSizes, Register
-from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot, chosen_backend
 from sharded_loader.pools.translation import decode_result, own_pickle
+from sharded_loader.pools.workforce import Workforce
 from sharded_loader.sampling.base import check_int
 from sharded_loader.system import processes_here
-from sharded_loader.workers.link import Link, Poller
-from sharded_loader.workers.resources import WorkerHandle, WorkerResources
-from sharded_loader.workers.start import choose_start_method, launch, send_segment, start_forkserver
-from sharded_loader.workers.supervision import (
-    Death,
-    Deaths,
-    Silent,
-    Watch,
-    died,
-    died_idle,
-    died_in_start,
-    timed_out,
-)
+from sharded_loader.workers.link import Poller
+from sharded_loader.workers.resources import WorkerHandle
+from sharded_loader.workers.start import choose_start_method, send_segment
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -126,7 +110,7 @@ class ProcessPool(Pool):
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
-        self._watch = Watch(check_timeout(timeout))
+        self.timeout = check_timeout(timeout)
         chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
         if max_bytes is None:
             processes_here()
@@ -135,17 +119,13 @@ class ProcessPool(Pool):
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         self.start_method = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
-        self._new_job: NewJob | None = None
-        self._resources = WorkerResources(max_bytes)
-        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
-        self._publications = itertools.count(1)
+        self._workforce = Workforce(
+            self.num_workers, self.start_method, worker_init_fn, self.restarts, self.timeout, max_bytes
+        )
+        self._resources = self._workforce.resources
         self._sizes = RecentSizes()
         self._grouping = Grouping()
-        self._deaths = Deaths(restarts)
-        self._requeued: deque[Task] = deque()
         self._refused: list[Result] = []
-        self._ended: set[int] = set()
-        self._classes: list[type] = []
 
     def __repr__(self) -> str:
         return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
@@ -157,7 +137,7 @@ class ProcessPool(Pool):
             self.num_workers,
             start_method=self.start_method,
             worker_init_fn=self.worker_init_fn,
-            timeout=self._watch.timeout,
+            timeout=self.timeout,
             restarts=self.restarts,
             max_bytes=self._resources.max_bytes,
         )
@@ -182,53 +162,8 @@ class ProcessPool(Pool):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        self._new_job = NewJob(job, self.worker_init_fn)
-        self._classes = classes_of_main()
-        self._deaths.new_job()
-        if self._workers and self.start_method != "fork":
-            self._publish(self._new_job)
-            self._send_jobs()
-            return
-        if self.start_method == "forkserver":
-            start_forkserver(self._publish(self._new_job))
-        # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
-        begun = [task for handle in self._workers for task in handle.tasks.values()]
-        try:
-            with uninterrupted():
-                self._resources.stop_workers()
-                self._ended.clear()
-                self._requeued.extend(begun)
-                self._resources.open(self.num_workers)
-                for number in range(self.num_workers):
-                    self._workers.append(self._launch(number))
-            if self.start_method != "fork":
-                # While they start: that takes as long as to publish 150 MB.
-                if self._resources.published is None:
-                    self._publish(self._new_job)
-                self._send_jobs()
-            self._count_room()
-            self.room -= len(self._requeued)
-        except BaseException:
-            self.close()
-            raise
-
-    def _publish(self, new: NewJob) -> frozenset[str]:
-        """Pickle the job for the workers; the modules that it needs there."""
-        encoded = publish.publish(
-            new,
-            dataset=new.job.dataset,
-            batchify_fn=new.job.batchify_fn,
-            on_error=new.job.on_error,
-            worker_init_fn=new.worker_init_fn,
-        )
-        with uninterrupted():
-            before, self._resources.published = (
-                self._resources.published,
-                publish.share(encoded, -next(self._publications)),
-            )
-            if before is not None:
-                before.close()
-        return encoded.modules
+        self._workforce.start(job)
+        self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
         handles, group = self._resources.handles, self.group
@@ -275,34 +210,40 @@ class ProcessPool(Pool):
             resources.poller = Poller(handles, resources.wake_reader)
         self.waiting = True
         try:
-            ready, ended = resources.poller.wait(self._watch.step if block and not self._refused else 0.0)
+            ready, ended = resources.poller.wait(self._workforce.watch.step if block and not self._refused else 0.0)
         except (OSError, ValueError):
             if handles is resources.handles:
                 raise
         self.waiting = False
         if handles is not resources.handles:
             return ()  # a signal handler has closed the pool
-        self._ended |= ended
+        workforce = self._workforce
+        workforce.ended |= ended
         results, self._refused = self._refused, []
-        for handle in list(handles) if self._ended else ready:
+        for handle in list(handles) if workforce.ended else ready:
             link = handle.link
             if link.outbox:
                 link.flush()
             link.receive()
             if link.inbox:
                 self._take(handle, results)
-            if link.ended or (self._ended and handle.is_over(self._ended)):
-                self._bury(handle, results)
-        if self._watch.timeout is not None:
-            self._stop_late()
+            if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
+                given_up = workforce.bury(handle)
+                if given_up is not None:
+                    results.append(given_up)
+        if self.timeout is not None:
+            workforce.stop_late()
+        requeued = workforce.requeued
         self._count_room()
-        if self._requeued:
-            self.submit([self._requeued.popleft() for _ in range(min(self.room, len(self._requeued)))])
-            self.room -= len(self._requeued)
+        if requeued:
+            again = [requeued.popleft() for _ in range(min(self.room + len(requeued), len(requeued)))]
+            self.room += len(again)
+            self.submit(again)
         return results
 
     def _count_room(self) -> None:
-        self.room = HELD * self.group * len(self._resources.handles)
+        """What has come back goes out again first."""
+        self.room = HELD * self.group * len(self._resources.handles) - len(self._workforce.requeued)
         for handle in self._resources.handles:
             self.room -= len(handle.tasks)
 
@@ -310,41 +251,20 @@ class ProcessPool(Pool):
         self._resources.wake()
 
     def cancel(self, run: int) -> None:
-        self._requeued = deque(task for task in self._requeued if task.run != run)
+        workforce = self._workforce
+        workforce.requeued = deque(task for task in workforce.requeued if task.run != run)
         for handle in self._workers:
             # The last task of a worker may not have begun; the worker answers for each that it drops.
             if any(task.run == run for task in handle.tasks.values()):
                 handle.link.send(pack_head(CANCEL, run))
 
     def close(self) -> None:
-        self._resources.close()
+        self._workforce.close()
         self.room = 0
-        self._requeued.clear()
         self._refused.clear()
-        self._ended.clear()
-        self._deaths = Deaths(self.restarts)
-        self._new_job = None
-        self._classes = []
 
     def closer(self) -> Callable[[], None]:
         return self._resources.close
-
-    # -- workers --------------------------------------------------------------------------------------------
-
-    def _launch(self, number: int) -> WorkerHandle:
-        assert self._new_job is not None  # the pool is being started, or has been
-        return launch(number, self.num_workers, self.start_method, self._resources, self._new_job)
-
-    def _send_jobs(self) -> None:
-        for handle in self._workers:
-            self._send_job(handle.link)
-
-    def _send_job(self, link: Link) -> None:
-        published = self._resources.published
-        if published is not None:
-            if published.segment is not None:
-                send_segment(link, published.segment)
-            link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
     def _take(self, handle: WorkerHandle, results: list[Result]) -> None:
         """Deal with the messages of a worker."""
@@ -356,7 +276,7 @@ class ProcessPool(Pool):
                 raise PoolBroken(as_exception(decode_error(decode(content)), "while a worker started"))
             if kind == READY:
                 handle.ready = True
-                self._deaths.ready()
+                self._workforce.deaths.ready()
             elif kind == CRASHED:
                 handle.last_words = bytes(content).decode(errors="replace")
             else:
@@ -375,82 +295,5 @@ class ProcessPool(Pool):
             buffers = self._resources.arena.lend(slot, buffers)
         result = decode_result(run, seq, pickled, buffers, task)
         self.group = self._grouping.note(result.seconds)
-        self._deaths.settle(run, seq)
+        self._workforce.deaths.settle(run, seq)
         return result, rest
-
-    def _replace(self, handle: WorkerHandle) -> None:
-        """A new worker in place of one that has ended; what that had to do is done again."""
-        with uninterrupted():
-            self._resources.poller = None
-            self._ended.discard(handle.sentinel)
-            new = self._launch(handle.number)
-            self._requeued.extend(handle.tasks.values())
-            self._workers[self._workers.index(handle)] = new
-            handle.link.close()
-            handle.release()
-            self._resources.free_slots(handle)
-            if self.start_method != "fork":
-                self._send_job(new.link)
-
-    def _bury(self, handle: WorkerHandle, results: list[Result]) -> None:
-        """A worker has ended: another takes its place and its tasks, but for one that has killed too many."""
-        with uninterrupted():
-            handle.wait(0.0 if handle.hung else 1.0)
-            handle.release()
-        given_up = self._count_death(handle)
-        if given_up is not None:
-            results.append(given_up)
-            self._deaths.settle(given_up.run, given_up.seq)
-            handle.tasks.pop((given_up.run, given_up.seq), None)
-        self._replace(handle)
-
-    def _count_death(self, handle: WorkerHandle) -> Result | None:
-        """The error in place of a batch that is given up.
-
-        Raises:
-            PoolBroken: workers die without having done anything; the pool is closed.
-        """
-        words = list(handle.board)
-        death = Death(handle.number, handle.pid, handle.exitcode, self._resources.oom_kills())
-        if not handle.ready:
-            if self._deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
-                self.close()
-                raise PoolBroken(died_in_start(death, hung=handle.hung, traceback=handle.last_words))
-            self._deaths.tell(death, handle.last_words)
-            return None
-        task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
-        if task is None:
-            if self._deaths.of_nothing(handle.number):
-                self.close()
-                raise PoolBroken(died_idle(death))
-            return None
-        key = task.run, task.seq
-        if self._deaths.of_batch(task):
-            return Result(*key, error=self._blame(handle, death, task, words))
-        if words[SAMPLE] == IN_BULK:
-            handle.tasks[key] = task._replace(careful=True)
-        return None
-
-    def _blame(self, handle: WorkerHandle, death: Death, task: Task, words: list[int]) -> Exception:
-        tries = max(1, self.restarts)
-        if handle.hung and self._watch.timeout is not None:
-            who = f"worker {handle.number} (pid {handle.pid})"
-            return timed_out(who, self._watch.timeout, task, words, tries, killed=True)
-        return died(death, task, words, tries)
-
-    def _stop_late(self) -> None:
-        """Kill the workers that stand still; their deaths are dealt with as such."""
-        watched: list[tuple[WorkerHandle, Silent, Any]] = []
-        for handle in self._workers:
-            if handle.hung:
-                continue  # it has been killed
-            if handle.tasks or not handle.ready:
-                watched.append((handle, handle.silent, handle.board if handle.ready else ()))
-            else:
-                handle.silent = Silent()
-        for handle in self._watch.late(watched):
-            handle.hung = True
-            with uninterrupted():
-                handle.dump_stacks()
-                handle.kill()
-            self._ended.add(handle.sentinel)

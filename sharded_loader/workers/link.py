@@ -1,4 +1,4 @@
-"""The main process's end of the pipe to one worker process, and the one place where the trainer waits.
+"""The main process's end of the pipe to one worker process, and the one place where that process waits.
 
 A message is a head (a pickle) and some buffers, each sent as one frame of `multiprocess.connection`, so that
 the worker's end is an ordinary ``Connection`` that blocks. The main process's end must not block: two processes
@@ -19,7 +19,6 @@ Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` 
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import select
@@ -30,110 +29,30 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from sharded_loader.system import is_on
+from sharded_loader.workers.wire import (
+    NO_SIGNAL,
+    Message,
+    head_frame,
+    piped,
+    read_head,
+    receive_message,
+    send_descriptors,
+    send_message,
+)
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-"""Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
 
 CHUNK = 65536
 """Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
 
-_COUNT = struct.Struct("!I")
-_PLACE = struct.Struct("!qq")
 _SIZE = struct.Struct("!i")
 _LONG_SIZE = struct.Struct("!Q")
-
-
-@dataclass(slots=True)
-class Message:
-    """A pickle and the buffers that it refers to; or several replies, one behind the other.
-
-    Attributes:
-        head: kind, run, seq and the content.
-        buffers: one per out-of-band buffer: its bytes, or (offset, size) in the slot that belongs to the task.
-    """
-
-    head: Any
-    buffers: deque[Any]
-
-
-def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
-    """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
-    if not places:
-        return _COUNT.pack(0) + head
-    return b"".join([_COUNT.pack(len(places)), *[_PLACE.pack(*place) for place in places], head])
-
-
-def read_head(frame: Any) -> tuple[list[Any], memoryview]:
-    """Offset and size of each buffer, and the head."""
-    (count,) = _COUNT.unpack_from(frame)
-    if not count:
-        return [], memoryview(frame)[_COUNT.size :]
-    end = _COUNT.size + _PLACE.size * count
-    return list(_PLACE.iter_unpack(memoryview(frame)[_COUNT.size : end])), memoryview(frame)[end:]
-
-
-def piped(buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-    """The places of buffers that are all sent through the pipe."""
-    return [(-1, buffer.nbytes) for buffer in buffers]
-
-
-def send_message(conn: Any, head: bytes, places: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-    """Send a message through a blocking connection (the worker's end)."""
-    conn.send_bytes(head_frame(head, places))
-    for buffer in buffers:
-        conn.send_bytes(buffer)
-
-
-def receive_message(conn: Any) -> Message:
-    """Receive a message from a blocking connection; EOFError or OSError when the other end is gone."""
-    places, head = read_head(conn.recv_bytes())
-    buffers: deque[Any] = deque()
-    for offset, size in places:
-        if offset >= 0:
-            buffers.append((offset, size))
-            continue
-        buffer = np.empty(size, np.uint8)
-        # A buffer of size 0 cannot be given to recv_bytes_into, but its frame has to be read.
-        if size:
-            conn.recv_bytes_into(buffer)
-        else:
-            conn.recv_bytes()
-        buffers.append(buffer)
-    return Message(head, buffers)
-
-
-def receive_descriptor(conn: Any) -> int:
-    """The descriptor that the other end sent after its last message.
-
-    Raises:
-        EOFError: the other end is gone.
-        OSError: this process may have no more descriptors. The stream is in order all the same.
-    """
-    end = socket.socket(fileno=conn.fileno())  # no second descriptor: there may be none
-    try:
-        end.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
-        data, descriptors, _, _ = socket.recv_fds(end, 1, 1)
-    finally:
-        end.detach()
-    if not data:
-        raise EOFError
-    if not descriptors:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return descriptors[0]
-
-
-def send_descriptors(end: socket.socket, data: bytes, descriptors: Sequence[int]) -> int:
-    """`socket.send_fds`, which (up to Python 3.11 at least) forgets its flags; how many bytes went."""
-    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
-    return end.sendmsg([data], [rights], NO_SIGNAL)
 
 
 class Link(ABC):

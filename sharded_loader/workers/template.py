@@ -38,8 +38,8 @@ from multiprocess import popen_fork, process
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.interrupts import python_handlers
 from sharded_loader.workers import worker
-from sharded_loader.workers.link import NO_SIGNAL, send_descriptors
 from sharded_loader.workers.spawned import Connection
+from sharded_loader.workers.wire import NO_SIGNAL, send_descriptors
 
 ANSWER = 5.0
 """Seconds in which the template answers, however large the process is that it forks (10 ms per GB)."""

@@ -47,7 +47,7 @@ from sharded_loader.process_hooks import call_after_import
 from sharded_loader.rng import derive_key
 from sharded_loader.system import ONE_THREAD, why_refused
 from sharded_loader.workers.lifeline import die_with, keep_from_children
-from sharded_loader.workers.link import receive_descriptor, receive_message, send_message
+from sharded_loader.workers.wire import receive_descriptor, receive_message, send_message
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""

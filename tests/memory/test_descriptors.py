@@ -16,7 +16,7 @@ from memory_samples import SHAPE, Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.engine.messages import CANCEL, DEATH, pack_head
-from sharded_loader.workers import link, worker
+from sharded_loader.workers import link, wire, worker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
 
@@ -47,7 +47,7 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
 
 def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(conn: Any) -> int:
-        os.close(link.receive_descriptor(conn))
+        os.close(wire.receive_descriptor(conn))
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(worker, "receive_descriptor", refuse)
@@ -103,7 +103,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
         trainer.close()  # end-of-file after that
 
         def refuse(conn: Any) -> int:
-            os.close(link.receive_descriptor(conn))
+            os.close(wire.receive_descriptor(conn))
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         with pytest.MonkeyPatch.context() as patched:

@@ -16,7 +16,7 @@ from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.messages import _REPLY, CANCEL, pack_head, pack_reply
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import Encoded
-from sharded_loader.workers.link import send_message
+from sharded_loader.workers.wire import send_message
 from sharded_loader.workers.worker import Worker
 
 

@@ -11,7 +11,8 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.workers.link import CHUNK, Link, Poller, PortableLink, SocketLink, receive_message, send_message
+from sharded_loader.workers.link import CHUNK, Link, Poller, PortableLink, SocketLink
+from sharded_loader.workers.wire import receive_message, send_message
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
 

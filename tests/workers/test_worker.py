@@ -21,7 +21,7 @@ from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.slot import Slot
 from sharded_loader.pools.translation import decode_result
 from sharded_loader.workers import worker
-from sharded_loader.workers.link import receive_message, send_message
+from sharded_loader.workers.wire import receive_message, send_message
 from sharded_loader.workers.worker import Worker
 
 

@@ -1,0 +1,225 @@
+"""The workers of a process pool: started, given a job, replaced when they end.
+
+    start(job)      workers run, and have the job; those that ran already under fork are replaced
+    bury(handle)    a worker has ended -> another takes its place and its tasks; the error of a batch that is given up
+    stop_late()     workers that stand still for too long are killed; `bury` follows
+    close()         no worker runs, and nothing that belongs to them is left
+
+Which batch is to blame for a death, and when it is given up, is `workers.supervision`. What the workers own in the
+system belongs to `workers.resources`, which holds no job, so that a finalizer may hold it.
+
+What can go wrong: workers die before they can do anything (`PoolBroken`). The workers are closed then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sharded_loader.engine.board import IN_BULK, SAMPLE, is_at
+from sharded_loader.engine.messages import JOB, Job, NewJob, Result, Task, pack_head
+from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.interrupts import uninterrupted
+from sharded_loader.memory import publish
+from sharded_loader.memory.classes import classes_of_main
+from sharded_loader.workers.link import Link
+from sharded_loader.workers.resources import WorkerHandle, WorkerResources
+from sharded_loader.workers.start import launch, send_segment, start_forkserver
+from sharded_loader.workers.supervision import (
+    Death,
+    Deaths,
+    Silent,
+    Watch,
+    died,
+    died_idle,
+    died_in_start,
+    timed_out,
+)
+
+
+class Workforce:
+    """Keeps the workers of a pool running.
+
+    Args:
+        num_workers, start_method, worker_init_fn, restarts, timeout, max_bytes: of the `ProcessPool`.
+
+    Attributes:
+        resources: what the workers own in the system; its `handles` are the workers.
+        requeued: tasks of workers that have ended, for others.
+        ended: sentinels of workers that have ended, and were not replaced yet.
+        deaths: what the workers have died of.
+        watch: how long each of them has stood still.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        start_method: str,
+        worker_init_fn: Callable[[int], Any] | None,
+        restarts: int,
+        timeout: float | None,
+        max_bytes: int | None,
+    ) -> None:
+        self.num_workers = num_workers
+        self.start_method = start_method
+        self.worker_init_fn = worker_init_fn
+        self.restarts = restarts
+        self.resources = WorkerResources(max_bytes)
+        self.requeued: deque[Task] = deque()
+        self.ended: set[int] = set()
+        self.deaths = Deaths(restarts)
+        self.watch = Watch(timeout)
+        self._new_job: NewJob | None = None
+        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
+        self._publications = itertools.count(1)
+        self._classes: list[type] = []
+
+    def start(self, job: Job) -> None:
+        """Start the workers. Those that run already are sent the new job before any later task."""
+        self._new_job = new = NewJob(job, self.worker_init_fn)
+        self._classes = classes_of_main()
+        self.deaths.new_job()
+        resources = self.resources
+        if resources.handles and self.start_method != "fork":
+            self._publish(new)
+            self._send_jobs()
+            return
+        if self.start_method == "forkserver":
+            start_forkserver(self._publish(new))
+        # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
+        begun = [task for handle in resources.handles for task in handle.tasks.values()]
+        try:
+            with uninterrupted():
+                resources.stop_workers()
+                self.ended.clear()
+                self.requeued.extend(begun)
+                resources.open(self.num_workers)
+                for number in range(self.num_workers):
+                    resources.handles.append(self._launch(number))
+            if self.start_method != "fork":
+                # While they start: that takes as long as to publish 150 MB.
+                if resources.published is None:
+                    self._publish(new)
+                self._send_jobs()
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, number: int) -> WorkerHandle:
+        assert self._new_job is not None  # the workers are being started, or have been
+        return launch(number, self.num_workers, self.start_method, self.resources, self._new_job)
+
+    def _publish(self, new: NewJob) -> frozenset[str]:
+        """Pickle the job for the workers; the modules that it needs there."""
+        encoded = publish.publish(
+            new,
+            dataset=new.job.dataset,
+            batchify_fn=new.job.batchify_fn,
+            on_error=new.job.on_error,
+            worker_init_fn=new.worker_init_fn,
+        )
+        with uninterrupted():
+            before = self.resources.published
+            self.resources.published = publish.share(encoded, -next(self._publications))
+            if before is not None:
+                before.close()
+        return encoded.modules
+
+    def _send_jobs(self) -> None:
+        for handle in self.resources.handles:
+            self._send_job(handle.link)
+
+    def _send_job(self, link: Link) -> None:
+        published = self.resources.published
+        if published is not None:
+            if published.segment is not None:
+                send_segment(link, published.segment)
+            link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
+
+    def close(self) -> None:
+        """Stop the workers, and give back what belongs to them."""
+        self.resources.close()
+        self.requeued.clear()
+        self.ended.clear()
+        self.deaths = Deaths(self.restarts)
+        self._new_job = None
+        self._classes = []
+
+    # -- workers that end, or stand still -------------------------------------------------------------------
+
+    def bury(self, handle: WorkerHandle) -> Result | None:
+        """A worker has ended: another takes its place and its tasks.
+
+        Returns:
+            The error of the batch that has killed too many workers; None if there is no such batch.
+
+        Raises:
+            PoolBroken: workers die without having done anything; they are closed.
+        """
+        with uninterrupted():
+            handle.wait(0.0 if handle.hung else 1.0)
+            handle.release()
+        given_up = self._count_death(handle)
+        if given_up is not None:
+            key = given_up.run, given_up.seq
+            self.deaths.settle(*key)
+            handle.tasks.pop(key, None)
+        with uninterrupted():
+            resources = self.resources
+            resources.poller = None
+            self.ended.discard(handle.sentinel)
+            new = self._launch(handle.number)
+            self.requeued.extend(handle.tasks.values())
+            resources.handles[resources.handles.index(handle)] = new
+            handle.link.close()
+            resources.free_slots(handle)
+            if self.start_method != "fork":
+                self._send_job(new.link)
+        return given_up
+
+    def _count_death(self, handle: WorkerHandle) -> Result | None:
+        words = list(handle.board)
+        death = Death(handle.number, handle.pid, handle.exitcode, self.resources.oom_kills())
+        if not handle.ready:
+            if self.deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
+                self.close()
+                raise PoolBroken(died_in_start(death, hung=handle.hung, traceback=handle.last_words))
+            self.deaths.tell(death, handle.last_words)
+            return None
+        task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
+        if task is None:
+            if self.deaths.of_nothing(handle.number):
+                self.close()
+                raise PoolBroken(died_idle(death))
+            return None
+        if self.deaths.of_batch(task):
+            return Result(task.run, task.seq, error=self._blame(handle, death, task, words))
+        if words[SAMPLE] == IN_BULK:
+            handle.tasks[task.run, task.seq] = task._replace(careful=True)
+        return None
+
+    def _blame(self, handle: WorkerHandle, death: Death, task: Task, words: list[int]) -> Exception:
+        tries = max(1, self.restarts)
+        if handle.hung and self.watch.timeout is not None:
+            who = f"worker {handle.number} (pid {handle.pid})"
+            return timed_out(who, self.watch.timeout, task, words, tries, killed=True)
+        return died(death, task, words, tries)
+
+    def stop_late(self) -> None:
+        """Kill the workers that stand still. Their deaths are dealt with as such."""
+        watched: list[tuple[WorkerHandle, Silent, Any]] = []
+        for handle in self.resources.handles:
+            if handle.hung:
+                continue  # it has been killed
+            if handle.tasks or not handle.ready:
+                watched.append((handle, handle.silent, handle.board if handle.ready else ()))
+            else:
+                handle.silent = Silent()
+        for handle in self.watch.late(watched):
+            handle.hung = True
+            with uninterrupted():
+                handle.dump_stacks()
+                handle.kill()
+            self.ended.add(handle.sentinel)
