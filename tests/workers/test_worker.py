@@ -18,7 +18,7 @@ from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_head, pack_tasks, unpack_head, unpack_reply
 from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.memory.slot import Slot
+from sharded_loader.memory.segments import Slot
 from sharded_loader.pools.translation import decode_result
 from sharded_loader.workers import worker
 from sharded_loader.workers.wire import receive_message, send_message
