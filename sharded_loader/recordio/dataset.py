@@ -194,7 +194,7 @@ class Records(Sequence[bytes]):
 
     __slots__ = ("_buffer", "_ends", "_starts")
 
-    def __init__(self, buffer: bytes | np.ndarray[Any, np.dtype[np.uint8]], starts: Int64s, ends: Int64s) -> None:
+    def __init__(self, buffer: bytes, starts: Int64s, ends: Int64s) -> None:
         self._buffer = buffer
         self._starts = starts
         self._ends = ends
@@ -210,28 +210,16 @@ class Records(Sequence[bytes]):
         if isinstance(index, slice):
             return Records(self._buffer, self._starts[index], self._ends[index])
         number = checked_index(index, len(self._starts))
-        return bytes(self._buffer[self._starts[number] : self._ends[number]])
+        return self._buffer[self._starts[number] : self._ends[number]]
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self.tolist())
-
-    def tolist(self) -> list[bytes]:
-        """All of them as bytes."""
-        places = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
-        buffer = self._buffer
-        if isinstance(buffer, bytes):
-            return [buffer[start:end] for start, end in places]
-        return [buffer[start:end].tobytes() for start, end in places]
+        buffer, places = self._buffer, zip(self._starts.tolist(), self._ends.tolist(), strict=True)
+        return iter([buffer[start:end] for start, end in places])
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Records | list):
-            return self.tolist() == list(other)
-        return NotImplemented
+        return list(self) == list(other) if isinstance(other, Records | list) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
-
-    def __reduce__(self) -> Any:
-        return Records, (np.frombuffer(self._buffer, np.uint8), self._starts, self._ends)  # arrays go out of band
 
     def __repr__(self) -> str:
         return f"Records({len(self):,} records, {int((self._ends - self._starts).sum()):,} bytes)"
