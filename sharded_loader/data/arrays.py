@@ -36,22 +36,20 @@ from sharded_loader.batching.protocol import Empty, in_field, new_array
 from sharded_loader.batching.stack import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
+    Gather,
     Indices,
-    Int64s,
+    batch_reader,
     bulk,
     bulk_method,
     checked_index,
     checked_indices,
-    gather,
-    handed_out,
-    offers,
+    gather_rows,
+    is_gathered,
     read_many,
-    translated,
 )
-from sharded_loader.data.columns import as_column, gather_rows, is_dataset, is_gathered, named_columns
+from sharded_loader.data.columns import as_column, is_dataset, named_columns
 from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
-
-Gather = Callable[[Sequence[Any], Empty], Any]
+from sharded_loader.data.seeding import handed_out, translated
 
 NOT_IN_BULK: Any = object()
 """What a gather function returns when this batch has to be read sample by sample."""
@@ -153,9 +151,6 @@ class ArrayDataset(Dataset):
         """
         return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
 
-    def _rows_in(self, where: Int64s) -> Any:
-        return self, where
-
     def as_batch(self, fields: list[Any]) -> Any:
         """The batch whose columns are these, in the order of the dataset's.
 
@@ -207,14 +202,15 @@ def as_bulk(dataset: Any) -> Gather | None:
         >>> as_bulk([1, 2, 3]) is None
         True
     """
-    if offers(dataset, "get_batch"):
-        return partial(gather, dataset)
+    if type(dataset) in (SimpleDataset, SubsetDataset) and "get_batch" not in vars(dataset):
+        return _translated(as_bulk(dataset._dataset), dataset._inner)
+    read = batch_reader(dataset)
+    if read is not None:
+        return read
     if isinstance(dataset, np.ndarray) or is_tensor(dataset):
         return _of_columns(lambda: (dataset,), bare=True)
     if _reads_like(dataset, "torch.utils.data", "TensorDataset"):
         return _of_columns(lambda: dataset.tensors, bare=False)
-    if type(dataset) in (SimpleDataset, SubsetDataset):
-        return _translated(as_bulk(dataset._dataset), dataset._inner)
     if _reads_like(dataset, "torch.utils.data", "Subset"):
         return _translated(as_bulk(dataset.dataset), partial(_chosen, dataset))
     if _reads_like(dataset, "torch.utils.data", "ConcatDataset"):
@@ -231,9 +227,10 @@ def takes_arrays(dataset: Any) -> bool:
         >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
         (True, False)
     """
-    if type(dataset) is ArrayDataset or _reads_like(dataset, "torch.utils.data", "TensorDataset"):
-        return True
-    return (isinstance(dataset, np.ndarray) or is_tensor(dataset)) and as_bulk(dataset) is not None
+    is_torchs = is_tensor(dataset) or _reads_like(dataset, "torch.utils.data", "TensorDataset")
+    if is_torchs or isinstance(dataset, np.ndarray):
+        return as_bulk(dataset) is not None
+    return hasattr(batch_reader(dataset), "takes_empty")
 
 
 def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
@@ -269,19 +266,12 @@ def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
     return list(map(subset.indices.__getitem__, indices))
 
 
-def _checked(indices: Any, length: int) -> Int64s | None:
-    """Indices into something of this length; None if they are no flat integers (a dataset may have other keys)."""
-    try:
-        return checked_indices(indices, length)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
+    """Reads other indices. Those that cannot be translated are no integers: a dataset may have other keys."""
     if inner is None:
         return None
 
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
+    def read(indices: Any, empty: Empty) -> Any:
         try:
             found = translate(indices)
         except (TypeError, ValueError, OverflowError):
@@ -294,19 +284,19 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
 def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather | None:
     """Arrays or tensors, looked up for each batch: a TensorDataset's may be replaced between epochs."""
 
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
-        held = columns()
-        where = _checked(indices, len(held[0])) if _are_rows(held) else None
-        if where is None:
+    def read(where: Any, empty: Empty) -> Any:
+        if not _are_rows(columns()):
             return NOT_IN_BULK
-        fields = gather_rows(held, where, empty)
+        fields = gather_rows(columns(), where, empty)
         return fields[0] if bare else fields
 
-    return read if _are_rows(columns()) else None
+    if not _are_rows(columns()):
+        return None
+    return _translated(read, lambda indices: checked_indices(indices, len(columns()[0])))
 
 
 def _are_rows(columns: Sequence[Any]) -> bool:
-    return all(map(is_gathered, columns)) or all(is_gathered(column) or is_column(column) for column in columns)
+    return all(is_gathered(column) or is_column(column) for column in columns)
 
 
 def _of_parts(dataset: Any) -> Gather | None:
@@ -314,17 +304,14 @@ def _of_parts(dataset: Any) -> Gather | None:
     readers = [as_bulk(part) for part in dataset.datasets]
     ends = np.asarray(dataset.cumulative_sizes)
 
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
-        where = _checked(indices, int(ends[-1]))
-        if where is None:
-            return NOT_IN_BULK
+    def read(where: Any, empty: Empty) -> Any:
         first, last = np.searchsorted(ends, [where.min(), where.max()], side="right").tolist()
         reader = readers[first]
         if first != last or reader is None:
             return NOT_IN_BULK
         return reader((where - (int(ends[first - 1]) if first else 0)).tolist(), empty)
 
-    return read if any(readers) else None
+    return _translated(read, lambda indices: checked_indices(indices, int(ends[-1]))) if any(readers) else None
 
 
 def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:

@@ -6,36 +6,31 @@
           .cache                                   -> CachedDataset: the same samples, remembered
           a + b                                    -> ConcatDataset: one after the other
 
-These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers` and
-`sharded_loader.data.cache`. A dataset owns no thread and no process. Where it can it reads in bulk:
-``get_batch(indices)`` returns a finished batch, ``__getitems__(indices)`` a list of samples (see
-`sharded_loader.data.bulk`).
+These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers`. A
+dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
+``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`).
 
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field).
+(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from sharded_loader import rng
+from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
-from sharded_loader.data.cache import Remembered
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.wrappers import (
-    Joined,
-    Transformed,
-    View,
-    sampler_indices,
-    shard_range,
-    split_indices,
-    take_range,
-)
+from sharded_loader.data.wrappers import Joined, Remembered, Transformed, View
 
 Selection = range | Int64s
 
@@ -50,6 +45,11 @@ class Dataset:
         >>> list(Squares().filter(lambda x: x % 2 == 0).take(3))
         [0, 4, 16]
     """
+
+    @property
+    def _inside(self) -> Sequence[Any]:
+        """The datasets that this one is made of."""
+        return ()
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at ``index``."""
@@ -97,7 +97,13 @@ class Dataset:
             >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
             [[0, 1, 2], [3, 4]]
         """
-        return SubsetDataset(self, shard_range(len(self), num_shards, index))
+        if num_shards < 1:
+            raise ValueError(f"shard(num_shards={num_shards}): the number of shards must be greater than 0")
+        if not 0 <= index < num_shards:
+            raise ValueError(f"shard index {index} is out of bounds for {num_shards} shards: give 0..{num_shards - 1}")
+        size, larger = divmod(len(self), num_shards)
+        begin = size * index + min(index, larger)
+        return SubsetDataset(self, range(begin, begin + size + (index < larger)))
 
     def take(self, count: int | None) -> SubsetDataset:
         """The first ``count`` samples, or all where there are fewer or ``count`` is None.
@@ -109,7 +115,14 @@ class Dataset:
             >>> list(SimpleDataset("abc").take(2))
             ['a', 'b']
         """
-        return SubsetDataset(self, take_range(len(self), count))
+        if count is not None:
+            try:
+                count = operator.index(count)
+            except TypeError:
+                raise TypeError(f"take({count!r}): give an int, or None for all") from None
+            if count < 0:
+                raise ValueError(f"take({count}): the count is negative: give 0 or more, or None for all")
+        return SubsetDataset(self, range(len(self))[:count])
 
     def sample(self, sampler: Any) -> SubsetDataset:
         """The samples at the indices that ``sampler`` yields, read from it once, now (its epoch 0).
@@ -125,7 +138,22 @@ class Dataset:
             >>> list(SimpleDataset("abc").sample(SequentialSampler(range(2))))
             ['a', 'b']
         """
-        return SubsetDataset(self, sampler_indices(sampler))
+        # Looked up, not imported: where torch is not loaded, no sampler of torch exists.
+        torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())
+        if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torchs)):
+            raise TypeError(
+                f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
+                "indices use SubsetDataset(dataset, indices)"
+            )
+        # A subclass that overrides __iter__ means that to be used, whatever it inherits.
+        is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        order = sampler.iter_epoch(0) if is_pure else iter(sampler)
+        try:
+            return SubsetDataset(self, np.fromiter((operator.index(index) for index in order), np.int64))
+        except TypeError:
+            raise TypeError(
+                f"{type(sampler).__name__} does not yield single indices: give a sampler of samples, not of batches"
+            ) from None
 
     def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
         """Random parts, disjoint and together complete.
@@ -145,7 +173,10 @@ class Dataset:
 
         Source of the idea: ``torch.utils.data.random_split``.
         """
-        return [SubsetDataset(self, part) for part in split_indices(len(self), sizes_or_ratios, seed)]
+        sizes = _split_sizes(len(self), list(sizes_or_ratios))
+        key = rng.draw_seed() if seed is None else operator.index(seed)
+        order = rng.philox(key, "split").permutation(len(self)).astype(np.int64, copy=False)
+        return [SubsetDataset(self, part) for part in np.split(order, np.cumsum(sizes)[:-1])]
 
     def cache(self, max_bytes: int | None = None) -> CachedDataset:
         """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`.
@@ -195,6 +226,32 @@ class Dataset:
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
         return (self[index] for index in range(len(self)))
+
+
+def _split_sizes(length: int, parts: list[float]) -> list[int]:
+    """Sizes of parts that sum to ``length``, from sizes or ratios."""
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_)) or not math.isfinite(part) or part < 0 for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        sizes = [int(part) for part in parts]
+        if sum(sizes) != length:
+            raise ValueError(
+                f"split({parts}): the sizes sum to {sum(sizes)}, the dataset has {length} samples: "
+                "make them sum to its length, or give ratios (floats) that sum to 1"
+            )
+        return sizes
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    shares = [length * part / total for part in parts]
+    sizes = [math.floor(share) for share in shares]
+    # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
+    order = sorted(range(len(parts)), key=lambda i: (round(sizes[i] - shares[i], 9), i))
+    for i in order[: length - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
 
 
 class _First:
@@ -326,8 +383,8 @@ class ConcatDataset(Joined, Dataset):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
     Bulk reading exists where every part has it. ``get_batch`` of indices that lie in one part is that part's;
-    of indices in several parts it is the default batchify of their samples (put together by columns, where all
-    parts are `ArrayDataset`, or subsets of one, with columns of the same names, dtypes and shapes).
+    of indices in several parts it is their batches in one, where those are arrays of the same names, dtypes and shapes.
+    Otherwise it is the default batchify of the samples.
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
@@ -344,5 +401,5 @@ class ConcatDataset(Joined, Dataset):
     """
 
     def __init__(self, datasets: Iterable[Any]) -> None:
-        flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
+        flat = (part._inside if type(part) is ConcatDataset else [part] for part in datasets)
         super().__init__([part for parts in flat for part in parts])

@@ -29,8 +29,7 @@ import torch
 from sharded_loader.batching.stack import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.bulk import Indices, checked_index, checked_indices
-from sharded_loader.data.columns import is_gathered
+from sharded_loader.data.bulk import Indices, checked_index, checked_indices, is_gathered
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices.names import indexed
 from sharded_loader.devices.placement import Begun, Placement

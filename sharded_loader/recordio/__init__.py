@@ -131,6 +131,7 @@ class MXRecordIO:
         with self._turn:
             if self._position == file.size:
                 return None
+            record: bytes
             record, self._position = file.read(self._position)
             return record
 
@@ -298,6 +299,7 @@ class MXIndexedRecordIO(MXRecordIO):
             KeyError: an unknown key. A negative number is a key like any other.
             RecordIOError: there is no whole record at the offset that the index gives.
         """
+        record: bytes
         record, self._position = self._opened("read").read(self._offset(idx))
         return record
 

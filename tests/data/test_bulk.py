@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
-from sharded_loader.data.bulk import KeyedIndices, SampleKey, keys_of
+from sharded_loader.data.seeding import KeyedIndices, SampleKey, keys_of
 
 
 class UsesUp:
