@@ -9,13 +9,13 @@
 | NumPy array, torch tensor | one gather |
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
-| torch ``Subset``, torch ``ConcatDataset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
+| torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
 The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where
-that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers, a
-batch that lies in several parts of a ConcatDataset) the answer is None, or `NOT_IN_BULK` for this batch, and the
-samples are read. Hugging Face samples are those of its ``__getitems__``, which torch's DataLoader reads too: in
-NumPy format ``dataset[i]`` gives a float column as float64, ``dataset[[i]]`` as float32.
+that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers) the
+answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Hugging Face samples are those of its
+``__getitems__``, which torch's DataLoader reads too: in NumPy format ``dataset[i]`` gives a float column as float64,
+``dataset[[i]]`` as float32.
 
 Nothing is imported: where a library is not loaded, none of its datasets exists. What can go wrong: columns of different
 lengths (ValueError at construction), an index out of range (IndexError), and what goes wrong with the samples: the
@@ -165,8 +165,8 @@ class ArrayDataset(Dataset):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once."""
-        where = checked_indices(indices, self._length).tolist()
-        columns = [read_many(column, translated(where, indices)) for column in self._columns]
+        where = translated(checked_indices(indices, self._length).tolist(), indices)
+        columns = [read_many(column, where) for column in self._columns]
         if self._names is not None:
             names = self._names
             return [dict(zip(names, fields, strict=True)) for fields in zip(*columns, strict=True)]
@@ -213,8 +213,6 @@ def as_bulk(dataset: Any) -> Gather | None:
         return _of_columns(lambda: dataset.tensors, bare=False)
     if _reads_like(dataset, "torch.utils.data", "Subset"):
         return _translated(as_bulk(dataset.dataset), partial(_chosen, dataset))
-    if _reads_like(dataset, "torch.utils.data", "ConcatDataset"):
-        return _of_parts(dataset)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
         return partial(_of_hugging_face, dataset)
     return None
@@ -297,21 +295,6 @@ def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather |
 
 def _are_rows(columns: Sequence[Any]) -> bool:
     return all(is_gathered(column) or is_column(column) for column in columns)
-
-
-def _of_parts(dataset: Any) -> Gather | None:
-    """A torch ConcatDataset: batches that lie in one part, as sequential ones mostly do."""
-    readers = [as_bulk(part) for part in dataset.datasets]
-    ends = np.asarray(dataset.cumulative_sizes)
-
-    def read(where: Any, empty: Empty) -> Any:
-        first, last = np.searchsorted(ends, [where.min(), where.max()], side="right").tolist()
-        reader = readers[first]
-        if first != last or reader is None:
-            return NOT_IN_BULK
-        return reader((where - (int(ends[first - 1]) if first else 0)).tolist(), empty)
-
-    return _translated(read, lambda indices: checked_indices(indices, int(ends[-1]))) if any(readers) else None
 
 
 def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:

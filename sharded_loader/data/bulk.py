@@ -11,7 +11,7 @@ does not know the override, is never used (`bulk_method`; see `sharded_loader.ba
 A method that a wrapper finds in the wrapped object through ``__getattr__`` is never used either.
 
 A sample draws its random numbers by the index that the loader's sampler yielded, whichever way it is read. So wrappers
-that translate indices hand on, beside the translated ones, the `SampleKey` of each sample (`KeyedIndices`).
+that translate indices hand on, beside the translated ones, the key of each sample (`KeyedIndices` in seeding).
 
 What can go wrong: a wrapper that is neither ours nor torch's Subset drops the keys. Its samples are then keyed by the
 inner index, still the same in every pool. A class whose bulk method comes from a mixin behind the class that defines

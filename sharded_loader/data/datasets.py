@@ -30,7 +30,7 @@ from sharded_loader import rng
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.wrappers import Joined, Remembered, Transformed, View
+from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
 
 Selection = range | Int64s
 
@@ -46,10 +46,7 @@ class Dataset:
         [0, 4, 16]
     """
 
-    @property
-    def _inside(self) -> Sequence[Any]:
-        """The datasets that this one is made of."""
-        return ()
+    _inside: Any = ()  # the datasets that this one is made of
 
     def __getitem__(self, index: Any) -> Any:
         """The sample at ``index``."""
@@ -61,9 +58,7 @@ class Dataset:
 
     def __add__(self, other: Any) -> ConcatDataset:
         """This dataset's samples, then the other's."""
-        if not is_dataset(other):
-            return NotImplemented
-        return ConcatDataset([self, other])
+        return ConcatDataset([self, other]) if is_dataset(other) else NotImplemented
 
     def __radd__(self, other: Any) -> Any:
         """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
@@ -90,9 +85,6 @@ class Dataset:
     def shard(self, num_shards: int, index: int) -> SubsetDataset:
         """Part ``index`` of ``num_shards`` contiguous parts; the first ones are one sample larger where it must be.
 
-        Raises:
-            ValueError: ``num_shards`` < 1, or ``index`` is not in 0..num_shards-1.
-
         Example:
             >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
             [[0, 1, 2], [3, 4]]
@@ -108,30 +100,18 @@ class Dataset:
     def take(self, count: int | None) -> SubsetDataset:
         """The first ``count`` samples, or all where there are fewer or ``count`` is None.
 
-        Raises:
-            ValueError: ``count`` is negative.
-
         Example:
             >>> list(SimpleDataset("abc").take(2))
             ['a', 'b']
         """
-        if count is not None:
-            try:
-                count = operator.index(count)
-            except TypeError:
-                raise TypeError(f"take({count!r}): give an int, or None for all") from None
-            if count < 0:
-                raise ValueError(f"take({count}): the count is negative: give 0 or more, or None for all")
+        if not isinstance(count, (int, np.integer, type(None))):
+            raise TypeError(f"take({count!r}): give an int, or None for all")
+        if count is not None and count < 0:
+            raise ValueError(f"take({count}): the count is negative: give 0 or more, or None for all")
         return SubsetDataset(self, range(len(self))[:count])
 
     def sample(self, sampler: Any) -> SubsetDataset:
-        """The samples at the indices that ``sampler`` yields, read from it once, now (its epoch 0).
-
-        Args:
-            sampler: a Sampler of ours or of torch.
-
-        Raises:
-            TypeError: it is none (a list, say).
+        """The samples at the indices that ``sampler`` (ours or torch's) yields, read from it once, now (its epoch 0).
 
         Example:
             >>> from torch.utils.data import SequentialSampler
@@ -163,9 +143,6 @@ class Dataset:
                 remainder).
             seed: the same seed gives the same parts; None draws one from torch's default generator.
 
-        Raises:
-            ValueError: they do not sum to the length or to 1, or one is negative.
-
         Example:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
             >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
@@ -179,12 +156,7 @@ class Dataset:
         return [SubsetDataset(self, part) for part in np.split(order, np.cumsum(sizes)[:-1])]
 
     def cache(self, max_bytes: int | None = None) -> CachedDataset:
-        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`.
-
-        Example:
-            >>> SimpleDataset("abc").cache()[1]
-            'b'
-        """
+        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`."""
         return CachedDataset(self, max_bytes)
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
@@ -204,14 +176,13 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform(lambda a, b: a + b))
             [11, 22]
         """
-        if lazy:
-            return TransformDataset(self, fn, seeded)
-        if seeded:
+        if seeded and not lazy:
             raise ValueError(
                 "transform(lazy=False, seeded=True): what is computed once, now, has no epoch to be seeded by: "
                 "choose one of the two"
             )
-        return SimpleDataset([*TransformDataset(self, fn)])
+        transformed = TransformDataset(self, fn, seeded)
+        return transformed if lazy else SimpleDataset(list(transformed))
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True, seeded: bool = False) -> Dataset:
         """Pass the first field of every tuple sample through ``fn`` (or the sample itself, if it is no tuple).
@@ -221,48 +192,35 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(_First(fn), lazy, seeded)
+        return self.transform(First(fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
         return (self[index] for index in range(len(self)))
 
 
-def _split_sizes(length: int, parts: list[float]) -> list[int]:
+def _split_sizes(length: int, parts: list[Any]) -> list[int]:
     """Sizes of parts that sum to ``length``, from sizes or ratios."""
     if not parts:
         raise ValueError("split([]): give at least one size or ratio")
     if any(isinstance(part, (bool, np.bool_)) or not math.isfinite(part) or part < 0 for part in parts):
         raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
     if all(isinstance(part, (int, np.integer)) for part in parts):
-        sizes = [int(part) for part in parts]
-        if sum(sizes) != length:
+        if sum(parts) != length:
             raise ValueError(
-                f"split({parts}): the sizes sum to {sum(sizes)}, the dataset has {length} samples: "
+                f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: "
                 "make them sum to its length, or give ratios (floats) that sum to 1"
             )
-        return sizes
+        return parts
     total = math.fsum(parts)
     if abs(total - 1) > 1e-6:
         raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
-    shares = [length * part / total for part in parts]
-    sizes = [math.floor(share) for share in shares]
+    shares = np.array(parts) * length / total
+    sizes = np.floor(shares).astype(int)
     # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
-    order = sorted(range(len(parts)), key=lambda i: (round(sizes[i] - shares[i], 9), i))
-    for i in order[: length - sum(sizes)]:
-        sizes[i] += 1
-    return sizes
-
-
-class _First:
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, first: Any, *others: Any) -> Any:
-        return (self.fn(first), *others) if others else self.fn(first)
-
-    def __repr__(self) -> str:
-        return f"first: {self.fn!r}"
+    order = np.argsort(np.round(sizes - shares, 9), kind="stable")
+    sizes[order[: length - sizes.sum()]] += 1
+    return list(sizes.tolist())
 
 
 class SimpleDataset(View, Dataset):
@@ -273,9 +231,6 @@ class SimpleDataset(View, Dataset):
 
     Args:
         data: a list, a NumPy array, a torch or Hugging Face dataset, ...
-
-    Raises:
-        TypeError: it lacks one of the two.
 
     Example:
         >>> SimpleDataset(range(10))[-1]
@@ -306,7 +261,6 @@ class SubsetDataset(View, Dataset):
 
     Raises:
         IndexError: an index is out of range.
-        TypeError: the dataset cannot be indexed, or the indices are no integers.
 
     Example:
         >>> list(SubsetDataset("abc", [2, 0]))
@@ -328,15 +282,15 @@ class SubsetDataset(View, Dataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def _one(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
-
     @property
     def indices(self) -> Selection:
         """Where the samples stand in the wrapped dataset."""
         return self._indices
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
 
     def _inner(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, len(self._indices))
@@ -354,8 +308,6 @@ class TransformDataset(Transformed, Dataset):
     A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
 
     Example:
-        >>> TransformDataset(SimpleDataset([1, 2]), str)[0]
-        '1'
         >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
         ['2', '3']
     """
@@ -366,11 +318,8 @@ class CachedDataset(Remembered, Dataset):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process. With a bound, a
-            view of a larger array is kept as a copy, because the view would keep the whole array in memory.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
+        max_bytes: keep samples until these bytes are full; None: all of them. Per process. With a bound, a copy that
+            pickle makes is kept, because a view of a larger array would keep the whole array in memory.
 
     Example:
         >>> dataset = CachedDataset(["a", "b"])
@@ -388,10 +337,6 @@ class ConcatDataset(Joined, Dataset):
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
-
-    Raises:
-        TypeError: a part cannot be indexed.
-        ValueError: no parts.
 
     Example:
         >>> list(ConcatDataset(["ab", "c"]))

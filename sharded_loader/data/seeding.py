@@ -57,30 +57,27 @@ Children = Iterator[tuple[str, Any]]
 # -- the keys of samples -----------------------------------------------------------------------------------------------
 
 
-class SampleKey:
-    """What a sample's random numbers are keyed by: its index in the loader; and what it drew so far."""
-
-    __slots__ = ("drawn", "index")
-
-    def __init__(self, index: Any) -> None:
-        self.index = index
-        self.drawn: np.random.Generator | None = None
-
-
 class KeyedIndices(list[int]):
     """Indices into an inner dataset, with the key of each sample."""
 
-    def __init__(self, indices: Iterable[int], keys: Sequence[SampleKey]) -> None:
+    def __init__(self, indices: Iterable[int], keys: Sequence[rng.SampleScope]) -> None:
         super().__init__(indices)
         self.keys = keys
         self.made = tuple(self)
 
 
-def keys_of(indices: Sequence[Any]) -> Sequence[SampleKey] | None:
-    """The keys of these samples; None outside a loader, where nothing is keyed."""
+def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
+    """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # nobody has sorted or cut the list
         return indices.keys
-    return None if rng.current_scope() is None else [SampleKey(index) for index in indices]
+    scope = rng.current_scope()
+    return None if scope is None else [_scope_of(scope, index) for index in indices]
+
+
+def _scope_of(scope: rng.SampleScope, index: Any) -> rng.SampleScope:
+    made = rng.SampleScope(scope.seed, scope.epoch)
+    made.index, made.owners = index, scope.owners
+    return made
 
 
 def translated(
@@ -110,24 +107,16 @@ def handed_out(indices: Any) -> list[Any]:
 @contextmanager
 def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
-    scope, keys = rng.current_scope(), keys_of(indices)
-    if scope is None or keys is None:
-        yield lambda position: None
-        return
-    before = scope.index, scope.drawn
-    current = SampleKey(None)
+    before, keys = rng.current_scope(), keys_of(indices)
 
     def turn_to(position: int) -> None:
-        nonlocal current
-        current.drawn = scope.drawn
-        current = keys[position]
-        scope.index, scope.drawn = current.index, current.drawn
+        if keys is not None:
+            rng.reading.scope = keys[position]
 
     try:
         yield turn_to
     finally:
-        current.drawn = scope.drawn
-        scope.index, scope.drawn = before
+        rng.reading.scope = before
 
 
 # -- what a transform holds --------------------------------------------------------------------------------------------

@@ -151,9 +151,9 @@ class MXRecordIO:
             raise ValueError(
                 f"{self.uri}: a record of {size} bytes is too long, RecordIO has room for {MAX_LENGTH}: split it"
             )
-        self._opened("write").check()
+        file = self._opened("write")
         with self._turn:
-            self._opened("write").write(framed(bytes(buf)))
+            file.write(framed(bytes(buf)))
 
     def tell(self) -> int:
         """The offset in the file where the next record is written, or read by `read`."""

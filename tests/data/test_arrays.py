@@ -77,7 +77,6 @@ WRAPPERS = {
     "ours of ours": lambda d: SimpleDataset(d).take(9).shard(2, 1),
     "ours of Subset": lambda d: SimpleDataset(Subset(d, [3, 1, 0])).shard(1, 0),
     "random_split": lambda d: random_split(d, [5, N - 5])[0],
-    "ConcatDataset": lambda d: ConcatDataset([d, Subset(d, range(4)), d]),
 }
 
 
@@ -123,17 +122,14 @@ def patterns(length):
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_a_bulk_read_is_the_batch_of_the_samples(dataset, wrapper, data):
     wrapped = wrapper(dataset)
     read = as_bulk(wrapped)
     assert read is not None
     indices = data.draw(patterns(len(wrapped)))
     batch = read(indices, np.empty)
-    if batch is NOT_IN_BULK:
-        assert isinstance(wrapped, ConcatDataset)
-    else:
-        assert described(batch) == described(one_by_one(wrapped, indices))
+    assert described(batch) == described(one_by_one(wrapped, indices))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +204,7 @@ def refused():
         "subclass": Odd(torch.zeros(3)),
         "Subset subclass": Sub(TensorDataset(torch.zeros(3)), [0]),
         "Subset of a list": Subset([1, 2], [0]),
-        "ConcatDataset of lists": ConcatDataset([[1, 2], [3]]),
+        "ConcatDataset": ConcatDataset([TensorDataset(torch.zeros(3))]),
         "ours over a list": SimpleDataset([1, 2]).take(1),
     }
 

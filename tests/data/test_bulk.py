@@ -7,7 +7,8 @@ import pytest
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
-from sharded_loader.data.seeding import KeyedIndices, SampleKey, keys_of
+from sharded_loader.data.seeding import KeyedIndices, keys_of
+from sharded_loader.rng import SampleScope
 
 
 class UsesUp:
@@ -130,7 +131,8 @@ def test_a_batchify_function_may_empty_its_list() -> None:
 
 def test_places_of_a_list_that_somebody_has_changed_are_not_believed() -> None:
     for change in (list.sort, list.reverse, list.pop, lambda indices: indices.append(4)):
-        indices = KeyedIndices([7, 8, 2], [SampleKey(0), SampleKey(1), SampleKey(2)])
-        assert [key.index for key in keys_of(indices) or ()] == [0, 1, 2]
+        keys = [SampleScope(seed, 0) for seed in range(3)]
+        indices = KeyedIndices([7, 8, 2], keys)
+        assert keys_of(indices) is keys
         change(indices)
         assert keys_of(indices) is None
