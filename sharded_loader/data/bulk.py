@@ -225,9 +225,9 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         elif is_column(column):
             # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
             # one thread took 78 (256 rows of 3x32x32 uint8).
-            out, tensor = empty_tensor((count, *column.shape[1:]), column.dtype, empty)
+            tensor, out = new_rows(column, count, empty)
             fields.append(tensor)
-            column, out = as_numpy(column), as_numpy(tensor) if out is None else out
+            column = as_numpy(column)
         else:
             fields.append(_other_rows(column, where, empty))
             continue
@@ -238,6 +238,21 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         else:
             out[...] = column[rows]  # a run in one copy: 20 us where taking the same 256 rows one by one costs 24
     return fields
+
+
+def new_rows(column: Any, count: int, empty: Empty) -> tuple[Any, Any]:
+    """A batch of ``count`` rows like a column's, not written yet; and its memory, as an array.
+
+    Example:
+        >>> new_rows(np.zeros((9, 2)), 3, np.empty)[0].shape
+        (3, 2)
+    """
+    shape = (count, *column.shape[1:])
+    if isinstance(column, np.ndarray):
+        array = empty(shape, column.dtype.newbyteorder("="))
+        return array, array
+    held, tensor = empty_tensor(shape, column.dtype, empty)
+    return tensor, as_numpy(tensor) if held is None else held
 
 
 def _other_rows(column: Any, where: Int64s, empty: Empty) -> Any:

@@ -12,9 +12,8 @@ these classes. Names and docstrings for users are there. A wrapper has ``set_epo
 ``__getitems__`` exactly where what it wraps has them.
 
 A cache keeps every sample until ``max_bytes`` are full, and none is evicted: when each epoch visits all samples in a
-fresh random order, every policy hits equally often, and this one never sorts or drops anything. Each process has its
-own entries: they travel neither by pickle nor by fork (a lock inherited in mid-use would stay locked for ever), so
-``n`` worker processes hold up to ``n * max_bytes``. Threads share one cache.
+fresh random order, every policy hits equally often. Each process has its own entries, so ``n`` worker processes hold up
+to ``n * max_bytes``. Threads share one cache.
 
 What can go wrong: an index out of range is an IndexError that says the length. The object that a cache returns is the
 one that it keeps: if you change it in place, you change it for the next epoch too. What is random or depends on
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import threading
 import warnings
 from bisect import bisect_right
@@ -37,6 +35,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.batching.stack import as_numpy, is_column
 from sharded_loader.batching.tree import is_tensor, map_leaves
 from sharded_loader.data.bulk import (
     Indices,
@@ -46,6 +45,7 @@ from sharded_loader.data.bulk import (
     checked_index,
     checked_indices,
     gather,
+    new_rows,
     read_many,
 )
 from sharded_loader.data.columns import check_dataset
@@ -310,34 +310,33 @@ class Joined(Outer):
             return gather(chunks[0][0], chunks[0][1], empty)
         batch = None
         if chunks:
-            order = np.argsort(np.concatenate([place for _, _, place in chunks]))
-            batch = _merged([gather(part, inner, new_array) for part, inner, _ in chunks], order, empty)
+            batches = [gather(part, inner, new_array) for part, inner, _ in chunks]
+            batch = _merged(batches, [place for _, _, place in chunks], empty)
         return default_batchify_fn.assemble(Joined.__getitems__(self, indices), empty) if batch is None else batch
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self._parts))
 
 
-def _merged(batches: Sequence[Any], order: Int64s, empty: Empty) -> Any:
-    """Batches of several parts as one, their rows in this order.
+def _merged(batches: Sequence[Any], places: Sequence[Int64s], empty: Empty) -> Any:
+    """Batches of several parts as one, each with its rows in these places.
 
     None where they are not arrays or tensors of one dtype whose rows have one shape, or lists or dicts of such. Then
     the batch is made of the samples.
     """
     first = batches[0]
-    if isinstance(first, np.ndarray) or is_tensor(first):
-        alike = {(type(b), b.dtype, b.shape[1:]) if hasattr(b, "dtype") else None for b in batches}
-        if len(alike) > 1 or sum(map(len, batches)) != len(order):
+    if isinstance(first, np.ndarray) or is_column(first):
+        alike = {(type(b), b.dtype, b.shape[1:], is_column(b)) if hasattr(b, "dtype") else None for b in batches}
+        if len(alike) > 1 or list(map(len, batches)) != list(map(len, places)):
             return None
-        if isinstance(first, np.ndarray):
-            rows = np.concatenate(batches)
-            return rows.take(order, 0, empty(rows.shape, rows.dtype), "clip")
-        torch: Any = sys.modules["torch"]
-        return torch.cat(batches)[torch.from_numpy(order)]
+        merged, out = new_rows(first, sum(map(len, places)), empty)
+        for batch, place in zip(batches, places, strict=True):
+            out[place] = batch if isinstance(batch, np.ndarray) else as_numpy(batch)
+        return merged
     names = _names(first)
     if names is None or any(_names(batch) != names for batch in batches):
         return None
-    fields = [_merged([batch[name] for batch in batches], order, empty) for name in names]
+    fields = [_merged([batch[name] for batch in batches], places, empty) for name in names]
     if any(field is None for field in fields):
         return None
     return dict(zip(names, fields, strict=True)) if isinstance(first, dict) else fields

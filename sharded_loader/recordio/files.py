@@ -150,8 +150,8 @@ class RecordFile:
     def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
         """From each offset up to its size in bytes; fewer only at the end of the file."""
         file = self._open()
-        pieces = zip(map(file.read, sizes, offsets), sizes, offsets, strict=True)
-        return [piece if len(piece) == size else file.bytes_at(offset, size) for piece, size, offset in pieces]
+        pieces = list(map(file.read, sizes, offsets))
+        return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
     @property
     def size(self) -> int:

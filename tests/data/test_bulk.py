@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.utils.data import Subset
 
-from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
+from sharded_loader import ArrayDataset, InlinePool, ProcessPool, Sampler, ShardedDataLoader, SimpleDataset, ThreadPool
 from sharded_loader.data.seeding import KeyedIndices, keys_of
 from sharded_loader.rng import SampleScope
 
@@ -63,15 +63,17 @@ def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, 
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, pool: Any) -> None:
-    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=pool) as loader:
+@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
+def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, kind: Any) -> None:
+    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=kind()) as loader:
         assert [batch.tolist() for batch in loader][:2] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
         assert loader.stats().samples == 20
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-def test_the_error_names_the_sample_although_its_index_is_gone(name: str, pool: Any) -> None:
-    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=pool) as loader:
+@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
+def test_the_error_names_the_sample_although_its_index_is_gone(name: str, kind: Any) -> None:
+    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=kind()) as loader:
         with pytest.raises(OSError, match="disk") as caught:
             next(iter(loader))
     assert "sample 7" in str(getattr(caught.value, "__notes__", "")) + str(caught.value)

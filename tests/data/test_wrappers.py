@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.batchify import default_batchify_fn
+from sharded_loader.batching.tree import to_torch
 from sharded_loader.data import wrappers
 from sharded_loader.rng import SampleScope, reading, sample_rng
 
@@ -48,15 +50,26 @@ def test_splits_by_size_and_by_torchs_seed():
     assert [len(part) for part in SimpleDataset(range(100)).split([0.29, 0.71])] == [29, 71]
 
 
-@pytest.mark.parametrize("parts", [[7, 2], [0.5, 0.4], [1.2, -0.2], [], [float("nan"), 1.0], [True, 9]])
-def test_splits_that_do_not_add_up_are_refused(parts):
-    with pytest.raises(ValueError, match=r"split\("):
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([7, 2], r"the sizes sum to 9, the dataset has 10 samples"),
+        ([0.5, 0.4], r"the ratios sum to 0\.9"),
+        ([1.2, -0.2], "numbers of 0 or more"),
+        ([], r"split\(\[\]\): give at least one"),
+        ([float("nan"), 1.0], "numbers of 0 or more"),
+        ([True, 9], "numbers of 0 or more"),
+    ],
+)
+def test_splits_that_do_not_add_up_are_refused(parts, said):
+    with pytest.raises(ValueError, match=said):
         ten().split(parts, seed=0)
 
 
 def test_sums_are_flat_and_in_order():
     total = SimpleDataset("ab") + SimpleDataset("") + "c" + ConcatDataset(["d", "ef"])
-    assert list(total) == list("abcdef") and len(total._inside) == 5
+    assert list(total) == list("abcdef")
+    assert repr(total).count(" + ") == 4
 
 
 def test_own_samplers_are_read_at_epoch_0():
@@ -192,6 +205,54 @@ def test_a_batch_of_a_sum_lies_in_its_parts():
         (3, [2, 0], [0, 2]),
     ]
     assert [total[i] for i in range(-5, 5)] == [10, 11, 12, 13, 14] * 2
+
+
+# -- the same batch ---------------------------------------------------------------------------------------------
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+PARTS = [
+    lambda d: d,
+    SimpleDataset,
+    lambda d: d.take(9),
+    lambda d: d.shard(1, 0),
+    lambda d: d.split([0.9, 0.1], seed=1)[0].take(None),
+    lambda d: d.sample(torch.utils.data.SequentialSampler(range(10))),
+    lambda d: d.take(4) + d.shard(2, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ArrayDataset(IMAGES),
+        ArrayDataset(IMAGES, LABELS),
+        ArrayDataset(image=IMAGES, label=LABELS),
+        ArrayDataset(torch.from_numpy(IMAGES), LABELS.tolist(), list("abcdefghij")),
+        ArrayDataset(torch.ones(10, 2, dtype=torch.bfloat16)),
+        ArrayDataset(IMAGES.astype(">f4"), IMAGES[:, ::-1]),
+        ArrayDataset(np.array(list("abcdefghij")), np.arange(10).astype("M8[D]").astype(object).astype(str)),
+        ArrayDataset(ArrayDataset(IMAGES), SimpleDataset(Bare())),
+        ArrayDataset(torch.arange(10), torch.eye(10).unbind()),
+    ],
+    ids=repr,
+)
+def test_a_bulk_batch_is_the_default_batch_of_its_samples(dataset):
+    for wrap in PARTS:
+        wrapped = wrap(dataset)
+        for indices in ([3, 0, 0, -1, 7], np.array([1, 2, 3])):
+            expected = default_batchify_fn([wrapped[i] for i in indices])
+            assert same(to_torch(wrapped.get_batch(indices)), expected), wrapped
+            assert same(default_batchify_fn(wrapped.__getitems__(indices)), expected), wrapped
 
 
 # -- no fast path is lost --------------------------------------------------------------------------------------

@@ -154,6 +154,17 @@ def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None
         assert len(reads) == 3
 
 
+def test_a_loader_reads_a_batch_of_neighbours_at_once(tmp_path: Path, reads: list[int]) -> None:
+    records = [b"%d" % number * 9 for number in range(100)]
+    offsets = write(tmp_path / "a.rec", records)
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for wrapped in (dataset, dataset.take(100), dataset + dataset):
+            reads.clear()
+            with ShardedDataLoader(wrapped, 50) as loader:
+                assert next(iter(loader)) == records[:50]
+            assert reads == [offsets[50]]
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
