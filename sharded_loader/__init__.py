@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
     from sharded_loader.batching.protocol import empty as empty
     from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
+    from sharded_loader.data.columns import PackedList as PackedList
     from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
     from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
-    from sharded_loader.data.packed_list import PackedList as PackedList
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
@@ -66,7 +66,7 @@ _HOMES = {
     "sharded_loader.batching.default": ["default_batchify_fn"],
     "sharded_loader.data.arrays": ["ArrayDataset"],
     "sharded_loader.data.datasets": ["ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
-    "sharded_loader.data.packed_list": ["PackedList"],
+    "sharded_loader.data.columns": ["PackedList"],
     "sharded_loader.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": [
         "LoaderClosedError",

@@ -9,13 +9,13 @@
 | NumPy array, torch tensor | one gather |
 | torch ``TensorDataset`` | one gather per tensor |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
-| torch ``Subset``, torch ``ConcatDataset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
+| torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
 The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where
-that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers, a
-batch that lies in several parts of a ConcatDataset) the answer is None, or `NOT_IN_BULK` for this batch, and the
-samples are read. Hugging Face samples are those of its ``__getitems__``, which torch's DataLoader reads too: in
-NumPy format ``dataset[i]`` gives a float column as float64, ``dataset[[i]]`` as float32.
+that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers) the
+answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Hugging Face samples are those of its
+``__getitems__``, which torch's DataLoader reads too: in NumPy format ``dataset[i]`` gives a float column as float64,
+``dataset[[i]]`` as float32.
 
 Nothing is imported: where a library is not loaded, none of its datasets exists. What can go wrong: columns of different
 lengths (ValueError at construction), an index out of range (IndexError), and what goes wrong with the samples: the
@@ -37,22 +37,20 @@ from sharded_loader.batching.protocol import Empty, in_fields, new_array
 from sharded_loader.batching.stack import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
+    Gather,
     Indices,
-    Int64s,
+    batch_reader,
     bulk,
     bulk_method,
     checked_index,
     checked_indices,
-    gather,
-    handed_out,
-    offers,
+    gather_rows,
+    is_gathered,
     read_many,
-    translated,
 )
-from sharded_loader.data.columns import as_column, gather_rows, is_dataset, is_gathered, named_columns
+from sharded_loader.data.columns import as_column, is_dataset, named_columns
 from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
-
-Gather = Callable[[Sequence[Any], Empty], Any]
+from sharded_loader.data.seeding import handed_out, translated
 
 NOT_IN_BULK: Any = object()
 """What a gather function returns when this batch has to be read sample by sample."""
@@ -154,9 +152,6 @@ class ArrayDataset(Dataset):
         """
         return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
 
-    def _rows_in(self, where: Int64s) -> Any:
-        return self, where
-
     def as_batch(self, fields: list[Any]) -> Any:
         """The batch whose columns are these, in the order of the dataset's.
 
@@ -171,8 +166,8 @@ class ArrayDataset(Dataset):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once."""
-        where = checked_indices(indices, self._length).tolist()
-        columns = [read_many(column, translated(where, indices)) for column in self._columns]
+        where = translated(checked_indices(indices, self._length).tolist(), indices)
+        columns = [read_many(column, where) for column in self._columns]
         if self._names is not None:
             names = self._names
             return [dict(zip(names, fields, strict=True)) for fields in zip(*columns, strict=True)]
@@ -208,18 +203,17 @@ def as_bulk(dataset: Any) -> Gather | None:
         >>> as_bulk([1, 2, 3]) is None
         True
     """
-    if offers(dataset, "get_batch"):
-        return partial(gather, dataset)
+    if type(dataset) in (SimpleDataset, SubsetDataset) and "get_batch" not in vars(dataset):
+        return _translated(as_bulk(dataset._dataset), dataset._inner)
+    read = batch_reader(dataset)
+    if read is not None:
+        return read
     if isinstance(dataset, np.ndarray) or is_tensor(dataset):
         return _of_columns(lambda: (dataset,), bare=True)
     if _reads_like(dataset, "torch.utils.data", "TensorDataset"):
         return _of_columns(lambda: dataset.tensors, bare=False)
-    if type(dataset) in (SimpleDataset, SubsetDataset):
-        return _translated(as_bulk(dataset._dataset), dataset._inner)
     if _reads_like(dataset, "torch.utils.data", "Subset"):
         return _translated(as_bulk(dataset.dataset), partial(_chosen, dataset))
-    if _reads_like(dataset, "torch.utils.data", "ConcatDataset"):
-        return _of_parts(dataset)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
         return partial(_of_hugging_face, dataset)
     return None
@@ -232,9 +226,10 @@ def takes_arrays(dataset: Any) -> bool:
         >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
         (True, False)
     """
-    if type(dataset) is ArrayDataset or _reads_like(dataset, "torch.utils.data", "TensorDataset"):
-        return True
-    return (isinstance(dataset, np.ndarray) or is_tensor(dataset)) and as_bulk(dataset) is not None
+    is_torchs = is_tensor(dataset) or _reads_like(dataset, "torch.utils.data", "TensorDataset")
+    if is_torchs or isinstance(dataset, np.ndarray):
+        return as_bulk(dataset) is not None
+    return hasattr(batch_reader(dataset), "takes_empty")
 
 
 def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
@@ -270,19 +265,12 @@ def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
     return list(map(subset.indices.__getitem__, indices))
 
 
-def _checked(indices: Any, length: int) -> Int64s | None:
-    """Indices into something of this length; None if they are no flat integers (a dataset may have other keys)."""
-    try:
-        return checked_indices(indices, length)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
+    """Reads other indices. Those that cannot be translated are no integers: a dataset may have other keys."""
     if inner is None:
         return None
 
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
+    def read(indices: Any, empty: Empty) -> Any:
         try:
             found = translate(indices)
         except (TypeError, ValueError, OverflowError):
@@ -295,37 +283,19 @@ def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather
 def _of_columns(columns: Callable[[], Sequence[Any]], *, bare: bool) -> Gather | None:
     """Arrays or tensors, looked up for each batch: a TensorDataset's may be replaced between epochs."""
 
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
-        held = columns()
-        where = _checked(indices, len(held[0])) if _are_rows(held) else None
-        if where is None:
+    def read(where: Any, empty: Empty) -> Any:
+        if not _are_rows(columns()):
             return NOT_IN_BULK
-        fields = gather_rows(held, where, empty)
+        fields = gather_rows(columns(), where, empty)
         return fields[0] if bare else fields
 
-    return read if _are_rows(columns()) else None
+    if not _are_rows(columns()):
+        return None
+    return _translated(read, lambda indices: checked_indices(indices, len(columns()[0])))
 
 
 def _are_rows(columns: Sequence[Any]) -> bool:
-    return all(map(is_gathered, columns)) or all(is_gathered(column) or is_column(column) for column in columns)
-
-
-def _of_parts(dataset: Any) -> Gather | None:
-    """A torch ConcatDataset: batches that lie in one part, as sequential ones mostly do."""
-    readers = [as_bulk(part) for part in dataset.datasets]
-    ends = np.asarray(dataset.cumulative_sizes)
-
-    def read(indices: Sequence[Any], empty: Empty) -> Any:
-        where = _checked(indices, int(ends[-1]))
-        if where is None:
-            return NOT_IN_BULK
-        first, last = np.searchsorted(ends, [where.min(), where.max()], side="right").tolist()
-        reader = readers[first]
-        if first != last or reader is None:
-            return NOT_IN_BULK
-        return reader((where - (int(ends[first - 1]) if first else 0)).tolist(), empty)
-
-    return read if any(readers) else None
+    return all(is_gathered(column) or is_column(column) for column in columns)
 
 
 def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:

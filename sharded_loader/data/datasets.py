@@ -6,36 +6,31 @@
           .cache                                   -> CachedDataset: the same samples, remembered
           a + b                                    -> ConcatDataset: one after the other
 
-These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers` and
-`sharded_loader.data.cache`. A dataset owns no thread and no process. Where it can it reads in bulk:
-``get_batch(indices)`` returns a finished batch, ``__getitems__(indices)`` a list of samples (see
-`sharded_loader.data.bulk`).
+These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers`. A
+dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
+``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`).
 
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field).
+(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from sharded_loader import rng
+from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
-from sharded_loader.data.cache import Remembered
 from sharded_loader.data.columns import check_dataset, is_dataset
-from sharded_loader.data.wrappers import (
-    Joined,
-    Transformed,
-    View,
-    sampler_indices,
-    shard_range,
-    split_indices,
-    take_range,
-)
+from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
 
 Selection = range | Int64s
 
@@ -51,6 +46,8 @@ class Dataset:
         [0, 4, 16]
     """
 
+    _inside: Any = ()  # the datasets that this one is made of
+
     def __getitem__(self, index: Any) -> Any:
         """The sample at ``index``."""
         raise NotImplementedError
@@ -61,9 +58,7 @@ class Dataset:
 
     def __add__(self, other: Any) -> ConcatDataset:
         """This dataset's samples, then the other's."""
-        if not is_dataset(other):
-            return NotImplemented
-        return ConcatDataset([self, other])
+        return ConcatDataset([self, other]) if is_dataset(other) else NotImplemented
 
     def __radd__(self, other: Any) -> Any:
         """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
@@ -90,42 +85,55 @@ class Dataset:
     def shard(self, num_shards: int, index: int) -> SubsetDataset:
         """Part ``index`` of ``num_shards`` contiguous parts; the first ones are one sample larger where it must be.
 
-        Raises:
-            ValueError: ``num_shards`` < 1, or ``index`` is not in 0..num_shards-1.
-
         Example:
             >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
             [[0, 1, 2], [3, 4]]
         """
-        return SubsetDataset(self, shard_range(len(self), num_shards, index))
+        if num_shards < 1:
+            raise ValueError(f"shard(num_shards={num_shards}): the number of shards must be greater than 0")
+        if not 0 <= index < num_shards:
+            raise ValueError(f"shard index {index} is out of bounds for {num_shards} shards: give 0..{num_shards - 1}")
+        size, larger = divmod(len(self), num_shards)
+        begin = size * index + min(index, larger)
+        return SubsetDataset(self, range(begin, begin + size + (index < larger)))
 
     def take(self, count: int | None) -> SubsetDataset:
         """The first ``count`` samples, or all where there are fewer or ``count`` is None.
-
-        Raises:
-            ValueError: ``count`` is negative.
 
         Example:
             >>> list(SimpleDataset("abc").take(2))
             ['a', 'b']
         """
-        return SubsetDataset(self, take_range(len(self), count))
+        if not isinstance(count, (int, np.integer, type(None))):
+            raise TypeError(f"take({count!r}): give an int, or None for all")
+        if count is not None and count < 0:
+            raise ValueError(f"take({count}): the count is negative: give 0 or more, or None for all")
+        return SubsetDataset(self, range(len(self))[:count])
 
     def sample(self, sampler: Any) -> SubsetDataset:
-        """The samples at the indices that ``sampler`` yields, read from it once, now (its epoch 0).
-
-        Args:
-            sampler: a Sampler of ours or of torch.
-
-        Raises:
-            TypeError: it is none (a list, say).
+        """The samples at the indices that ``sampler`` (ours or torch's) yields, read from it once, now (its epoch 0).
 
         Example:
             >>> from torch.utils.data import SequentialSampler
             >>> list(SimpleDataset("abc").sample(SequentialSampler(range(2))))
             ['a', 'b']
         """
-        return SubsetDataset(self, sampler_indices(sampler))
+        # Looked up, not imported: where torch is not loaded, no sampler of torch exists.
+        torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())
+        if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torchs)):
+            raise TypeError(
+                f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
+                "indices use SubsetDataset(dataset, indices)"
+            )
+        # A subclass that overrides __iter__ means that to be used, whatever it inherits.
+        is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        order = sampler.iter_epoch(0) if is_pure else iter(sampler)
+        try:
+            return SubsetDataset(self, np.fromiter((operator.index(index) for index in order), np.int64))
+        except TypeError:
+            raise TypeError(
+                f"{type(sampler).__name__} does not yield single indices: give a sampler of samples, not of batches"
+            ) from None
 
     def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
         """Random parts, disjoint and together complete.
@@ -135,9 +143,6 @@ class Dataset:
                 remainder).
             seed: the same seed gives the same parts; None draws one from torch's default generator.
 
-        Raises:
-            ValueError: they do not sum to the length or to 1, or one is negative.
-
         Example:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
             >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
@@ -145,15 +150,13 @@ class Dataset:
 
         Source of the idea: ``torch.utils.data.random_split``.
         """
-        return [SubsetDataset(self, part) for part in split_indices(len(self), sizes_or_ratios, seed)]
+        sizes = _split_sizes(len(self), list(sizes_or_ratios))
+        key = rng.draw_seed() if seed is None else operator.index(seed)
+        order = rng.philox(key, "split").permutation(len(self)).astype(np.int64, copy=False)
+        return [SubsetDataset(self, part) for part in np.split(order, np.cumsum(sizes)[:-1])]
 
     def cache(self, max_bytes: int | None = None) -> CachedDataset:
-        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`.
-
-        Example:
-            >>> SimpleDataset("abc").cache()[1]
-            'b'
-        """
+        """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`."""
         return CachedDataset(self, max_bytes)
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True, seeded: bool = False) -> Dataset:
@@ -173,14 +176,13 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform(lambda a, b: a + b))
             [11, 22]
         """
-        if lazy:
-            return TransformDataset(self, fn, seeded)
-        if seeded:
+        if seeded and not lazy:
             raise ValueError(
                 "transform(lazy=False, seeded=True): what is computed once, now, has no epoch to be seeded by: "
                 "choose one of the two"
             )
-        return SimpleDataset([*TransformDataset(self, fn)])
+        transformed = TransformDataset(self, fn, seeded)
+        return transformed if lazy else SimpleDataset(list(transformed))
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True, seeded: bool = False) -> Dataset:
         """Pass the first field of every tuple sample through ``fn`` (or the sample itself, if it is no tuple).
@@ -190,22 +192,35 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(_First(fn), lazy, seeded)
+        return self.transform(First(fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
         return (self[index] for index in range(len(self)))
 
 
-class _First:
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, first: Any, *others: Any) -> Any:
-        return (self.fn(first), *others) if others else self.fn(first)
-
-    def __repr__(self) -> str:
-        return f"first: {self.fn!r}"
+def _split_sizes(length: int, parts: list[Any]) -> list[int]:
+    """Sizes of parts that sum to ``length``, from sizes or ratios."""
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_)) or not math.isfinite(part) or part < 0 for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        if sum(parts) != length:
+            raise ValueError(
+                f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: "
+                "make them sum to its length, or give ratios (floats) that sum to 1"
+            )
+        return parts
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    shares = np.array(parts) * length / total
+    sizes = np.floor(shares).astype(int)
+    # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
+    order = np.argsort(np.round(sizes - shares, 9), kind="stable")
+    sizes[order[: length - sizes.sum()]] += 1
+    return list(sizes.tolist())
 
 
 class SimpleDataset(View, Dataset):
@@ -216,9 +231,6 @@ class SimpleDataset(View, Dataset):
 
     Args:
         data: a list, a NumPy array, a torch or Hugging Face dataset, ...
-
-    Raises:
-        TypeError: it lacks one of the two.
 
     Example:
         >>> SimpleDataset(range(10))[-1]
@@ -249,7 +261,6 @@ class SubsetDataset(View, Dataset):
 
     Raises:
         IndexError: an index is out of range.
-        TypeError: the dataset cannot be indexed, or the indices are no integers.
 
     Example:
         >>> list(SubsetDataset("abc", [2, 0]))
@@ -271,15 +282,15 @@ class SubsetDataset(View, Dataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def _one(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
-
     @property
     def indices(self) -> Selection:
         """Where the samples stand in the wrapped dataset."""
         return self._indices
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
 
     def _inner(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, len(self._indices))
@@ -297,8 +308,6 @@ class TransformDataset(Transformed, Dataset):
     A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
 
     Example:
-        >>> TransformDataset(SimpleDataset([1, 2]), str)[0]
-        '1'
         >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
         ['2', '3']
     """
@@ -309,11 +318,8 @@ class CachedDataset(Remembered, Dataset):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these (estimated) bytes are full; None: all of them. Per process. With a bound, a
-            view of a larger array is kept as a copy, because the view would keep the whole array in memory.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
+        max_bytes: keep samples until these bytes are full; None: all of them. Per process. With a bound, a copy that
+            pickle makes is kept, because a view of a larger array would keep the whole array in memory.
 
     Example:
         >>> dataset = CachedDataset(["a", "b"])
@@ -326,15 +332,11 @@ class ConcatDataset(Joined, Dataset):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
     Bulk reading exists where every part has it. ``get_batch`` of indices that lie in one part is that part's;
-    of indices in several parts it is the default batchify of their samples (put together by columns, where all
-    parts are `ArrayDataset`, or subsets of one, with columns of the same names, dtypes and shapes).
+    of indices in several parts it is their batches in one, where those are arrays of the same names, dtypes and shapes.
+    Otherwise it is the default batchify of the samples.
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
-
-    Raises:
-        TypeError: a part cannot be indexed.
-        ValueError: no parts.
 
     Example:
         >>> list(ConcatDataset(["ab", "c"]))
@@ -344,5 +346,5 @@ class ConcatDataset(Joined, Dataset):
     """
 
     def __init__(self, datasets: Iterable[Any]) -> None:
-        flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
+        flat = (part._inside if type(part) is ConcatDataset else [part] for part in datasets)
         super().__init__([part for parts in flat for part in parts])

@@ -1,5 +1,7 @@
-"""Seeds what a transform draws from: the global generators, and the generators of objects that the transform holds.
+"""What a sample draws its random numbers from: its key, when many are read at once, and what its transform holds.
 
+    KeyedIndices                        indices into an inner dataset, and the key of each sample
+    with each_by_its_key(indices):      each sample of a bulk read draws its own numbers
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
     owners(fn) -> [Owner, ...]          the objects inside ``fn`` that can be seeded
@@ -26,8 +28,8 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -49,6 +51,76 @@ _LEAVES = frozenset(
     + (np.ndarray, np.dtype, ModuleType, BuiltinFunctionType, set, frozenset, random.Random)
 )
 
+Children = Iterator[tuple[str, Any]]
+
+
+# -- the keys of samples -----------------------------------------------------------------------------------------------
+
+
+class KeyedIndices(list[int]):
+    """Indices into an inner dataset, with the key of each sample."""
+
+    def __init__(self, indices: Iterable[int], keys: Sequence[rng.SampleScope]) -> None:
+        super().__init__(indices)
+        self.keys = keys
+        self.made = tuple(self)
+
+
+def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
+    """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
+    if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # nobody has sorted or cut the list
+        return indices.keys
+    scope = rng.reading.scope
+    return None if scope is None else [_scope_of(scope, index) for index in indices]
+
+
+def _scope_of(scope: rng.SampleScope, index: Any) -> rng.SampleScope:
+    made = rng.SampleScope(scope.seed, scope.epoch)
+    made.index, made.owners = index, scope.owners
+    return made
+
+
+def translated(
+    inner: Iterable[int], outer: Sequence[Any], positions: Sequence[int] | None = None
+) -> list[int] | KeyedIndices:
+    """The inner indices of the samples that the caller knows by the outer ones.
+
+    ``positions`` says which of the samples ``inner`` are, if not all.
+
+    Example:
+        >>> translated([70, 80], [7, 8]), translated([50, 70], [5, 6, 7], [0, 2])
+        ([70, 80], [50, 70])
+    """
+    keys = keys_of(outer)
+    if keys is None:
+        return list(inner)
+    return KeyedIndices(inner, keys if positions is None else [keys[position] for position in positions])
+
+
+def handed_out(indices: Any) -> list[Any]:
+    """The same indices as a new list, for code of the user's, which may sort it or empty it."""
+    if isinstance(indices, np.ndarray):
+        return indices.tolist()  # type: ignore[no-any-return]
+    return KeyedIndices(indices, indices.keys) if isinstance(indices, KeyedIndices) else list(indices)
+
+
+@contextmanager
+def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
+    """Inside the block, call the given function with k before touching sample k, so that it draws its own numbers."""
+    before, keys = rng.reading.scope, keys_of(indices)
+
+    def turn_to(position: int) -> None:
+        if keys is not None:
+            rng.reading.scope = keys[position]
+
+    try:
+        yield turn_to
+    finally:
+        rng.reading.scope = before
+
+
+# -- what a transform holds --------------------------------------------------------------------------------------------
+
 
 class Owner(NamedTuple):
     """An object that owns a generator.
@@ -59,7 +131,7 @@ class Owner(NamedTuple):
     """
 
     path: str
-    seed: Callable[[int], None]
+    seed: Callable[[int], Any]
 
 
 @contextmanager
@@ -103,40 +175,52 @@ def owners(fn: Any) -> list[Owner]:
         >>> [owner.path for owner in owners([flip, Flip()])]
         ['fn[0]', 'fn[1]']
     """
-    found = []
-    seen: dict[int, Any] = {id(fn): fn}  # the objects too: the address of one that is gone is given to another
-    queue = deque([("fn", fn)])
+    found = ((path, _seeder(one)) for path, one in _reachable(fn, _children))
+    return [Owner(path, seed) for path, seed in found if seed is not None]
+
+
+def next_level(dataset: Any, level_of: Callable[[Any], int | None]) -> int:
+    """A number above the levels of all seeded transforms that a sample of ``dataset`` may have passed.
+
+    Args:
+        dataset: any. What it holds in attributes, lists and dicts is searched.
+        level_of: the level of a seeded transform; None for any other object.
+
+    Example:
+        >>> next_level([1, 2, 3], lambda one: None)
+        0
+    """
+    levels = (level_of(one) for _, one in _reachable(dataset, _parts))
+    return 1 + max((level for level in levels if level is not None), default=-1)
+
+
+def _reachable(root: Any, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> Children:
+    """What an object refers to, directly or not, nearest first, each with its path."""
+    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
+    queue = deque([("fn", root)])
     while queue:
         path, one = queue.popleft()
-        seed = _seeder(one)
-        if seed is not None:
-            found.append(Owner(path, seed))
-        for name, child in _children(one):
-            if type(child) in _LEAVES or id(child) in seen or isinstance(child, np.generic):
-                continue
-            if len(seen) >= MOST:
-                return found + [Owner(p, s) for p, o in queue if (s := _seeder(o)) is not None]
-            seen[id(child)] = child
-            queue.append((path + name, child))
-    return found
+        yield path, one
+        for name, child in children(one):
+            is_leaf = type(child) in _LEAVES or isinstance(child, np.generic)
+            if not is_leaf and id(child) not in seen and len(seen) < MOST:
+                seen[id(child)] = child
+                queue.append((path + name, child))
 
 
-def _seeder(one: Any) -> Callable[[int], None] | None:
+def _seeder(one: Any) -> Callable[[int], Any] | None:
     """What seeds an object, if it has a method for that."""
     kind = type(one)
     if issubclass(kind, type):
         return None
     if callable(getattr(kind, "set_random_seed", None)):
-        return lambda key: _by_seed(one.set_random_seed, key)
-    method = getattr(kind, "set_random_state", None)
-    if not callable(method):
+        return functools.partial(_by_seed, one.set_random_seed)
+    if not callable(getattr(kind, "set_random_state", None)):
         return None
-    names = _parameters(method)
-    if "state" in names:
-        return lambda key: _ignore(one.set_random_state(state=_random_state(key)))
-    if "seed" in names:
-        return lambda key: _by_seed(lambda seed: one.set_random_state(seed=seed), key)
-    return lambda key: _by_seed(one.set_random_state, key)
+    with suppress(ValueError):  # a method that is not written in Python tells nothing
+        if "state" in inspect.signature(kind.set_random_state).parameters:
+            return lambda key: one.set_random_state(state=_random_state(key))
+    return functools.partial(_by_seed, one.set_random_state)
 
 
 def _by_seed(method: Callable[[int], Any], key: int) -> None:
@@ -153,83 +237,64 @@ def _random_state(key: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.Philox(key=words))
 
 
-def _ignore(value: Any) -> None:
-    """MONAI's method returns the object."""
+def _children(one: Any) -> Children:
+    """What an object refers to, its code included."""
+    yield from _code(one)
+    yield from _parts(one)
+    kind = type(one)
+    if not issubclass(kind, type) and not all(_is_installed(base.__module__) for base in kind.__mro__):
+        yield ".class", kind
 
 
-def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a method's parameters; none if it is not written in Python."""
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def _children(one: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to, each with the end of its path, in an order that is the same in every process."""
+def _parts(one: Any) -> Children:
+    """What an object holds, each with the end of its path, in an order that is the same in every process."""
     kind = type(one)
     if issubclass(kind, (list, tuple, deque)):
         yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(one, MANY))))
     elif issubclass(kind, dict):
         for number, (key, child) in enumerate(tuple(islice(one.items(), MANY))):
             yield f"[{key!r}]" if type(key) in (str, int) else f"[{number}]", child
-    elif kind is FunctionType:
-        yield from _of_function(one)
-    elif kind is MethodType:
-        yield from ((".self", one.__self__), (".function", one.__func__))
     elif issubclass(kind, functools.partial):
         yield from ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
+    if not issubclass(kind, type):
+        yield from _attributes(one)
+
+
+def _attributes(one: Any) -> Children:
+    """The attributes that an object itself holds; no code of its class runs."""
+    held: dict[Any, Any] = {}
+    with suppress(Exception):
+        held = object.__getattribute__(one, "__dict__").copy()
+    yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
+    for base in type(one).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):  # not assigned, or private: then its name is another
+                yield f".{name}", object.__getattribute__(one, name)
+
+
+def _code(one: Any) -> Children:
+    """What a function, a method, a property or a class refers to."""
+    kind = type(one)
+    if kind is FunctionType:
+        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
+            with suppress(ValueError):  # not assigned yet
+                yield f".closure[{name!r}]", cell.cell_contents
+        yield from ((".defaults", one.__defaults__), (".defaults", one.__kwdefaults__))
+        if not _is_installed(one.__module__):
+            known = one.__globals__
+            yield from ((f".globals[{name!r}]", known[name]) for name in _names(one.__code__) if name in known)
+    elif kind is MethodType:
+        yield from ((".self", one.__self__), (".function", one.__func__))
     elif kind in (staticmethod, classmethod):
         yield ".function", one.__func__
     elif kind is property:
         yield ".getter", one.fget
     elif issubclass(kind, type):
-        yield from _of_class(one)
-    if not issubclass(kind, type):
-        held = {name: child for name, child in _attributes(one).items() if type(child) not in _LEAVES}
-        yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
-        yield from _of_slots(one)
-        if not all(base is object or _is_installed(base.__module__) for base in kind.__mro__):
-            yield ".class", kind
-
-
-def _attributes(one: Any) -> dict[Any, Any]:
-    """The attributes that an object itself holds; no code of its class runs."""
-    try:
-        held = object.__getattribute__(one, "__dict__")
-    except Exception:
-        return {}
-    return held.copy() if isinstance(held, dict) else {}
-
-
-def _of_slots(one: Any) -> Iterator[tuple[str, Any]]:
-    for base in type(one).__mro__:
-        slots = base.__dict__.get("__slots__")
-        if isinstance(slots, (str, list, tuple)):
-            for name in (slots,) if isinstance(slots, str) else slots:
-                try:
-                    yield f".{name}", object.__getattribute__(one, name)
-                except AttributeError:  # not assigned, or private: then its name is another
-                    continue
-
-
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f".closure[{name!r}]", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from ((".defaults", function.__defaults__), (".defaults", function.__kwdefaults__))
-    if not _is_installed(function.__module__):
-        for name in _names(code):
-            if name in function.__globals__:
-                yield f".globals[{name!r}]", function.__globals__[name]
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
-        if base is not object and not _is_installed(base.__module__):
-            held = base.__dict__
-            yield from ((f".{name}", held[name]) for name in sorted(held) if name not in ("__dict__", "__weakref__"))
+        for base in one.__mro__:
+            if not _is_installed(base.__module__):
+                names = sorted(base.__dict__.keys() - {"__dict__", "__weakref__"})
+                yield from ((f".{name}", base.__dict__[name]) for name in names)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -242,39 +307,10 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+@functools.lru_cache(maxsize=256)
 def _is_installed(module: Any) -> bool:
     """Whether code is a library's: its own global objects are not the user's."""
-    top = module.partition(".")[0] if isinstance(module, str) else ""
-    return top == "sharded_loader" or top in sys.stdlib_module_names or _is_site_package(top)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_site_package(top: str) -> bool:
+    top = str(module).partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
-
-
-def next_level(dataset: Any, level_of: Callable[[Any], int | None]) -> int:
-    """A number above the levels of all seeded transforms that a sample of ``dataset`` may have passed.
-
-    Args:
-        dataset: any. What it holds in attributes, and in lists there, is searched.
-        level_of: the level of a seeded transform; None for any other object.
-
-    Example:
-        >>> next_level([1, 2, 3], lambda one: None)
-        0
-    """
-    level = 0
-    seen: dict[int, Any] = {id(dataset): dataset}
-    queue = [dataset]
-    while queue and len(seen) < MOST:
-        one = queue.pop()
-        if (own := level_of(one)) is not None:
-            level = max(level, own + 1)
-        held = list(_attributes(one).values())
-        for part in [*held, *(item for value in held if type(value) in (list, tuple) for item in value[:MOST])]:
-            if id(part) not in seen and hasattr(type(part), "__getitem__") and _attributes(part):
-                seen[id(part)] = part
-                queue.append(part)
-    return level
+    known = top == "sharded_loader" or top in sys.stdlib_module_names
+    return known or "site-packages" in file or "dist-packages" in file

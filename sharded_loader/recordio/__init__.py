@@ -21,10 +21,10 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from sharded_loader.recordio.dataset import RecordFileDataset, load_index
-from sharded_loader.recordio.files import MAX_LENGTH, PerProcess, RecordFile, RecordIOError, Writer, framed
+from sharded_loader.recordio.files import MAX_LENGTH, RecordFile, RecordIOError, Writer, framed
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class MXRecordIO(PerProcess):
+class MXRecordIO:
     """Reads or writes a ``.rec`` file from its beginning to its end.
 
     Safe in several threads: each record is read by one of them, and written as a whole. A copy in another process
@@ -80,43 +80,44 @@ class MXRecordIO(PerProcess):
         self._path = os.path.abspath(self.uri)  # the folder may have changed when it is opened again
         self.flag = flag
         self.writable = flag == "w"
-        self._reader: RecordFile | None = None
-        self._writer: Writer | None = None
-        self._position = 0
-        self._turn = threading.RLock()
-        self._hear_of_forks()
+        self._file: RecordFile | Writer | None = None
+        self._pid = 0
+        self._here()
         self.open()
+
+    def _here(self) -> None:
+        """In another process, begin anew: a forked child may inherit a lock that nobody unlocks there."""
+        if self._pid != os.getpid():
+            self._turn = threading.RLock()
+            self._position = 0
+            self._pid = os.getpid()
 
     @property
     def is_open(self) -> bool:
         """Whether `read` or `write` is possible."""
-        return self._reader is not None or self._writer is not None
+        return self._file is not None
 
     def open(self) -> None:
         """Opens the file again after `close`, at the beginning; a writer empties it."""
         self.close()
         self._position = 0
-        if self.writable:
-            self._writer = Writer(self._path)
-        else:
-            self._reader = RecordFile(self._path)
+        self._file = Writer(self._path) if self.writable else RecordFile(self._path)
 
     def close(self) -> None:
         """Closes the file. Again is no error."""
+        self._here()
         with self._turn:  # a write in another thread ends first
-            if self._reader is not None:
-                self._reader.close()
-            if self._writer is not None:
-                self._writer.close()
-            self._reader = self._writer = None
+            if self._file is not None:
+                self._file.close()
+            self._file = None
 
     def reset(self) -> None:
         """Goes back to the first record; a writer empties its file, as MXNet's does."""
         if self.writable:
-            self._for_writing().check()
+            self._opened("write").check()
             self.open()
         else:
-            self._for_reading()
+            self._opened("read")
             self._position = 0
 
     def read(self) -> bytes | None:
@@ -126,10 +127,11 @@ class MXRecordIO(PerProcess):
             RecordIOError: the file is damaged there (again at each call).
             io.UnsupportedOperation: opened for writing.
         """
+        file = self._opened("read")
         with self._turn:
-            file = self._for_reading()
             if self._position == file.size:
                 return None
+            record: bytes
             record, self._position = file.read(self._position)
             return record
 
@@ -149,44 +151,30 @@ class MXRecordIO(PerProcess):
             raise ValueError(
                 f"{self.uri}: a record of {size} bytes is too long, RecordIO has room for {MAX_LENGTH}: split it"
             )
-        self._for_writing().check()
+        file = self._opened("write")
         with self._turn:
-            self._for_writing().write(framed(bytes(buf)))
+            file.write(framed(bytes(buf)))
 
     def tell(self) -> int:
         """The offset in the file where the next record is written, or read by `read`."""
         if self.writable:
-            return self._for_writing().offset
-        self._for_reading()
+            return int(self._opened("write").offset)
+        self._opened("read")
         return self._position
 
-    def _for_reading(self) -> RecordFile:
-        if self._reader is None:
-            self._reject("read")
-        return self._reader
-
-    def _for_writing(self) -> Writer:
-        if self._writer is None:
-            self._reject("write")
-        return self._writer
-
-    def _reject(self, verb: str) -> NoReturn:
-        if self.writable == (verb == "write"):
+    def _opened(self, verb: str) -> Any:
+        """The file, if it can do this."""
+        self._here()
+        if self.writable != (verb == "write"):
+            raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
+        if self._file is None:
             raise ValueError(f"{self.uri} is closed: {verb} before close(), or call open()")
-        raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
-
-    def _after_fork(self) -> None:
-        self._turn = threading.RLock()
-        self._position = 0
+        return self._file
 
     def __getstate__(self) -> dict[str, Any]:
         if self.writable:
             raise TypeError(f"{self.uri}: a writer belongs to its process and cannot be pickled; pickle a reader")
-        return {**self.__dict__, "_turn": None, "_position": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock())
-        self._hear_of_forks()
+        return {**self.__dict__, "_turn": None, "_pid": 0}
 
     def __enter__(self) -> Self:
         return self
@@ -267,7 +255,7 @@ class MXIndexedRecordIO(MXRecordIO):
         if os.path.exists(self._path_of_index):
             self.keys, offsets = load_index(self._path_of_index, self.key_type)
         else:
-            offsets = self._for_reading().scan(stacklevel=6)
+            offsets = self._opened("read").scan(stacklevel=6)
             self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
         self.idx = dict(zip(self.keys, offsets, strict=True))
         if len(self.idx) < len(self.keys):
@@ -301,7 +289,7 @@ class MXIndexedRecordIO(MXRecordIO):
         Raises:
             KeyError: an unknown key. A negative number is a key like any other.
         """
-        self._for_reading()
+        self._opened("read")
         self._position = self._offset(idx)
 
     def read_idx(self, idx: Hashable) -> bytes:
@@ -311,8 +299,8 @@ class MXIndexedRecordIO(MXRecordIO):
             KeyError: an unknown key. A negative number is a key like any other.
             RecordIOError: there is no whole record at the offset that the index gives.
         """
-        file = self._for_reading()
-        record, self._position = file.read(self._offset(idx))
+        record: bytes
+        record, self._position = self._opened("read").read(self._offset(idx))
         return record
 
     def write_idx(self, idx: Any, buf: bytes | bytearray | memoryview) -> None:
@@ -334,7 +322,7 @@ class MXIndexedRecordIO(MXRecordIO):
         text = str(key)
         if any(mark in text for mark in "\t\r\n") or not text.strip():
             raise ValueError(f"{self.idx_path}: the key {key!r} is blank or has a tab or a line end: use another")
-        self._for_writing().check()
+        self._opened("write").check()
         with self._turn:
             if key in self.idx:
                 raise ValueError(

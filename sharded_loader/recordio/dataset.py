@@ -162,11 +162,9 @@ def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], li
             key, _, offset = line.rstrip("\r\n").partition("\t")
             try:
                 keys.append(key_type(key))
-                if not offset.strip(" ").isdecimal():  # int() takes underscores and tabs
-                    raise ValueError(f"the offset {offset!r} is no number")
+                if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
+                    raise ValueError(f"the offset {offset!r} is no number below 2**63")
                 offsets.append(int(offset))
-                if not 0 <= offsets[-1] < 1 << 63:
-                    raise ValueError(f"the offset {offset} is out of range")
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
@@ -194,7 +192,7 @@ class Records(Sequence[bytes]):
 
     __slots__ = ("_buffer", "_ends", "_starts")
 
-    def __init__(self, buffer: bytes | np.ndarray[Any, np.dtype[np.uint8]], starts: Int64s, ends: Int64s) -> None:
+    def __init__(self, buffer: bytes, starts: Int64s, ends: Int64s) -> None:
         self._buffer = buffer
         self._starts = starts
         self._ends = ends
@@ -210,28 +208,16 @@ class Records(Sequence[bytes]):
         if isinstance(index, slice):
             return Records(self._buffer, self._starts[index], self._ends[index])
         number = checked_index(index, len(self._starts))
-        return bytes(self._buffer[self._starts[number] : self._ends[number]])
+        return self._buffer[self._starts[number] : self._ends[number]]
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self.tolist())
-
-    def tolist(self) -> list[bytes]:
-        """All of them as bytes."""
-        places = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
-        buffer = self._buffer
-        if isinstance(buffer, bytes):
-            return [buffer[start:end] for start, end in places]
-        return [buffer[start:end].tobytes() for start, end in places]
+        buffer, places = self._buffer, zip(self._starts.tolist(), self._ends.tolist(), strict=True)
+        return iter([buffer[start:end] for start, end in places])
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Records | list):
-            return self.tolist() == list(other)
-        return NotImplemented
+        return list(self) == list(other) if isinstance(other, Records | list) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
-
-    def __reduce__(self) -> Any:
-        return Records, (np.frombuffer(self._buffer, np.uint8), self._starts, self._ends)  # arrays go out of band
 
     def __repr__(self) -> str:
         return f"Records({len(self):,} records, {int((self._ends - self._starts).sum()):,} bytes)"
@@ -287,10 +273,13 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
     if all_as_guessed and len(at) == len(offsets):
         return Records(buffer, starts, starts + lengths), sizes
     sizes = padded(lengths) + HEAD_SIZE
-    rest = np.flatnonzero(lengths < 0)
-    if len(rest):
-        buffer = _read_singly(file, offsets, rest, buffer, starts, lengths, sizes)
-    return Records(buffer, starts, starts + lengths), sizes
+    parts, total = [buffer], len(buffer)
+    for number in np.flatnonzero(lengths < 0).tolist():
+        record, following = file.read(int(offsets[number]))
+        starts[number], lengths[number], sizes[number] = total, len(record), following - offsets[number]
+        parts.append(record)
+        total += len(record)
+    return Records(b"".join(parts), starts, starts + lengths), sizes
 
 
 def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
@@ -327,20 +316,3 @@ def _stored_lengths(buffer: bytes, at: Int64s, limits: Int64s) -> tuple[Int64s, 
     if np.logical_and.reduce(is_head & (taken == limits)):
         return lengths, True
     return np.where(is_head & (taken <= limits), lengths, -1), False
-
-
-def _read_singly(
-    file: RecordFile, offsets: Int64s, which: Int64s, buffer: bytes, starts: Int64s, lengths: Int64s, sizes: Int64s
-) -> bytes:
-    """Appends these records to the buffer, each once, and fills in where they lie."""
-    parts, total = [buffer], len(buffer)
-    places: dict[int, tuple[int, int, int]] = {}
-    for number in which.tolist():
-        offset = int(offsets[number])
-        if offset not in places:
-            record, following = file.read(offset)
-            places[offset] = total, len(record), following - offset
-            parts.append(record)
-            total += len(record)
-        starts[number], lengths[number], sizes[number] = places[offset]
-    return b"".join(parts)

@@ -30,9 +30,9 @@ import stat
 import struct
 import threading
 import warnings
-import weakref
-from itertools import repeat
-from typing import Any, ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -41,8 +41,6 @@ HEAD_SIZE = _HEAD.size
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _LENGTH_BITS = 29
 MAX_LENGTH = (1 << _LENGTH_BITS) - 1
-_BLOCKS = 512, 1 << 20
-"""Bytes of the smallest and the largest block of a scan: small ones where records are large and headers far apart."""
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
 
 
@@ -75,88 +73,65 @@ class RecordIOError(ValueError):
         return f"{self.path}, offset {self.offset}: {self.problem}"
 
 
-class PerProcess:
-    """Base of what begins again in a forked child, which may use no descriptor and no lock of its parent."""
-
-    _alive: ClassVar[weakref.WeakSet[PerProcess]] = weakref.WeakSet()
-
-    def _hear_of_forks(self) -> None:
-        """From now on, as long as it lives, this object is told of forks."""
-        PerProcess._alive.add(self)
-
-    def _after_fork(self) -> None:
-        raise NotImplementedError
-
-    @staticmethod
-    def tell_all() -> None:
-        """In a forked child: tell every object that is alive."""
-        for each in list(PerProcess._alive):
-            each._after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PerProcess.tell_all)
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:
+    """`os.pread` for Windows, which has none."""
+    with lock:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, size)
 
 
 class _Descriptor:
     """An open file. Closes when its last reference goes: a thread in the middle of a read holds one."""
 
-    __slots__ = ("_fd", "_lock", "size")
+    __slots__ = ("_fd", "pid", "read", "size")
 
     def __init__(self, path: str) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | _BINARY)
-        self._lock = threading.Lock()
-        status = os.fstat(self._fd)
-        if stat.S_ISDIR(status.st_mode):  # Linux notices it at the first read, and has forgotten the path by then
+        self.pid = os.getpid()
+        # The system call alone, not in a method: a method around each takes a quarter as long again.
+        self.read: Callable[[int, int], bytes] = (
+            partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
+        )
+        if stat.S_ISDIR(os.fstat(self._fd).st_mode):  # Linux notices it at the first read, without the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        self.size = status.st_size
+        self.refresh_size()
 
     def refresh_size(self) -> int:
         """The size now: the file may still be written to."""
         self.size = os.fstat(self._fd).st_size
         return self.size
 
-    def read(self, size: int, offset: int) -> bytes:
-        if hasattr(os, "pread"):
-            data: bytes = os.pread(self._fd, size, offset)
-            return data
-        with self._lock:  # Windows
-            os.lseek(self._fd, offset, os.SEEK_SET)
-            return os.read(self._fd, size)
-
-    def read_each(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
-        if not hasattr(os, "pread"):
-            return list(map(self.read, sizes, offsets))
-        # The system call alone: a method around each takes a quarter as long again.
-        return list(map(os.pread, repeat(self._fd), sizes, offsets))
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
+        if offset > self.size and offset > self.refresh_size():
+            return b""  # no system knows offsets near 2**63
+        data = self.read(size, offset)
+        while len(data) < size:  # signals and network file systems shorten reads
+            more = self.read(size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
 
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
 
-class RecordFile(PerProcess):
+class RecordFile:
     """Reads records at given offsets, from any thread and any process. Pickles as its path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        self._hear_of_forks()
-
-    def _after_fork(self) -> None:
-        self._descriptor = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "closed": self.closed, "_descriptor": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._hear_of_forks()
 
     def close(self) -> None:
         self.closed = True
@@ -164,7 +139,7 @@ class RecordFile(PerProcess):
 
     def _open(self) -> _Descriptor:
         descriptor = self._descriptor
-        if descriptor is None:
+        if descriptor is None or descriptor.pid != os.getpid():
             if self.closed:
                 raise ValueError(f"{self.path} is closed: read before close(), or open it again")
             descriptor = self._descriptor = _Descriptor(self.path)
@@ -172,25 +147,11 @@ class RecordFile(PerProcess):
                 self._descriptor = None
         return descriptor
 
-    def _reaches(self, end: int) -> bool:
-        descriptor = self._open()
-        return end <= descriptor.size or end <= descriptor.refresh_size()
-
-    def _bytes(self, size: int, offset: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
-        descriptor = self._open()
-        data = descriptor.read(size, offset)
-        while len(data) < size:  # signals and network file systems shorten reads
-            more = descriptor.read(size - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
-
     def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
         """From each offset up to its size in bytes; fewer only at the end of the file."""
-        pieces = zip(self._open().read_each(offsets, sizes), sizes, offsets, strict=True)
-        return [piece if len(piece) == size else self._bytes(size, offset) for piece, size, offset in pieces]
+        file = self._open()
+        pieces = list(map(file.read, sizes, offsets))
+        return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
     @property
     def size(self) -> int:
@@ -204,9 +165,11 @@ class RecordFile(PerProcess):
         )
         return RecordIOError(self.path, offset, f"{problem}. {advice if offset else 'Is it a RecordIO file?'}")
 
-    def _part(self, offset: int, begin: int) -> tuple[int, int]:
-        """Flag and length of the part at `offset`, which lies in the file as a whole. `begin`: of its record."""
-        head = self._bytes(HEAD_SIZE, offset) if self._reaches(offset) else b""  # no system knows offsets near 2**63
+    def _part(self, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
+        """Flag, length and end of the part that has this header at `offset`, in a file of at least this size.
+
+        `begin` is where its record begins. Raises a `RecordIOError` if such a part cannot stand there.
+        """
         if len(head) < HEAD_SIZE:
             size = self.size
             raise self._damaged(begin, f"the file ends at {size}, {'within a record' if begin < size else 'before it'}")
@@ -216,46 +179,46 @@ class RecordFile(PerProcess):
         flag, length = word >> _LENGTH_BITS, word & MAX_LENGTH
         if flag > _LAST or (flag in (_WHOLE, _FIRST)) != (offset == begin):
             raise self._damaged(begin, f"the part at {offset} has flag {flag}, which cannot stand there")
-        if not self._reaches(offset + HEAD_SIZE + padded(length)):
+        end = offset + HEAD_SIZE + padded(length)
+        if end > size and end > self.size:
             raise self._damaged(begin, f"the part at {offset} says {length} bytes, the file ends at {self.size}")
-        return flag, length
-
-    def _payload(self, length: int, offset: int, begin: int) -> bytes:
-        payload = self._bytes(length, offset)
-        if len(payload) < length:
-            raise self._damaged(begin, f"the file was truncated to {offset + len(payload)} bytes while it was read")
-        return payload
+        return flag, length, end
 
     def read(self, begin: int) -> tuple[bytes, int]:
         """The record at `begin` and the offset of the next."""
-        flag, length = self._part(begin, begin)
-        payload = self._payload(length, begin + HEAD_SIZE, begin)
-        offset = begin + HEAD_SIZE + padded(length)
-        if flag == _WHOLE:
-            return payload, offset
-        whole = io.BytesIO()  # its value is not copied; a list of parts takes many times the bytes of small parts
-        whole.write(payload)
-        while flag != _LAST:
-            flag, length = self._part(offset, begin)
-            whole.write(_MAGIC)
-            whole.write(self._payload(length, offset + HEAD_SIZE, begin))
-            offset += HEAD_SIZE + padded(length)
-        return whole.getvalue(), offset
-
-    def skip(self, begin: int) -> int:
-        """The offset of the record after the one at `begin`."""
-        flag, offset = _FIRST, begin
-        while flag not in (_WHOLE, _LAST):
-            flag, length = self._part(offset, begin)
-            offset += HEAD_SIZE + padded(length)
-        return offset
+        file, offset = self._open(), begin
+        while True:
+            flag, length, end = self._part(file.bytes_at(offset, HEAD_SIZE), offset, begin, file.size)
+            payload = file.bytes_at(offset + HEAD_SIZE, length)
+            if len(payload) < length:
+                ends = offset + HEAD_SIZE + len(payload)
+                raise self._damaged(begin, f"the file was truncated to {ends} bytes while it was read")
+            if flag == _WHOLE:
+                return payload, end
+            if flag == _FIRST:
+                whole = io.BytesIO(payload)  # a list of parts would take many times the bytes of small parts
+                whole.seek(0, os.SEEK_END)
+            else:
+                whole.write(_MAGIC + payload)
+            if flag == _LAST:
+                return whole.getvalue(), end
+            offset = end
 
     def scan(self, stacklevel: int) -> list[int]:
         """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
         reading it raises; a file that is damaged from its first record on raises here."""
         offsets: list[int] = []
+        begin = offset = 0
+        size = self.size
         try:
-            self._scan(offsets)
+            with open(self.path, "rb") as file:  # its buffer holds many small records
+                while begin < size:
+                    if offset == begin:
+                        offsets.append(begin)
+                    file.seek(offset)
+                    flag, _, offset = self._part(file.read(HEAD_SIZE), offset, begin, size)
+                    if flag in (_WHOLE, _LAST):
+                        begin = offset
         except RecordIOError as error:
             if not error.offset:
                 raise
@@ -265,27 +228,6 @@ class RecordFile(PerProcess):
                 stacklevel=stacklevel,
             )
         return offsets
-
-    def _scan(self, offsets: list[int]) -> None:
-        """Appends the offset of each record, reading in blocks, each twice as large as the last one up to `_BLOCKS[1]`
-        bytes; after a record that is larger than a block, of `_BLOCKS[0]` again."""
-        block, base, wanted = b"", 0, _BLOCKS[0]
-        begin, offset, size = 0, 0, self.size
-        unpack = _HEAD.unpack_from
-        while begin < size:
-            if offset == begin:
-                offsets.append(begin)
-            at = offset - base
-            if at + HEAD_SIZE > len(block):
-                wanted = min(2 * wanted, _BLOCKS[1]) if at < len(block) + wanted else _BLOCKS[0]
-                block, base, at = self._bytes(min(wanted, size - offset), offset), offset, 0
-            magic, word = unpack(block, at) if at + HEAD_SIZE <= len(block) else (0, 0)
-            flag, following = word >> _LENGTH_BITS, offset + HEAD_SIZE + padded(word & MAX_LENGTH)
-            fits = magic == MAGIC_NUMBER and flag <= _LAST and (flag in (_WHOLE, _FIRST)) == (offset == begin)
-            fits = fits and following <= size
-            offset = following if fits else self.skip(begin)  # which says what is wrong
-            if not fits or flag in (_WHOLE, _LAST):
-                begin = offset
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -205,54 +205,47 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
     header, payload = unpack(s)
     pillow = _pillow()
     try:
-        with pillow.open(io.BytesIO(payload)) as image:
-            return header, _decoded(image, iscolor)
-    except _NotExact as error:
-        raise ValueError(f"record with id {header.id}: {error}") from None
+        image = pillow.open(io.BytesIO(payload))
+        loses_bits = iscolor == -1 and _loses_bits(image)
+        image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
         raise ValueError(
             f"record with id {header.id}: its {len(payload)} bytes do not decode as an image ({error}). "
             "Was it written by pack_img()?"
         ) from error
-
-
-class _NotExact(Exception):
-    """Pillow would give other values than the stored ones."""
-
-
-def _decoded(image: Any, iscolor: int) -> npt.NDArray[Any]:
-    """The pixels of an image that Pillow has opened."""
-    if iscolor == -1 and _loses_bits(image):
-        raise _NotExact(
-            f"the {image.format} image has several channels of 16 bits, of which Pillow reads the upper 8: give "
-            "iscolor=1 for those 8 bits, or decode what unpack() returns with another library, such as "
+    name = f"record with id {header.id}: the {image.format} image"
+    if loses_bits:
+        raise ValueError(
+            f"{name} has several channels of 16 bits, of which Pillow reads the upper 8: give iscolor=1 for those 8 "
+            "bits, or decode what unpack() returns with another library, such as "
             "cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_UNCHANGED)"
         )
+    return header, _pixels(image, iscolor, name)
+
+
+def _pixels(image: Any, iscolor: int, name: str) -> npt.NDArray[Any]:
+    """The pixels of an image that Pillow has loaded."""
     mode = image.mode
     if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
         pixels = np.array(image)
         if mode == "I" and image.format == "PNG":  # as Pillow before 11 opens 16 bits
             pixels = pixels.astype(np.uint16)
-        if not pixels.dtype.isnative:
-            pixels = pixels.astype(pixels.dtype.newbyteorder("="))
+        pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
         if iscolor == -1:
             return pixels
         if pixels.dtype != np.uint16:
-            raise _NotExact(
-                f"the {image.format} image has pixels of {pixels.dtype}, which do not fit 8 bits: "
-                "give iscolor=-1 for what is stored, and scale it"
+            raise ValueError(
+                f"{name} has pixels of {pixels.dtype}, which do not fit 8 bits: give iscolor=-1 for what is stored, "
+                "and scale it"
             )
         grey = (pixels >> 8).astype(np.uint8)
         return np.stack([grey] * 3, axis=-1) if iscolor else grey
-    if iscolor == -1:
-        return np.array(image if mode in ("L", "LA", "RGB", "RGBA") else image.convert(_lossless(image)))
-    return np.array(image.convert("RGB" if iscolor else "L"))
-
-
-def _lossless(image: Any) -> str:
-    """The mode to convert an image to whose pixels are no channels, such as indices into a palette."""
-    has_alpha = image.mode in ("PA", "La", "RGBa") or (image.mode == "P" and "transparency" in image.info)
-    return "RGBA" if has_alpha else "RGB"
+    if iscolor >= 0:
+        return np.array(image.convert("RGB" if iscolor else "L"))
+    if mode not in ("L", "LA", "RGB", "RGBA"):  # such as indices into a palette
+        has_alpha = mode in ("PA", "La", "RGBa") or (mode == "P" and "transparency" in image.info)
+        image = image.convert("RGBA" if has_alpha else "RGB")
+    return np.array(image)
 
 
 def _loses_bits(image: Any) -> bool:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from torch.utils.data import Subset
 
-from sharded_loader import ArrayDataset, Sampler, ShardedDataLoader, SimpleDataset
-from sharded_loader.data.bulk import KeyedIndices, SampleKey, keys_of
+from sharded_loader import ArrayDataset, InlinePool, ProcessPool, Sampler, ShardedDataLoader, SimpleDataset, ThreadPool
+from sharded_loader.data.seeding import KeyedIndices, keys_of
+from sharded_loader.rng import SampleScope
 
 
 class UsesUp:
@@ -62,15 +63,17 @@ def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, 
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, pool: Any) -> None:
-    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=pool) as loader:
+@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
+def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, kind: Any) -> None:
+    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=kind()) as loader:
         assert [batch.tolist() for batch in loader][:2] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
         assert loader.stats().samples == 20
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-def test_the_error_names_the_sample_although_its_index_is_gone(name: str, pool: Any) -> None:
-    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=pool) as loader:
+@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
+def test_the_error_names_the_sample_although_its_index_is_gone(name: str, kind: Any) -> None:
+    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=kind()) as loader:
         with pytest.raises(OSError, match="disk") as caught:
             next(iter(loader))
     assert "sample 7" in str(getattr(caught.value, "__notes__", "")) + str(caught.value)
@@ -130,7 +133,8 @@ def test_a_batchify_function_may_empty_its_list() -> None:
 
 def test_places_of_a_list_that_somebody_has_changed_are_not_believed() -> None:
     for change in (list.sort, list.reverse, list.pop, lambda indices: indices.append(4)):
-        indices = KeyedIndices([7, 8, 2], [SampleKey(0), SampleKey(1), SampleKey(2)])
-        assert [key.index for key in keys_of(indices) or ()] == [0, 1, 2]
+        keys = [SampleScope(seed, 0) for seed in range(3)]
+        indices = KeyedIndices([7, 8, 2], keys)
+        assert keys_of(indices) is keys
         change(indices)
         assert keys_of(indices) is None

@@ -11,8 +11,8 @@ import torch
 
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.cache import estimated_bytes
 from sharded_loader.data.datasets import CachedDataset, SimpleDataset
+from sharded_loader.data.wrappers import own_copy
 
 
 class Counting:
@@ -82,7 +82,7 @@ def test_threads_share_one_entry_per_sample():
     for thread in threads:
         thread.join()
     assert cached.cached == 10
-    assert cached._store.used == sum(estimated_bytes(cached[i]) for i in range(10))
+    assert cached._store.used == sum(own_copy(cached[i])[1] for i in range(10))
     assert all(a is b for row in seen[1:] for a, b in zip(seen[0], row, strict=True))
 
 
@@ -116,7 +116,6 @@ VIEWS = {
     "tensor of a view": lambda a: torch.from_numpy(a[:10]),
     "array of a tensor": lambda a: torch.from_numpy(a).clone()[:10].numpy(),
     "buffer": lambda a: np.frombuffer(a.tobytes(), np.uint8)[:10],
-    "memoryview": lambda a: memoryview(a)[:10],
     "in an object": lambda a: Held(a[:10]),
     "in an object array": lambda a: np.array([a[:10], None], object),
 }
@@ -135,6 +134,15 @@ def test_a_bounded_cache_holds_no_more_memory_than_it_may(view):
     finally:
         tracemalloc.stop()
     assert held < 1_000_000
+
+
+def test_a_bounded_cache_says_which_samples_it_cannot_copy_and_reads_them_again():
+    cached = SimpleDataset(Views(lambda a: memoryview(a)[:10])).cache(max_bytes=100_000)
+    with pytest.warns(UserWarning, match="cannot copy a memoryview.*cache\\(\\) without max_bytes"):
+        assert bytes(cached[3]) == bytes([3] * 10)
+    assert cached.cached == 0
+    unbounded = SimpleDataset(Views(lambda a: memoryview(a)[:10])).cache()
+    assert unbounded[3] is unbounded[3]
 
 
 def test_a_cached_view_has_the_values_of_the_sample():

@@ -22,7 +22,7 @@ from sharded_loader import (
     split_data,
 )
 from sharded_loader.batchify import Dict, List, Pad, Stack, Tuple
-from sharded_loader.data.columns import are_alike, gather_rows, merge_rows
+from sharded_loader.data.bulk import gather_rows
 
 
 class FakeSeries:
@@ -353,22 +353,6 @@ def test_rows_are_gathered_into_one_piece_of_memory_for_each_column(where: list[
     for row, column in zip(rows, columns, strict=True):
         assert row.tolist() == [column[i].tolist() for i in where]
     assert rows[1].dtype.isnative
-
-
-def test_rows_of_columns_that_are_alike_are_merged_into_one_piece_of_memory() -> None:
-    for one in (np.arange(6).reshape(3, 2), torch.arange(6).reshape(3, 2).to(torch.bfloat16)):
-        given, empty = counting()
-        assert are_alike([one, one * 10])
-        batch = merge_rows([one, one * 10], [np.array([2, 0]), np.array([1])], [np.array([0, 2]), np.array([1])], empty)
-        assert batch.tolist() == [[4, 5], [20, 30], [0, 1]] and len(given) == 1
-
-
-def test_columns_of_other_dtypes_shapes_or_kinds_are_not_alike() -> None:
-    one = np.zeros((3, 2))
-    for other in (one.astype("f4"), one.astype(">f8"), np.zeros((3, 3)), [[0, 0]] * 3, torch.zeros(3, 2).double()):
-        assert not are_alike([one, other])
-        assert not are_alike([other, one])
-    assert not are_alike([np.ma.array(one), one])
 
 
 # -- slices, sums and copies ----------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.batchify import default_batchify_fn
-from sharded_loader.batching.tree import to_torch
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, SimpleDataset, SubsetDataset
 
@@ -55,37 +53,48 @@ def encoded(value):
     return [encoded(v) for v in value] if isinstance(value, list) else value
 
 
+REFUSED = {
+    "shard_err_hi": (ValueError, "shard index 3 is out of bounds for 3 shards"),
+    "shard_err_zero": (ValueError, "the number of shards must be greater than 0"),
+    "sample_err": (TypeError, "Invalid sampler type: <class 'list'>"),
+    "array_len_err": (ValueError, r"array\[0\] has length 1 while array\[1\] has 2"),
+}
+
+
 @pytest.mark.parametrize("case", GOLDEN.values(), ids=GOLDEN.keys())
 def test_answers_are_gluons(case):
-    if isinstance(case["expected"], dict) and "__error__" in case["expected"]:
-        with pytest.raises((ValueError, TypeError), match="(?i)shard|sampler type|length 1 while"):
+    refused = isinstance(case["expected"], dict) and "__error__" in case["expected"]
+    assert refused == (case["id"] in REFUSED)
+    if refused:
+        error, said = REFUSED[case["id"]]
+        with pytest.raises(error, match=said):
             CALLS[case["id"]]()
     else:
         assert encoded(CALLS[case["id"]]()) == decoded(case["expected"])
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="take"):
+    with pytest.raises(ValueError, match="the count is negative"):
         ten().take(-2)
-    with pytest.raises(TypeError, match="__getitem__"):
+    with pytest.raises(TypeError, match="needs an object with __getitem__ and __len__"):
         SimpleDataset(iter([1]))
     with pytest.raises(TypeError, match="name all columns or none"):
         ArrayDataset([1], label=[2])
-    with pytest.raises(TypeError, match="at least one"):
+    with pytest.raises(TypeError, match="no columns: give at least one"):
         ArrayDataset()
     with pytest.raises(TypeError, match="without a length"):
         ArrayDataset(np.array(3))
     with pytest.raises(ValueError, match="image has length 1 while label has 2"):
         ArrayDataset(image=[1], label=[1, 2])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="no datasets: give at least one"):
         ConcatDataset([])
     with pytest.raises(TypeError, match="unsupported operand"):
         ten() + 3
-    with pytest.raises(ValueError, match="max_bytes"):
+    with pytest.raises(ValueError, match="give 0 or more, or None for no bound"):
         ten().cache(-1)
     with pytest.raises(TypeError, match="not callable"):
         ten().transform(3)
-    with pytest.raises(ValueError, match="lazy"):
+    with pytest.raises(ValueError, match="has no epoch to be seeded by"):
         ten().transform(add_one, lazy=False, seeded=True)
     with pytest.raises(TypeError, match="single indices"):
         ten().sample(torch.utils.data.BatchSampler(range(4), 2, False))
@@ -118,78 +127,14 @@ def test_indices_work_from_both_ends_and_no_further(dataset):
         with pytest.raises(IndexError, match="5 samples"):
             dataset[5]
     assert list(pickle.loads(pickle.dumps(dataset))) == items
-    assert repr(dataset)
 
 
-IMAGES = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
-
-
-LABELS = np.arange(10)
-
-
-class Bare:
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return IMAGES[index], LABELS[index]
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
-
-
-WRAPS = [
-    lambda d: d,
-    SimpleDataset,
-    lambda d: d.take(9),
-    lambda d: d.shard(1, 0),
-    lambda d: d.split([0.9, 0.1], seed=1)[0].take(None),
-    lambda d: d.sample(torch.utils.data.SequentialSampler(range(10))),
-    lambda d: d.take(4) + d.shard(2, 1),
-]
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        ArrayDataset(IMAGES),
-        ArrayDataset(IMAGES, LABELS),
-        ArrayDataset(image=IMAGES, label=LABELS),
-        ArrayDataset(torch.from_numpy(IMAGES), LABELS.tolist(), list("abcdefghij")),
-        ArrayDataset(torch.ones(10, 2, dtype=torch.bfloat16)),
-        ArrayDataset(IMAGES.astype(">f4"), IMAGES[:, ::-1]),
-        ArrayDataset(np.array(list("abcdefghij")), np.arange(10).astype("M8[D]").astype(object).astype(str)),
-        ArrayDataset(ArrayDataset(IMAGES), SimpleDataset(Bare())),
-        ArrayDataset(torch.arange(10), torch.eye(10).unbind()),
-    ],
-    ids=repr,
-)
-def test_a_bulk_batch_is_the_default_batch_of_its_samples(dataset):
-    for wrap in WRAPS:
-        wrapped = wrap(dataset)
-        for indices in ([3, 0, 0, -1, 7], np.array([1, 2, 3])):
-            expected = default_batchify_fn([wrapped[i] for i in indices])
-            assert same(to_torch(wrapped.get_batch(indices)), expected), wrapped
-            assert same(default_batchify_fn(wrapped.__getitems__(indices)), expected), wrapped
-
-
-def test_bulk_indices_out_of_range_are_refused():
-    dataset = ArrayDataset(IMAGES)
-    for indices in ([0, 10], [-11]):
-        with pytest.raises(IndexError, match="10 samples"):
-            dataset.get_batch(indices)
-    with pytest.raises(TypeError, match="integers"):
-        dataset.get_batch([0.5])
-    assert dataset.get_batch([]).shape == (0, 2, 2)
-
-
-def test_columns_that_require_grad_are_refused():
-    with pytest.raises(ValueError, match="detach"):
-        ArrayDataset(torch.ones(3, requires_grad=True)).get_batch([0])
+def test_a_dataset_shows_what_it_is_made_of():
+    base = SimpleDataset(list("abcde"))
+    shown = "SimpleDataset(5 samples of list)"
+    assert repr(base) == shown
+    assert repr(base.take(2)) == f"<2 of {shown}>"
+    assert repr(base.cache(9)) == f"{shown}.cache(9)"
+    assert repr(base + base) == f"{shown} + {shown}"
+    assert repr(base.transform(str, seeded=True)) == f"{shown}.transform(<class 'str'>, seeded=True)"
+    assert repr(ArrayDataset(x=np.zeros((3, 2)), y=[1, 2, 3])) == "ArrayDataset(x=float64[2], y=list; 3 samples)"

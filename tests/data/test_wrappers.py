@@ -7,13 +7,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader.batchify import default_batchify_fn
+from sharded_loader.batching.tree import to_torch
 from sharded_loader.data import wrappers
-from sharded_loader.data.columns import merge_rows
-from sharded_loader.data.wrappers import shard_range, split_sizes, take_range
 from sharded_loader.rng import NO_SAMPLE, SampleScope, reading, sample_rng
 
 
@@ -22,6 +22,7 @@ def ten():
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
+@settings(deadline=None)
 def test_shards_are_disjoint_complete_and_even(length, num_shards):
     parts = [list(SimpleDataset(range(length)).shard(num_shards, i)) for i in range(num_shards)]
     assert list(chain(*parts)) == list(range(length))
@@ -29,6 +30,7 @@ def test_shards_are_disjoint_complete_and_even(length, num_shards):
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 2**70))
+@settings(deadline=None)
 def test_ratio_splits_are_disjoint_complete_and_pure(length, weights, seed):
     ratios = [w / sum(weights) for w in weights]
     parts = [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
@@ -45,18 +47,29 @@ def test_splits_by_size_and_by_torchs_seed():
     torch.manual_seed(3)
     assert first == list(ten().split([0.5, 0.5])[0])
     assert first != list(ten().split([0.5, 0.5])[0])
-    assert split_sizes(100, [0.29, 0.71]) == [29, 71]
+    assert [len(part) for part in SimpleDataset(range(100)).split([0.29, 0.71])] == [29, 71]
 
 
-@pytest.mark.parametrize("parts", [[7, 2], [0.5, 0.4], [1.2, -0.2], [], [float("nan"), 1.0], [True, 9]])
-def test_splits_that_do_not_add_up_are_refused(parts):
-    with pytest.raises(ValueError, match=r"split\("):
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([7, 2], r"the sizes sum to 9, the dataset has 10 samples"),
+        ([0.5, 0.4], r"the ratios sum to 0\.9"),
+        ([1.2, -0.2], "numbers of 0 or more"),
+        ([], r"split\(\[\]\): give at least one"),
+        ([float("nan"), 1.0], "numbers of 0 or more"),
+        ([True, 9], "numbers of 0 or more"),
+    ],
+)
+def test_splits_that_do_not_add_up_are_refused(parts, said):
+    with pytest.raises(ValueError, match=said):
         ten().split(parts, seed=0)
 
 
 def test_sums_are_flat_and_in_order():
     total = SimpleDataset("ab") + SimpleDataset("") + "c" + ConcatDataset(["d", "ef"])
-    assert list(total) == list("abcdef") and len(total._parts) == 5
+    assert list(total) == list("abcdef")
+    assert repr(total).count(" + ") == 4
 
 
 def test_own_samplers_are_read_at_epoch_0():
@@ -173,14 +186,15 @@ def test_sample_uses_the_iter_that_a_sampler_class_overrides():
 
 
 def test_the_first_shards_are_one_larger():
-    assert [shard_range(10, 4, i) for i in range(4)] == [range(3), range(3, 6), range(6, 8), range(8, 10)]
-    assert [len(shard_range(2, 3, i)) for i in range(3)] == [1, 1, 0]
+    parts = [ten().shard(4, i).indices for i in range(4)]
+    assert parts == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+    assert [len(SimpleDataset("ab").shard(3, i)) for i in range(3)] == [1, 1, 0]
 
 
 def test_take_never_takes_more_than_there_are():
-    assert [take_range(5, count) for count in (0, 3, 9, None)] == [range(0), range(3), range(5), range(5)]
+    assert [ten().take(count).indices for count in (0, 3, 19, None)] == [range(0), range(3), range(10), range(10)]
     with pytest.raises(TypeError, match="give an int"):
-        take_range(5, 2.5)
+        ten().take(2.5)
 
 
 def test_a_batch_of_a_sum_lies_in_its_parts():
@@ -191,6 +205,54 @@ def test_a_batch_of_a_sum_lies_in_its_parts():
         (3, [2, 0], [0, 2]),
     ]
     assert [total[i] for i in range(-5, 5)] == [10, 11, 12, 13, 14] * 2
+
+
+# -- the same batch ---------------------------------------------------------------------------------------------
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+PARTS = [
+    lambda d: d,
+    SimpleDataset,
+    lambda d: d.take(9),
+    lambda d: d.shard(1, 0),
+    lambda d: d.split([0.9, 0.1], seed=1)[0].take(None),
+    lambda d: d.sample(torch.utils.data.SequentialSampler(range(10))),
+    lambda d: d.take(4) + d.shard(2, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ArrayDataset(IMAGES),
+        ArrayDataset(IMAGES, LABELS),
+        ArrayDataset(image=IMAGES, label=LABELS),
+        ArrayDataset(torch.from_numpy(IMAGES), LABELS.tolist(), list("abcdefghij")),
+        ArrayDataset(torch.ones(10, 2, dtype=torch.bfloat16)),
+        ArrayDataset(IMAGES.astype(">f4"), IMAGES[:, ::-1]),
+        ArrayDataset(np.array(list("abcdefghij")), np.arange(10).astype("M8[D]").astype(object).astype(str)),
+        ArrayDataset(ArrayDataset(IMAGES), SimpleDataset(Bare())),
+        ArrayDataset(torch.arange(10), torch.eye(10).unbind()),
+    ],
+    ids=repr,
+)
+def test_a_bulk_batch_is_the_default_batch_of_its_samples(dataset):
+    for wrap in PARTS:
+        wrapped = wrap(dataset)
+        for indices in ([3, 0, 0, -1, 7], np.array([1, 2, 3])):
+            expected = default_batchify_fn([wrapped[i] for i in indices])
+            assert same(to_torch(wrapped.get_batch(indices)), expected), wrapped
+            assert same(default_batchify_fn(wrapped.__getitems__(indices)), expected), wrapped
 
 
 # -- no fast path is lost --------------------------------------------------------------------------------------
@@ -236,12 +298,9 @@ def test_wrappers_read_batches_by_get_batch_alone(wrap):
     ],
 )
 def test_a_batch_from_several_parts_is_merged_by_columns(make, monkeypatch):
-    merged = []
-    monkeypatch.setattr(wrappers, "merge_rows", lambda *given: merged.append(1) or merge_rows(*given))
     monkeypatch.setattr(wrappers, "read_many", None)
     dataset = make()
-    batches = list(ShardedDataLoader(dataset, len(dataset), shuffle=True, seed=1))
-    assert len(batches) == 1 and merged
+    assert len(list(ShardedDataLoader(dataset, len(dataset), shuffle=True, seed=1))) == 1
 
 
 def test_an_override_is_not_merged_by_columns():

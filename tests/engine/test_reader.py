@@ -17,7 +17,7 @@ from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, new
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.errors import notes_of
-from sharded_loader.rng import current_scope
+from sharded_loader.rng import reading
 
 WORKER = "worker 0 (pid 1)"
 
@@ -138,7 +138,7 @@ def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
     again = read(Draws(), [1], [3], batchify_fn=batchify).batch
     assert [again[1][0], again[0][0]] == [samples[:1], samples[1:]]
     assert again[0][1] == own != again[1][1]  # shard 0 of this batch, shard 1
-    assert current_scope() is None
+    assert reading.scope is None
 
 
 def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
@@ -148,7 +148,7 @@ def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
 
     reader = Reader(Job(Draws(), None, 7))
     assert reader.read_sample(3, 2) == reader.read(task_of([5, 3], epoch=2)).batch[1]
-    assert current_scope() is None
+    assert reading.scope is None
 
 
 # -- how many calls it takes ----------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_ctrl_c_passes_in_the_callers_own_thread_only() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         read(Interrupted(), [3, 1], worker=None)
-    assert current_scope() is None
+    assert reading.scope is None
     error = read(Interrupted(), [3, 1]).error
     assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
 
