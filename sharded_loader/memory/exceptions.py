@@ -38,16 +38,13 @@ def encode_error(error: BaseException) -> EncodedError:
     """
     notes = tuple(notes_of(error))
     text = format_traceback(error)
-    forms = [error, _WithoutInit(error)]
     # An exception's own reduction knows nothing of slots.
-    for packed in reversed(forms) if _slots(error) else forms:
+    for pickler in (_ByParts, ReplyPickler) if _slots(error) else (ReplyPickler, _ByParts):
         try:
             # All in band: it has to be read twice, here and there.
             stream = io.BytesIO()
-            ReplyPickler(stream, protocol=5).dump(packed)
+            pickler(stream, protocol=5).dump(error)
             twin = decode(stream.getvalue())
-            if isinstance(twin, _WithoutInit):
-                twin = twin.error
             if type(twin) is type(error) and _text(twin) == _text(error) and len(twin.args) == len(error.args):
                 return EncodedError(stream.getvalue(), _summary(error), text, notes)
         except BaseException:  # a __reduce__ may call sys.exit
@@ -65,8 +62,7 @@ def decode_error(encoded: EncodedError) -> BaseException:
     error: BaseException = SampleReadError(encoded.summary)
     if encoded.payload is not None:
         with contextlib.suppress(Exception):
-            found = decode(encoded.payload)
-            error = found.error if isinstance(found, _WithoutInit) else found
+            error = decode(encoded.payload)
     set_notes(error, list(encoded.notes))
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
     return error
@@ -95,22 +91,25 @@ def _attributes(error: BaseException) -> dict[str, Any]:
     return found
 
 
-class _WithoutInit:
-    """Carries an exception as class, args and attributes."""
+class _ByParts(ReplyPickler):
+    """Pickles an exception as class, args and attributes; those that it refers to have their own reductions."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    begun = False
 
-    def __reduce__(self) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
+        if self.begun or not isinstance(obj, BaseException):
+            return super().reducer_override(obj)
+        self.begun = True
         attributes = {}
-        for name, value in _attributes(self.error).items():
-            with contextlib.suppress(BaseException):  # as above
+        for name, value in _attributes(obj).items():
+            with contextlib.suppress(BaseException):  # a __reduce__ again
                 encode(value)
                 attributes[name] = value
-        return _rebuild_without_init, (type(self.error), self.error.args, attributes)
+        return _rebuild, (type(obj), obj.args, attributes)
 
 
-def _rebuild_without_init(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> _WithoutInit:
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception whose ``__init__`` is not called."""
     try:
         error = cls.__new__(cls, *args)
     except TypeError:  # a __new__ of its own, with parameters of its own
@@ -119,4 +118,4 @@ def _rebuild_without_init(cls: type[BaseException], args: tuple[Any, ...], attri
     BaseException.__setattr__(error, "args", args)
     for name, value in attributes.items():
         BaseException.__setattr__(error, name, value)
-    return _WithoutInit(error)
+    return error

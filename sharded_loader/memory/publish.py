@@ -39,7 +39,6 @@ from sharded_loader.memory.codec import (
     is_plain_tensor,
     rebuild_tensor,
     reduce_array,
-    reduce_tensor,
 )
 from sharded_loader.memory.mapped import MappedFiles
 from sharded_loader.memory.segments import Segment, create
@@ -98,7 +97,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = reduce_array(obj)
         if reduced is NotImplemented and is_plain_tensor(obj):
             self.modules.add("torch")
-            reduced = reduce_tensor(obj) if obj.is_conj() or obj.is_neg() else self._reduce_view(obj)
+            reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:

@@ -109,3 +109,11 @@ class Lines:
 
     def __getitem__(self, index: int) -> Any:
         return self.data[index]
+
+
+def allow_no_more(number: int) -> None:
+    """As a ``worker_init_fn``: this process has all the descriptors that it may have."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # also if another thread closes one in this moment

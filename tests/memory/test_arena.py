@@ -24,6 +24,7 @@ from memory_samples import SHAPE, Filled
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
+from sharded_loader.memory.codec import PlainPickler, SlotWriter, decode, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.process_hooks import Fork
 from sharded_loader.system import Limit
@@ -126,6 +127,34 @@ def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
         pass
     assert arena.nbytes == 8 << 20
     arena.close()
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: int) -> None:
+    """The road of a batch: `note`, `take`, `lend` and `decode`, once each."""
+    calls: list[str] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and "sharded_loader/memory" in frame.f_code.co_filename.replace(os.sep, "/"):
+            calls.append(frame.f_code.co_name)
+
+    sizes, kept = RecentSizes(), []
+    for number in range(10):
+        writer = SlotWriter(np.empty(1 << 20, np.uint8))
+        encoded = encode([np.full((100, 100), number), np.arange(100)], writer, PlainPickler)
+        sys.setprofile(profile)
+        sizes.note(100_000)
+        slot = arena.take(sizes.wanted)
+        assert slot is not None
+        batch = decode(encoded.head, arena.lend(slot, encoded.places))
+        sys.setprofile(None)
+        if number > held:
+            assert calls == ["note", "take", "lend", "decode"]
+        calls.clear()
+        if number < held:
+            kept.append(batch)
+        del batch
+    assert arena.lent == held
 
 
 # -- exhaustion -----------------------------------------------------------------------------------------------

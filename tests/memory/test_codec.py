@@ -15,7 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, decode, encode
+from sharded_loader.memory.codec import (
+    IN_BAND_BYTES,
+    IN_SLOT_BYTES,
+    Encoded,
+    PlainPickler,
+    SlotWriter,
+    decode,
+    encode,
+    is_plain,
+)
 from sharded_loader.memory.publish import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Sparse|ComplexHalf|TypedStorage|torch.quantize):UserWarning")
@@ -301,6 +310,51 @@ def test_overlapping_views_keep_their_values(nbytes: int | None) -> None:
     tensor = torch.arange(4000)
     views = [base[:3000], base[1000:], base[::2], tensor[:3000], tensor[1000:]]
     assert_same(views, through(views, nbytes))
+
+
+# -- plain arrays ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*"?bBhHiIlLqQefdFD", ">f4", ">i8"])
+@pytest.mark.parametrize("nbytes", SLOTS)
+def test_plain_arrays_travel_without_the_user_s_reductions(dtype: str, nbytes: int | None) -> None:
+    batch = [an_array(dtype, shape) for shape in SHAPES]
+    assert is_plain(batch) and all(map(is_plain, batch))
+    memory = None if nbytes is None else slot_of(nbytes)
+    encoded = encode((batch, 3, 0.5), SlotWriter(memory), PlainPickler)
+    got, samples, seconds = receive(encoded, memory)
+    assert_same(batch, got)
+    assert [array.dtype for array in got] == [array.dtype for array in batch]
+    assert (samples, seconds) == (3, 0.5) and all(array.flags.writeable for array in got)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": np.zeros(3)},
+        (np.zeros(3),),
+        [np.zeros(3), [np.zeros(3)]],
+        [np.zeros(3), 1],
+        np.zeros((4, 4)).T,
+        np.zeros(8)[::2],
+        np.zeros(3, "g"),
+        np.zeros(3, "M8[s]"),
+        np.zeros(3, object),
+        np.zeros(3, STRUCTURE),
+        np.ma.array([1, 2]),
+        np.float32(3),
+        torch.zeros(3),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_everything_else_is_not_plain(batch: Any) -> None:
+    assert not is_plain(batch)
+
+
+def test_an_array_that_is_twice_in_a_plain_batch_stays_one() -> None:
+    array = np.zeros(5000)
+    a, b = receive(encode([array, array], None, PlainPickler), None)
+    assert a is b
 
 
 # -- where the bytes go ---------------------------------------------------------------------------------------

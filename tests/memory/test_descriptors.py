@@ -12,21 +12,13 @@ import multiprocess
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, SPAWNED, covering
-from memory_samples import SHAPE, Filled
+from memory_samples import SHAPE, Filled, allow_no_more
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.engine.messages import CANCEL, DEATH, pack_head
 from sharded_loader.workers import link, wire, worker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
-
-
-def allow_no_more(number: int) -> None:
-    """As a ``worker_init_fn``: this process has all the descriptors that it may have."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # also if another thread closes one in this moment
 
 
 @covering(1, method=PROCESS_POOLS, memory=["memfd", "named"])

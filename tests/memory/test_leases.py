@@ -433,7 +433,14 @@ def test_a_forked_child_keeps_no_descriptor_of_the_arena() -> None:
 
 
 @linux
-@pytest.mark.parametrize(("method", "memory"), [("fork", "memfd"), ("spawn", "shm"), ("forkserver", "named")])
+@pytest.mark.parametrize(
+    ("method", "memory"),
+    [
+        ("fork", "memfd"),
+        pytest.param("spawn", "shm", marks=pytest.mark.slow),
+        pytest.param("forkserver", "named", marks=pytest.mark.slow),
+    ],
+)
 def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -147,7 +147,9 @@ def test_a_file_without_a_name_goes_by_value(tmp_path: Path) -> None:
 
 @linux
 @SPAWNED
-@pytest.mark.parametrize("view", ["whole", "slice", "array"])
+@pytest.mark.parametrize(
+    "view", ["slice", pytest.param("whole", marks=pytest.mark.slow), pytest.param("array", marks=pytest.mark.slow)]
+)
 def test_a_large_memmap_costs_workers_nothing(tmp_path: Path, method: str, view: str) -> None:
     nbytes = 100 << 20
     path = tmp_path / "large.bin"

@@ -21,7 +21,7 @@ from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin
 from programs import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory import codec
+from sharded_loader.memory import classes
 from sharded_loader.workers.start import choose_start_method
 
 # -- no guard, no second run of the script --------------------------------------------------------------------
@@ -246,8 +246,8 @@ def test_a_class_of_a_function_is_looked_for_once(monkeypatch: pytest.MonkeyPatc
             return Point(index)
 
     searches = []
-    all_classes = codec._all_classes
-    monkeypatch.setattr(codec, "_all_classes", lambda: searches.append(1) or all_classes())
+    all_classes = classes._all_classes
+    monkeypatch.setattr(classes, "_all_classes", lambda: searches.append(1) or all_classes())
     with ShardedDataLoader(Data(), 2, pool=ProcessPool(1, start_method=PROCESS_POOLS[0])) as loader:
         assert {type(batch) for batch in loader} == {Point}
     assert len(searches) <= 1
