@@ -26,7 +26,7 @@ import numpy.typing as npt
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.shuffle import shuffled, sort_order, sortable
-from sharded_loader.sampling.tables import Batched, Endless, Indices, Stretch, Table, parts
+from sharded_loader.sampling.tables import Batched, Indices, Rolling, Table, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
@@ -81,22 +81,16 @@ class BatchSampler(WrapperSampler[list[int]]):
     def epoch_table(self, epoch: int) -> Table:
         if self.last_batch != "rollover":
             return Batched(table_of(self.sampler, epoch, self.seed), self.batch_size, self.drop_last)
-        length = len_epoch(self.sampler, epoch)
-        first, last = self._rollover_bounds(epoch)
-        stretch = Stretch(length, 1, *divmod(first * self.batch_size, max(length, 1)))
         open_epoch = partial(table_of, self.sampler, seed=self.seed)
-        count = (last - first) * self.batch_size
-        return Batched(Endless(open_epoch, stretch, 0, count, name_of(self.sampler)), self.batch_size)
+        return self._rolling(epoch).table(open_epoch, 0, name_of(self.sampler))
 
     def len_epoch(self, epoch: int) -> int:
         if self.last_batch == "rollover":
-            first, last = self._rollover_bounds(epoch)
-            return last - first
+            return self._rolling(epoch).length()
         return parts(len_epoch(self.sampler, epoch), self.batch_size, self.drop_last)
 
-    def _rollover_bounds(self, epoch: int) -> tuple[int, int]:
-        items = len_epoch(self.sampler, epoch)
-        return epoch * items // self.batch_size, (epoch + 1) * items // self.batch_size
+    def _rolling(self, epoch: int) -> Rolling:
+        return Rolling(len_epoch(self.sampler, epoch), self.batch_size, epoch)
 
 
 class SortedBucketSampler(Sampler[list[int]]):

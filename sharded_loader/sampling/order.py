@@ -1,7 +1,7 @@
 """The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
 
     sampler, batch_size, last_batch  or  batch_sampler
-        -> EpochOrder.read(epoch, place) -> EpochReading
+        -> EpochOrder.read(epoch, position) -> EpochReading
 
 Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
 reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
@@ -228,13 +228,13 @@ class EpochOrder:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read(self, epoch: int, place: Position | None = None) -> EpochReading:
-        """The epoch's batches for this rank, from ``place`` on.
+    def read(self, epoch: int, position: Position | None = None) -> EpochReading:
+        """The epoch's batches for this rank, from a position on.
 
         What it reads is settled now, not when it is read: `resize` may come in between.
         """
         source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
-        return EpochReading(source, epoch, place)
+        return EpochReading(source, epoch, position)
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
