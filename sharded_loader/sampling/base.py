@@ -5,15 +5,20 @@
     sampler.len_epoch(epoch)           pure: how many items that epoch has
     iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
     sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
-    repr(sampler)                      its class, its inner sampler, its length, what decides the order, its seed
+    EpochRequests().take()             the epoch that the user has asked for by ``set_epoch``; None: no call
 
 In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler owns no
-threads, no files and no generator state. `epoch` is the only thing that changes in it, and loaders do not look at
-`epoch`: they count their own epochs, so iterating over a sampler changes nothing in a loader.
+threads, no files and no generator state. Only `epoch` changes in it, and loaders count their own epochs. So iterating
+over a sampler changes nothing in a loader.
+
+An explicit ``set_epoch`` still decides the next epoch of the loaders that read the sampler: timm, Lightning and
+accelerate call it. A sampler knows no loader. It keeps the last call, and each loader looks for calls that are new to
+it. On a sampler of another library ``set_epoch`` is replaced, on that object alone, by a function that notes the call
+and passes it on. A loader that reads such a sampler causes calls of its own: it puts back what was noted before.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The repr of a subclass with broken
-attributes shows ``?`` for what it cannot read.
+attributes shows ``?`` for what it cannot read. The calls on a sampler with ``__slots__`` cannot be noted.
 """
 
 from __future__ import annotations
@@ -23,16 +28,22 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from itertools import count, islice
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.borrowing import EpochRequest, check_sampler, keeps_request, nested, note, tell_epoch
 from sharded_loader.sampling.tables import Table
 
 Item_co = TypeVar("Item_co", covariant=True)
+
+ONE_SHOT = (
+    "an iterator can be read once, but every epoch reads the sampler again: pass a list, or a class with __iter__"
+)
+
+MAX_NESTING = 16
+"""Samplers inside samplers; more than a handful is a cycle."""
 
 
 def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[Exception] = TypeError) -> int:
@@ -84,7 +95,6 @@ class Described:
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
     shown: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
-    @reprlib.recursive_repr()
     def __repr__(self) -> str:
         """The class, the inner sampler, the length, what decides the order, and the seed."""
         kind = type(self)
@@ -138,6 +148,136 @@ def brief(value: Any) -> str:
     return _or_unknown(lambda: f"<{name} of length {len(value)}>", f"<{name}>")
 
 
+# -- any sampler ----------------------------------------------------------------------------------------------
+
+
+def check_sampler(sampler: Any, name: str = "sampler") -> None:
+    """Reject what cannot be a sampler.
+
+    Raises:
+        TypeError: for something that is not iterable, and for generators and other one-shot iterators.
+    """
+    kind = type(sampler)
+    method = getattr(kind, "__iter__", None)
+    if method is None and not hasattr(kind, "__getitem__"):
+        raise TypeError(
+            f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}: "
+            "pass a sampler, a list, or an object with __iter__ and __len__"
+        )
+    is_builtin = isinstance(sampler, Iterator) and kind.__module__ in ("builtins", "itertools")
+    if is_builtin or method is Iterator.__iter__:
+        raise TypeError(f"{name} is a one-shot iterator of type {kind.__name__}: {ONE_SHOT}")
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
+    for _ in range(MAX_NESTING):
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        if inner is None:
+            inner = getattr(sampler, "batch_sampler", None)
+        if not hasattr(type(inner), "__iter__"):
+            return
+        sampler = inner
+
+
+def tell_epoch(sampler: Any, epoch: int) -> None:
+    """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
+    for one in nested(sampler):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+class EpochRequest(NamedTuple):
+    """One call of ``set_epoch``.
+
+    Attributes:
+        number: greater than those of all calls before in this process.
+        epoch: the argument.
+    """
+
+    number: int
+    epoch: int
+
+
+_numbers = count(1)
+
+
+def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
+    """Samplers that note the calls of ``set_epoch``, each with its last call."""
+    return [(one, one.epoch_request) for one in samplers if hasattr(one, "epoch_request")]
+
+
+def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
+    """Forget the calls of ``set_epoch`` that came since `noted`: a loader has made them."""
+    for sampler, request in before:
+        if sampler.epoch_request is not request:
+            sampler.epoch_request = request
+
+
+def _notes_calls(sampler: Any) -> bool:
+    """Whether the calls of ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
+    method = getattr(sampler, "set_epoch", None)
+    if callable(method) and not getattr(method, "is_noted", False):
+        epoch = getattr(sampler, "epoch", None)
+        listener: Any = partial(_set_epoch, sampler, method)
+        listener.is_noted = True
+        try:
+            sampler.set_epoch = listener
+        except AttributeError:  # it has __slots__
+            return False
+        sampler.epoch_request = None
+        if isinstance(epoch, int) and epoch > 0:  # it was called before
+            sampler.epoch_request = EpochRequest(next(_numbers), epoch)
+    return callable(method)
+
+
+def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+    """Stands in for the ``set_epoch`` of a sampler of another library."""
+    answer = method(epoch)
+    sampler.epoch_request = EpochRequest(next(_numbers), epoch)
+    return answer
+
+
+class EpochRequests:
+    """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
+
+    Example:
+        >>> from sharded_loader.sampling import RandomSampler
+        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
+        >>> requests.listen([sampler])
+        >>> sampler.set_epoch(3)
+        >>> requests.take(), requests.take()
+        (3, None)
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Any, EpochRequest | None]] = []
+
+    def listen(self, samplers: Iterable[Any]) -> None:
+        """Listen to these samplers from now on; calls on the others do not count any more."""
+        before = {id(one): request for one, request in self._seen}
+        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
+
+    def take(self) -> int | None:
+        """The epoch of the latest call that is new; None if there is none."""
+        new: list[EpochRequest] = []
+        for sampler, seen in self._seen:
+            request = sampler.epoch_request
+            # By identity: a sampler that was pickled brings a number that another process gave.
+            if request is not None and request is not seen:
+                new.append(request)
+        if not new:
+            return None
+        self.drop()
+        return max(new).epoch
+
+    def drop(self) -> None:
+        """The calls up to now do not count: the loader itself was given an epoch."""
+        self._seen = noted(one for one, _ in self._seen)
+
+
 class Sampler(Described, Generic[Item_co]):
     """Base class of all samplers: an order of indices, or of batches of indices, for each epoch.
 
@@ -175,7 +315,6 @@ class Sampler(Described, Generic[Item_co]):
     def epoch(self, epoch: int) -> None:
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", wrong_type=ValueError)
 
-    @keeps_request
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` begin this epoch, of the sampler and of every loader that reads it.
 
@@ -195,7 +334,9 @@ class Sampler(Described, Generic[Item_co]):
             5
         """
         self.epoch = epoch
-        self.epoch_request = note(self.epoch)
+        self.epoch_request = EpochRequest(next(_numbers), self.epoch)
+
+    set_epoch.is_noted = True  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Item_co]:
         # Not a generator function: seed and epoch are read now, not when the first item is asked for.
@@ -260,13 +401,6 @@ def is_own(sampler: Any) -> bool:
     return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
 
 
-def foreign_seed(sampler: Any, seed: Any) -> int:
-    """The seed that a wrapper of this sampler keeps: drawn only where the sampler may use it."""
-    if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
-        return 0
-    return resolve_seed(seed)
-
-
 class WrapperSampler(Sampler[Item_co]):
     """Base class of samplers over another sampler: they share one epoch.
 
@@ -275,52 +409,62 @@ class WrapperSampler(Sampler[Item_co]):
 
     Args:
         sampler: any sampler.
-        seed: starts a foreign ``sampler`` (see the module); None draws one if it is needed.
-        name: what error messages call ``sampler``.
+        seed: starts a foreign ``sampler``; None draws one if it is needed.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int | None, name: str) -> None:
-        check_sampler(sampler, name)
-        self._inner = sampler
+    _wraps: ClassVar[str] = "sampler"
+    """The attribute that is the inner sampler."""
+
+    def __init__(self, sampler: Iterable[Any], seed: int | None) -> None:
+        check_sampler(sampler, self._wraps)
+        setattr(self, self._wraps, sampler)
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
-        self.seed: int = foreign_seed(sampler, seed)
+        if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
+            seed = 0  # it is not used
+        self.seed: int = resolve_seed(seed)
 
     @property
     def inner(self) -> Any:
         """The sampler that this one wraps."""
-        return self._inner
+        return getattr(self, self._wraps)
 
     def over(self, inner: Any) -> Any:
         """A copy of this sampler that wraps another one."""
         twin = copy.copy(self)
-        twin._inner = inner
-        for name in ("sampler", "batch_sampler"):
-            if name in vars(twin):
-                setattr(twin, name, inner)
+        setattr(twin, self._wraps, inner)
         return twin
 
     @property
     def epoch(self) -> int:
-        return self._inner.epoch if self._shares_epoch else self._epoch  # type: ignore[attr-defined]
+        shared: int = self.inner.epoch if self._shares_epoch else self._epoch
+        return shared
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         if self._shares_epoch:
-            self._inner.epoch = epoch  # type: ignore[attr-defined]
+            self.inner.epoch = epoch
         else:
             Sampler.epoch.__set__(self, epoch)  # type: ignore[attr-defined]
 
-    @keeps_request
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        tell_epoch(self._inner, self.epoch)
+        tell_epoch(self.inner, self.epoch)
+
+    set_epoch.is_noted = True  # type: ignore[attr-defined]
 
     def _shown_seed(self) -> int | None:
-        return self.seed if self._reads_foreign() else None
+        return None if find_foreign(self, 0)[0] is None else self.seed
 
-    def _reads_foreign(self) -> bool:
-        inner: Any = self._inner
-        return inner._reads_foreign() if isinstance(inner, WrapperSampler) and is_own(inner) else not is_own(inner)
+
+def is_wrapper(sampler: Any) -> bool:
+    return isinstance(sampler, WrapperSampler) and is_own(sampler)
+
+
+def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
+    """The sampler of another library at the end of a chain of wrappers, or None; and the seed that starts it."""
+    while is_wrapper(sampler):
+        sampler, seed = sampler.inner, sampler.seed
+    return None if is_own(sampler) else sampler, seed
 
 
 def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
@@ -335,7 +479,7 @@ def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
         sampler of another library is changed: nobody knows how that library's sampler is copied.
     """
     seed, given = seed_of(sampler), sampler
-    if isinstance(sampler, WrapperSampler) and is_own(sampler):
+    if is_wrapper(sampler):
         inner = with_seeds(sampler.inner, seed_of)
         if inner is not sampler.inner:
             sampler = sampler.over(inner)

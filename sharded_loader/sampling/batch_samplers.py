@@ -59,6 +59,7 @@ class BatchSampler(WrapperSampler[list[int]]):
     """
 
     decided_by = (("batch_size", "batch_size"), ("last_batch", "last_batch"))
+    sampler: Iterable[Any]
 
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
@@ -69,8 +70,7 @@ class BatchSampler(WrapperSampler[list[int]]):
                 f"last_batch is {last_batch!r}, which BatchSampler does not know: "
                 "choose 'keep', 'discard' or 'rollover'"
             )
-        super().__init__(sampler, seed, "sampler")
-        self.sampler = sampler
+        super().__init__(sampler, seed)
         self.last_batch = last_batch
 
     @property

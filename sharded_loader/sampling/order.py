@@ -6,7 +6,7 @@
 Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
 reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
 has no seed of its own and the loader has one, the order reads a copy of it. ``set_epoch`` may be called on the order,
-or on any of the samplers in it (`sharded_loader.sampling.borrowing`).
+or on any of the samplers in it (`sharded_loader.sampling.base`).
 
 What can go wrong: arguments that contradict each other; a state that belongs to another order.
 """
@@ -23,10 +23,19 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import DrawnSeed, Sampler, check_int, is_own, with_seeds
+from sharded_loader.sampling.base import (
+    DrawnSeed,
+    EpochRequests,
+    Sampler,
+    check_int,
+    check_sampler,
+    find_foreign,
+    is_own,
+    nested,
+    with_seeds,
+)
 from sharded_loader.sampling.batch_samplers import BatchSampler
-from sharded_loader.sampling.borrowing import EpochRequests, check_sampler, nested, undisturbed
-from sharded_loader.sampling.foreign import find_foreign, len_epoch
+from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
 from sharded_loader.sampling.reading import EpochReading, Source
 from sharded_loader.sampling.replicas import ReplicaSampler, SplitSampler, resolve_replicas
@@ -94,7 +103,7 @@ class EpochOrder:
         self._settled = False
         self.arrays = False
         self._next_epoch = 0
-        self._requests = EpochRequests([])
+        self._requests = EpochRequests()
         self.resize(length)
 
     @property
@@ -158,7 +167,8 @@ class EpochOrder:
             seed=self.seed,
             dataset_length=self.dataset_length,
             sampler=_kind(self._items),
-            sampler_length=_own_length(self._items, epoch),
+            # Samplers of other libraries may have another length when they are read.
+            sampler_length=known_length(self._items, epoch) if find_foreign(self._items, 0)[0] is None else None,
             sampler_seeds=tuple(map(_seed_of, self._given)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
@@ -277,14 +287,6 @@ def _told(value: Any) -> Any:
         # The same for equal numbers of another dtype; 3 ms for a million weights, once.
         checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
     return f"{SUM}{checksum:08x}"
-
-
-def _own_length(sampler: Any, epoch: int) -> int | None:
-    """Items in an epoch; None for samplers of other libraries, which may have another length when they are read."""
-    try:
-        return len_epoch(sampler, epoch) if find_foreign(sampler, 0)[0] is None else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _kind(sampler: Any) -> str:

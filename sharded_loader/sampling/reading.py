@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.interrupts import is_from_outside
-from sharded_loader.sampling.borrowing import nested, noted, put_back
-from sharded_loader.sampling.foreign import Replay, find_foreign, len_epoch, name_of, over_replay, table_of
+from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
+from sharded_loader.sampling.foreign import Replay, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
 from sharded_loader.sampling.tables import Batched, Dealt, Rolling, Table, parts
 
@@ -142,9 +142,7 @@ class EpochReading:
             return {}
         wanted, rank = range(begin, end), self._source.rank
         batches = self._table.at(np.arange(begin, end))
-        return {
-            self.first + at: (batch, self._line.done(at) + rank) for at, batch in zip(wanted, batches, strict=True)
-        }
+        return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in zip(wanted, batches, strict=True)}
 
     def _open(self, number: int) -> Table:
         items = self._source.items

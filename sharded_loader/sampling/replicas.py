@@ -111,12 +111,13 @@ class ReplicaSampler(WrapperSampler[Any]):
     """
 
     shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
+    sampler: Iterable[Any]
 
     def __init__(
         self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
     ) -> None:
-        super().__init__(sampler, seed, "sampler")
-        self.sampler, self._ask, self._truncate = sampler, ask, truncate
+        super().__init__(sampler, seed)
+        self._ask, self._truncate = ask, truncate
 
     @property
     def num_replicas(self) -> int:

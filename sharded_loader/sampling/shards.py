@@ -274,6 +274,8 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     """
 
     shown = (("num_shards", "num_shards"), ("weights", "weights"), ("costs", "costs"))
+    _wraps = "batch_sampler"
+    batch_sampler: Iterable[Any]
 
     def __init__(
         self,
@@ -290,8 +292,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
         if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
             raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
-        super().__init__(batch_sampler, seed, "batch_sampler")
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler, seed)
 
     def epoch_table(self, epoch: int) -> Table:
         return _SplitTable(table_of(self.batch_sampler, epoch, self.seed), self._split)

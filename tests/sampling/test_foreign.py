@@ -19,11 +19,9 @@ from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     ShardedBatchSampler,
 )
-from sharded_loader.sampling.base import is_own
-from sharded_loader.sampling.borrowing import check_sampler
+from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import BLOCK
 
@@ -201,16 +199,6 @@ def test_gluon_style_samplers_work_by_themselves_and_in_batches() -> None:
     epochs = [list(batches) for _ in range(2)]
     assert epochs[0] != epochs[1]
     assert list(batches.iter_epoch(0)) == epochs[0]
-
-
-def test_an_overridden_length_is_asked_for_its_epoch() -> None:
-    class Growing(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            return super().__iter__()
-
-    batches = Growing(SequentialSampler(5), 2, "rollover")
-    assert [len_epoch(batches, epoch) for epoch in range(3)] == [2, 3, 2]
-    assert batches.epoch == 0
 
 
 def test_lists_of_batches_are_samplers() -> None:

@@ -154,17 +154,6 @@ def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(fails_at:
         assert one.batch(failing + 1) is None
 
 
-def test_an_error_after_the_promised_length_comes_in_its_turn() -> None:
-    class Promises(Fails):
-        def __len__(self) -> int:
-            return self.at
-
-    one = order(12, sampler=Promises(8), batch_size=4).read(0)
-    assert [at(one, 0), at(one, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(KeyError):
-        one.batch(2)
-
-
 def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None:
     read: list[int] = []
 
