@@ -5,7 +5,6 @@
     sampler.len_epoch(epoch)           pure: how many items that epoch has
     iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
     sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
-    EpochRequests().take()             the epoch that the user has asked for by ``set_epoch``; None: no call
 
 In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler owns no
 threads, no files and no generator state. Only `epoch` changes in it, and loaders count their own epochs. So iterating
@@ -26,9 +25,8 @@ from __future__ import annotations
 import copy
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -89,40 +87,37 @@ class Described:
     Attributes:
         decided_by: what decides the order beside seed and length: what a state calls it, and the attribute, a number
             or an array.
-        shown: what the repr shows instead, in the same form. None: ``decided_by``.
+        shown: what the repr shows instead, in the same form. Empty: ``decided_by``.
     """
 
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
-    shown: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    shown: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __repr__(self) -> str:
         """The class, the inner sampler, the length, what decides the order, and the seed."""
         kind = type(self)
-        parts = []
-        if hasattr(kind, "inner"):
-            parts.append(_or_unknown(lambda: brief(self.inner)))  # type: ignore[attr-defined]
+        parts = [self._brief("inner")] if hasattr(kind, "inner") else []
         if hasattr(kind, "__len__"):
-            parts.append(_or_unknown(lambda: f"length={len(self)}", "length=?"))  # type: ignore[arg-type]
-        for name, attribute in kind.decided_by if kind.shown is None else kind.shown:
-            parts.append(f"{name}={_or_unknown(partial(self._brief_attribute, attribute))}")
-        if (seed := _or_unknown(lambda: brief(self._shown_seed()))) != "None":
+            parts.append(f"length={self._brief('_shown_length')}")
+        parts += [f"{name}={self._brief(attribute)}" for name, attribute in kind.shown or kind.decided_by]
+        if (seed := self._brief("_shown_seed")) != "None":
             parts.append(f"seed={seed}")
         return f"{kind.__name__}({', '.join(parts)})"
 
-    def _brief_attribute(self, attribute: str) -> str:
-        return brief(getattr(self, attribute))
+    def _brief(self, attribute: str) -> str:
+        try:
+            return brief(getattr(self, attribute))
+        except Exception:  # a repr must not raise
+            return "?"
 
+    @property
+    def _shown_length(self) -> int:
+        return len(self)  # type: ignore[arg-type]
+
+    @property
     def _shown_seed(self) -> Any:
         """The seed that decides what this yields; None if none does."""
         return getattr(self, "seed", None)
-
-
-def _or_unknown(look: Callable[[], str], unknown: str = "?") -> str:
-    """What is found, unless it cannot be told: a repr must not raise."""
-    try:
-        return look()
-    except Exception:
-        return unknown
 
 
 def brief(value: Any) -> str:
@@ -145,7 +140,10 @@ def brief(value: Any) -> str:
         return f"[{', '.join(first)}]"
     package = type(value).__module__.partition(".")[0]
     name = type(value).__name__ if package == "builtins" else f"{package}.{type(value).__name__}"
-    return _or_unknown(lambda: f"<{name} of length {len(value)}>", f"<{name}>")
+    try:
+        return f"<{name} of length {len(value)}>"
+    except Exception:
+        return f"<{name}>"
 
 
 # -- any sampler ----------------------------------------------------------------------------------------------
@@ -204,6 +202,11 @@ class EpochRequest(NamedTuple):
 _numbers = count(1)
 
 
+def note(epoch: int) -> EpochRequest:
+    """What a sampler keeps after ``set_epoch(epoch)``."""
+    return EpochRequest(next(_numbers), epoch)
+
+
 def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
     """Samplers that note the calls of ``set_epoch``, each with its last call."""
     return [(one, one.epoch_request) for one in samplers if hasattr(one, "epoch_request")]
@@ -214,68 +217,6 @@ def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
     for sampler, request in before:
         if sampler.epoch_request is not request:
             sampler.epoch_request = request
-
-
-def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls of ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
-    method = getattr(sampler, "set_epoch", None)
-    if callable(method) and not getattr(method, "is_noted", False):
-        epoch = getattr(sampler, "epoch", None)
-        listener: Any = partial(_set_epoch, sampler, method)
-        listener.is_noted = True
-        try:
-            sampler.set_epoch = listener
-        except AttributeError:  # it has __slots__
-            return False
-        sampler.epoch_request = None
-        if isinstance(epoch, int) and epoch > 0:  # it was called before
-            sampler.epoch_request = EpochRequest(next(_numbers), epoch)
-    return callable(method)
-
-
-def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a sampler of another library."""
-    answer = method(epoch)
-    sampler.epoch_request = EpochRequest(next(_numbers), epoch)
-    return answer
-
-
-class EpochRequests:
-    """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
-
-    Example:
-        >>> from sharded_loader.sampling import RandomSampler
-        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
-        >>> requests.listen([sampler])
-        >>> sampler.set_epoch(3)
-        >>> requests.take(), requests.take()
-        (3, None)
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Any, EpochRequest | None]] = []
-
-    def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers from now on; calls on the others do not count any more."""
-        before = {id(one): request for one, request in self._seen}
-        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
-
-    def take(self) -> int | None:
-        """The epoch of the latest call that is new; None if there is none."""
-        new: list[EpochRequest] = []
-        for sampler, seen in self._seen:
-            request = sampler.epoch_request
-            # By identity: a sampler that was pickled brings a number that another process gave.
-            if request is not None and request is not seen:
-                new.append(request)
-        if not new:
-            return None
-        self.drop()
-        return max(new).epoch
-
-    def drop(self) -> None:
-        """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(one for one, _ in self._seen)
 
 
 class Sampler(Described, Generic[Item_co]):
@@ -334,7 +275,7 @@ class Sampler(Described, Generic[Item_co]):
             5
         """
         self.epoch = epoch
-        self.epoch_request = EpochRequest(next(_numbers), self.epoch)
+        self.epoch_request = note(self.epoch)
 
     set_epoch.is_noted = True  # type: ignore[attr-defined]
 
@@ -452,6 +393,7 @@ class WrapperSampler(Sampler[Item_co]):
 
     set_epoch.is_noted = True  # type: ignore[attr-defined]
 
+    @property
     def _shown_seed(self) -> int | None:
         return None if find_foreign(self, 0)[0] is None else self.seed
 
@@ -465,29 +407,3 @@ def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed
     return None if is_own(sampler) else sampler, seed
-
-
-def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
-    """The sampler with other seeds. What the user gave is not changed, because other loaders may read it too.
-
-    Args:
-        sampler: any sampler.
-        seed_of: the new seed of a sampler; None: its own.
-
-    Returns:
-        The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
-        sampler of another library is changed: nobody knows how that library's sampler is copied.
-    """
-    seed, given = seed_of(sampler), sampler
-    if is_wrapper(sampler):
-        inner = with_seeds(sampler.inner, seed_of)
-        if inner is not sampler.inner:
-            sampler = sampler.over(inner)
-    else:
-        for one in islice(nested(sampler), 1, None):
-            if (other := seed_of(one)) is not None:
-                one.seed = other
-    if seed is not None:
-        sampler = copy.copy(sampler) if sampler is given else sampler
-        sampler.seed = seed
-    return sampler

@@ -27,7 +27,7 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.base import EpochRequests
+from sharded_loader.sampling.order import EpochRequests
 
 LENGTH = 12
 LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
