@@ -44,7 +44,7 @@ MAX_NESTING = 16
 """Samplers inside samplers; more than a handful is a cycle."""
 
 
-def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[Exception] = TypeError) -> int:
+def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
     """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
     try:
         if isinstance(value, bool | np.bool_):
@@ -146,15 +146,8 @@ def brief(value: Any) -> str:
         return f"<{name}>"
 
 
-# -- any sampler ----------------------------------------------------------------------------------------------
-
-
 def check_sampler(sampler: Any, name: str = "sampler") -> None:
-    """Reject what cannot be a sampler.
-
-    Raises:
-        TypeError: for something that is not iterable, and for generators and other one-shot iterators.
-    """
+    """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
     kind = type(sampler)
     method = getattr(kind, "__iter__", None)
     if method is None and not hasattr(kind, "__getitem__"):
@@ -188,12 +181,7 @@ def tell_epoch(sampler: Any, epoch: int) -> None:
 
 
 class EpochRequest(NamedTuple):
-    """One call of ``set_epoch``.
-
-    Attributes:
-        number: greater than those of all calls before in this process.
-        epoch: the argument.
-    """
+    """One call of ``set_epoch``: its number is greater than those of all calls before in this process."""
 
     number: int
     epoch: int
@@ -264,15 +252,6 @@ class Sampler(Described, Generic[Item_co]):
 
         Raises:
             ValueError: if ``epoch`` is negative or not an integer.
-
-        Example:
-            >>> class Backwards(Sampler[int]):
-            ...     def iter_epoch(self, epoch, start=0): return iter([2, 1, 0][start:])
-            ...     def len_epoch(self, epoch): return 3
-            >>> sampler = Backwards()
-            >>> sampler.set_epoch(5)
-            >>> sampler.epoch
-            5
         """
         self.epoch = epoch
         self.epoch_request = note(self.epoch)
@@ -348,9 +327,7 @@ class WrapperSampler(Sampler[Item_co]):
     `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of
     them, as Lightning, accelerate and timm do, and iterating over the wrapper is iterating over both.
 
-    Args:
-        sampler: any sampler.
-        seed: starts a foreign ``sampler``; None draws one if it is needed.
+    ``seed`` starts a ``sampler`` of another library. None draws a seed if it is needed.
     """
 
     _wraps: ClassVar[str] = "sampler"

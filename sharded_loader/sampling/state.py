@@ -14,7 +14,7 @@ What can go wrong: a dict that is no state, one of a newer version, one of anoth
 from __future__ import annotations
 
 import copy
-import operator
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sharded_loader.sampling.base import Sampler, is_own, nested
+from sharded_loader.sampling.base import Sampler, brief, check_int, is_own, nested
 
 VERSION = 1
 
@@ -39,56 +39,31 @@ def _optional(read: Reader) -> Reader:
     return lambda what, value: None if value is None else read(what, value)
 
 
-def _integer(what: str, value: Any) -> Any:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise _wrong(what, value, "an integer") from None
+def _integer(least: float = -math.inf) -> Reader:
+    return lambda what, value: check_int(what, value, least, _ADVICE, ValueError)
 
 
-def _natural(least: int) -> Reader:
+def _is(kind: Any, must: str) -> Reader:
     def read(what: str, value: Any) -> Any:
-        number = _integer(what, value)
-        if number < least:
-            raise _wrong(what, value, f"at least {least}")
-        return number
+        if not isinstance(value, kind):
+            raise _wrong(what, value, must)
+        return value
 
     return read
 
 
-def _text(what: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        raise _wrong(what, value, "a string")
-    return value
-
-
 def _seeds(what: str, value: Any) -> tuple[int | None, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong(what, value, "a list of integers")
-    return tuple(_optional(_integer)(what, seed) for seed in value)
+    seeds = _is(list | tuple, "a list of integers")(what, value)
+    return tuple(_optional(_integer())(what, seed) for seed in seeds)
 
 
 def _arguments(what: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(value, Mapping):
-        raise _wrong(what, value, "a dict")
-    for name, one in value.items():
-        if not isinstance(name, str) or not (one is None or isinstance(one, bool | int | float | str)):
+    for name, one in _is(Mapping, "a dict")(what, value).items():
+        if not isinstance(name, str) or not isinstance(one, bool | int | float | str | None):
             raise ValueError(
-                f"{what} has {_show(name)}: {_show(one)}; it must have names, and numbers or strings: {_ADVICE}"
+                f"{what} has {brief(name)}: {brief(one)}; it must have names, and numbers or strings: {_ADVICE}"
             )
     return tuple(value.items())
-
-
-def _flag(what: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise _wrong(what, value, "true or false")
-    return value
-
-
-def _anything(what: str, value: Any) -> Any:
-    return value
 
 
 def _entry(read: Reader, differs: str | None = None, write: Callable[[Any], Any] | None = None, **other: Any) -> Any:
@@ -113,12 +88,12 @@ class Checkpoint:
         state: its own, or None; of one that is finished, some state before that.
     """
 
-    epoch: int = _entry(_natural(0))
-    items: int = _entry(_natural(0))
-    checksum: int = _entry(_natural(0))
-    rank: int | None = _entry(_optional(_natural(0)), default=None)
-    finished: bool = _entry(_flag, default=False)
-    state: Any = _entry(_anything, write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
+    epoch: int = _entry(_integer(0))
+    items: int = _entry(_integer(0))
+    checksum: int = _entry(_integer(0))
+    rank: int | None = _entry(_optional(_integer(0)), default=None)
+    finished: bool = _entry(_is(bool, "true or false"), default=False)
+    state: Any = _entry(_is(object, "anything"), write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +127,15 @@ class Signature:
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
     """
 
-    seed: int = _entry(_integer)
-    dataset_length: int | None = _entry(_optional(_natural(0)), "the dataset had {was} samples, and has {now}")
-    sampler: str = _entry(_text, "the sampler was {was}, and is {now}")
+    seed: int = _entry(_integer())
+    dataset_length: int | None = _entry(_optional(_integer(0)), "the dataset had {was} samples, and has {now}")
+    sampler: str = _entry(_is(str, "a string"), "the sampler was {was}, and is {now}")
     sampler_length: int | None = _entry(
-        _optional(_natural(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
+        _optional(_integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
     )
     sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
-    batch_size: int | None = _entry(_optional(_natural(1)), "batch_size was {was}, and is {now}")
-    last_batch: str | None = _entry(_optional(_text), "last_batch was {was!r}, and is {now!r}")
+    batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
+    last_batch: str | None = _entry(_optional(_is(str, "a string")), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
 
     @property
@@ -203,29 +178,27 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {_show(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+        raise TypeError(f"the state is {brief(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
     if "version" not in state:
-        raise ValueError(f"the state has no 'version', its keys are {_show(sorted(map(str, state)))}: {_ADVICE}")
-    version = _read(state, "version", _natural(1))
+        raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
+    version = _read(state, "version", _integer(1))
     if version > VERSION:
         raise ValueError(
-            f"the state is of version {_show(version)}, this sharded_loader reads up to version {VERSION}: update "
-            f"sharded_loader, or begin with set_epoch({_show(state.get('epoch', '...'))})"
+            f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update "
+            f"sharded_loader, or begin with set_epoch({brief(state.get('epoch', '...'))})"
         )
     signature = _parsed(Signature, state)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch = _read(state, "epoch", _natural(0))
-    done = _read(state, unit, _integer if signature.last_batch == "rollover" else _natural(0))
+    epoch = _read(state, "epoch", _integer(0))
+    done = _read(state, unit, _integer(-math.inf if signature.last_batch == "rollover" else 0))
     if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {found}: {_ADVICE}")
     passed = state.get("passed")
     if passed is None:
         return Position(epoch, done), signature
-    if not isinstance(passed, Mapping):
-        raise _wrong("the state's 'passed'", passed, "a dict")
-    mark = _parsed(Checkpoint, passed, "'passed'")
+    mark = _parsed(Checkpoint, _is(Mapping, "a dict")("the state's 'passed'", passed), "'passed'")
     if mark.epoch > epoch:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
@@ -254,16 +227,7 @@ def _read(state: Mapping[str, Any], name: str, read: Reader, inside: str = "") -
 
 
 def _wrong(what: str, value: Any, must: str) -> ValueError:
-    return ValueError(f"{what} is {_show(value)}; it must be {must}: {_ADVICE}")
-
-
-def _show(value: Any) -> str:
-    """A value in an error message: short, and whatever its own repr does."""
-    try:
-        text = repr(value)
-    except Exception:  # also an integer of more than 4,300 digits
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return ValueError(f"{what} is {brief(value)}; it must be {must}: {_ADVICE}")
 
 
 def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
