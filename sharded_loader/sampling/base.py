@@ -8,12 +8,8 @@
 
 In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler owns no
 threads, no files and no generator state. Only `epoch` changes in it, and loaders count their own epochs. So iterating
-over a sampler changes nothing in a loader.
-
-An explicit ``set_epoch`` still decides the next epoch of the loaders that read the sampler: timm, Lightning and
-accelerate call it. A sampler knows no loader. It keeps the last call, and each loader looks for calls that are new to
-it. On a sampler of another library ``set_epoch`` is replaced, on that object alone, by a function that notes the call
-and passes it on. A loader that reads such a sampler causes calls of its own: it puts back what was noted before.
+over a sampler changes nothing in a loader. An explicit ``set_epoch`` does, as timm, Lightning and accelerate need it. A
+sampler knows no loader: it keeps the last call, and each loader looks for calls that are new to it.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The repr of a subclass with broken
@@ -23,6 +19,7 @@ attributes shows ``?`` for what it cannot read. The calls on a sampler with ``__
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,12 +33,9 @@ from sharded_loader.sampling.tables import Table
 
 Item_co = TypeVar("Item_co", covariant=True)
 
-ONE_SHOT = (
-    "an iterator can be read once, but every epoch reads the sampler again: pass a list, or a class with __iter__"
-)
+ONE_SHOT = "an iterator can be read once, and each epoch reads the sampler again: pass a list, or a class with __iter__"
 
-MAX_NESTING = 16
-"""Samplers inside samplers; more than a handful is a cycle."""
+MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
 
 
 def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
@@ -58,35 +52,27 @@ def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type
 
 
 class DrawnSeed(int):
-    """A seed that nobody gave. A loader with a seed of its own uses its own instead: ranks must agree on it."""
+    """A seed that nobody gave. A loader with a seed of its own uses its own instead."""
 
 
 def resolve_seed(seed: Any) -> int:
     """The given seed as an int, or one from torch's default generator (imports torch only then)."""
     if seed is None:
         return DrawnSeed(draw_seed())
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise TypeError(
-            f"seed must be an integer or None, got {seed!r} of type {type(seed).__name__}: "
-            "give an int, or None to draw one from torch's default generator"
-        ) from None
+    return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
 
 
-SHOWN_WHOLE, SHOWN_FIRST = 6, 3
-"""Arrays and lists up to this length are shown whole. Of longer ones the first few are shown, and the length."""
+SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
 
 
 class Described:
-    """Gives a class a repr: its name, its length, and the attributes that decide what it does.
+    """Gives a class a repr: its name, its length, and what decides the order beside seed and length.
 
     Attributes:
-        decided_by: what decides the order beside seed and length: what a state calls it, and the attribute, a number
-            or an array.
+        decided_by: what a state calls it, and the attribute, a number or an array.
         shown: what the repr shows instead, in the same form. Empty: ``decided_by``.
     """
 
@@ -94,7 +80,6 @@ class Described:
     shown: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __repr__(self) -> str:
-        """The class, the inner sampler, the length, what decides the order, and the seed."""
         kind = type(self)
         parts = [self._brief("inner")] if hasattr(kind, "inner") else []
         if hasattr(kind, "__len__"):
@@ -116,7 +101,6 @@ class Described:
 
     @property
     def _shown_seed(self) -> Any:
-        """The seed that decides what this yields; None if none does."""
         return getattr(self, "seed", None)
 
 
@@ -175,8 +159,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 def tell_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
     for one in nested(sampler):
-        set_epoch = getattr(one, "set_epoch", None)
-        if callable(set_epoch):
+        if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
 
 
@@ -212,8 +195,7 @@ class Sampler(Described, Generic[Item_co]):
 
     Two ways to write one:
 
-    - As in Gluon, override ``__iter__`` and ``__len__``. The loader starts each epoch of it with the global
-      random generators seeded by (seed, epoch).
+    - As in Gluon, override ``__iter__`` and ``__len__``. The loader seeds the global generators for each epoch.
     - Override `iter_epoch` and `len_epoch` with pure functions of the epoch. ``__iter__``, ``__len__`` and
       `set_epoch` then work by themselves, and the loader can jump into the middle of any epoch.
 
@@ -247,9 +229,6 @@ class Sampler(Described, Generic[Item_co]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` begin this epoch, of the sampler and of every loader that reads it.
 
-        Args:
-            epoch: number of an epoch, from 0.
-
         Raises:
             ValueError: if ``epoch`` is negative or not an integer.
         """
@@ -271,16 +250,10 @@ class Sampler(Described, Generic[Item_co]):
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Item_co]:
         """The items of an epoch from position ``start`` on. Leaves `epoch` alone.
 
-        Args:
-            epoch: which epoch, from 0.
-            start: how many of its items to leave out.
-
-        Returns:
-            An iterator over indices, or over lists of them. Seed and epoch are read when this is called, not at the
-            first item: not a generator function.
+        Seed and epoch are read when this is called, not at the first item: not a generator function.
         """
-        check_int("start", start, 0, "it counts the items of the epoch to leave out")
-        items: Iterator[Item_co] = self.epoch_table(epoch).items(int(start))
+        start = check_int("start", start, 0, "it counts the items of the epoch to leave out")
+        items: Iterator[Item_co] = self.epoch_table(epoch).items(start)
         return items
 
     def epoch_table(self, epoch: int) -> Table:
@@ -293,11 +266,7 @@ class Sampler(Described, Generic[Item_co]):
         )
 
     def len_epoch(self, epoch: int) -> int:
-        """How many items an epoch has. Leaves `epoch` alone.
-
-        Args:
-            epoch: which epoch, from 0; the number may differ from one to the next.
-        """
+        """How many items an epoch has (not all need have the same number). Leaves `epoch` alone."""
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
 
@@ -313,10 +282,7 @@ def depth(sampler: Any, method: str) -> int:
 
 
 def is_own(sampler: Any) -> bool:
-    """Whether the sampler gives pure access to its epochs: `epoch_table` or `iter_epoch`, and `len_epoch`.
-
-    A subclass that overrides ``__iter__`` means that ``__iter__`` to be used, whatever it inherits.
-    """
+    """Whether a sampler has pure `epoch_table` or `iter_epoch`. An ``__iter__`` that a subclass overrides is used."""
     provides = min(depth(sampler, "iter_epoch"), depth(sampler, "epoch_table"))
     return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
 
@@ -324,9 +290,7 @@ def is_own(sampler: Any) -> bool:
 class WrapperSampler(Sampler[Item_co]):
     """Base class of samplers over another sampler: they share one epoch.
 
-    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of
-    them, as Lightning, accelerate and timm do, and iterating over the wrapper is iterating over both.
-
+    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of them.
     ``seed`` starts a ``sampler`` of another library. None draws a seed if it is needed.
     """
 

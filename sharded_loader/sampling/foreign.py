@@ -9,22 +9,20 @@ There are three kinds. A sampler of ours has `epoch_table`. A user's sampler wit
 jumps to any item (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain
 iterables, lists, and subclasses of `Sampler` that override ``__iter__`` alone.
 
-A foreign sampler is started, with its first item, under these conditions:
+A foreign sampler is started, with its first item, under these conditions. What was there before is put back.
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
     2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
-    3. ``random``, NumPy and torch are seeded by (seed, epoch);
+    3. ``random``, NumPy and torch are seeded by (seed, epoch).
 
-and what was there before is put back. The first item belongs to the start because a generator function runs nothing
-before it. After that the sampler is read once, no further than the batch that is asked for. A `Checkpoint` says how
-much was read. The sampler gets back there by its own ``load_state_dict``, if it (or its iterator) has ``state_dict``
-as well. Otherwise it is started again and the items before are passed over. Their checksum says whether they are the
-same items. No data is read for either.
+The first item belongs to the start because a generator function runs nothing before it. Then the sampler is read once,
+no further than the batch that is asked for. A `Checkpoint` says how far. The sampler gets back there by its own
+``load_state_dict``, or is started again and passes over the items before. A checksum says whether they are the same.
 
 What can go wrong: a sampler that draws from global generators after its first item, or counts epochs by itself, is no
 pure function. If it yields other items on the way back, it is rejected by name. An iterator that is its own ``iter()``
-serves one epoch. A sampler with ``state_dict`` keeps one position, so two iterators that are alive at once disturb each
-other. Before the first batch of an epoch there is no checkpoint: interrupted there, a sampler is started again.
+serves one epoch. A sampler with ``state_dict`` keeps one position, so two live iterators disturb each other. Before the
+first batch of an epoch there is no checkpoint: interrupted there, a sampler is started again.
 
 Source of the idea: ``StatefulDataLoader`` of torchdata.
 """
@@ -50,8 +48,7 @@ from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, ne
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Indices, Streamed, Table
 
-# Items passed over between two updates of the checksum.
-_PART = 1 << 16
+_PART = 1 << 16  # items passed over between two updates of the checksum
 
 MOST_BYTES = 64 << 20
 """Arrays above this are data, not an order that is shuffled in place: they are not copied. Lists: items of 8 bytes."""
@@ -61,12 +58,9 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
     """An epoch of any sampler as a table.
 
     Args:
-        sampler: any sampler, or any iterable that can be read again and again.
+        sampler: any sampler, or any iterable that can be read again and again. A foreign one is started now.
         epoch: which epoch, from 0.
         seed: seeds a foreign sampler, together with the epoch. Other samplers have theirs.
-
-    Returns:
-        The table. A foreign sampler has been started when this returns.
 
     Raises:
         TypeError: for an iterator that an earlier epoch has used up.
@@ -153,8 +147,7 @@ def _is_torch_generator(value: Any) -> bool:
 def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
     """Exchange torch generators that foreign samplers carry (``RandomSampler(..., generator=g)``).
 
-    ``g`` advances with every epoch, so the order of an epoch would depend on history. The seed that ``g``
-    was given still counts.
+    ``g`` advances with every epoch, so the order would depend on history. The seed that ``g`` was given still counts.
     """
     exchanged = []
     try:
@@ -181,17 +174,6 @@ def undisturbed(samplers: Iterable[Any], but: Any = None) -> Iterator[None]:
     Args:
         samplers: those of other libraries. Samplers of this library need nothing: they are pure functions.
         but: an object that is not copied where a sampler refers to it: the dataset.
-
-    Example:
-        >>> class Counting:
-        ...     count = 0
-        ...     def __iter__(self): self.count += 1; return iter([self.count])
-        >>> sampler = Counting()
-        >>> with undisturbed([sampler]):
-        ...     print(list(sampler), list(sampler))
-        [1] [2]
-        >>> list(sampler)
-        [1]
     """
     kept = [(one.__dict__, dict(one.__dict__)) for one in samplers if isinstance(getattr(one, "__dict__", None), dict)]
     try:
@@ -219,11 +201,7 @@ def _apart(value: Any) -> Any:
 
 
 class ReplayTable(Streamed):
-    """One epoch of a foreign sampler, read once.
-
-    Args:
-        sampler, epoch, seed: as `table_of`.
-        checkpoint: where to go on; None: at the beginning.
+    """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
     Raises:
         ValueError: the items before the checkpoint are not those of then.
@@ -310,9 +288,7 @@ class ReplayTable(Streamed):
 class Replay:
     """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
 
-    Args:
-        sampler, seed: as `table_of`.
-        checkpoint: where the first epoch that is read goes on.
+    The first epoch that is read goes on at ``checkpoint``.
     """
 
     def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None) -> None:

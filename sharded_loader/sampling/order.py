@@ -3,10 +3,13 @@
     sampler, batch_size, last_batch  or  batch_sampler
         -> EpochOrder.read(epoch, position) -> EpochReading
 
-Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
-reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
-has no seed of its own and the loader has one, the order reads a copy of it. ``set_epoch`` may be called on the order,
-or on any of the samplers in it (`sharded_loader.sampling.base`).
+The samplers that the user gave belong to the user. The order reads them as functions of (seed, epoch) and changes
+nothing in them, so several loaders may share one. If a sampler has no seed of its own and the loader has one, the order
+reads a copy of it.
+
+Also the one place that knows which epoch comes next: the one that the loader counts, unless the user has called
+``set_epoch`` on a sampler, as timm, Lightning and accelerate do. On a sampler of another library ``set_epoch`` is
+replaced, on that object alone, by a function that notes the call and passes it on.
 
 What can go wrong: arguments that contradict each other; a state that belongs to another order.
 """
@@ -59,12 +62,11 @@ from sharded_loader.sampling.state import (
 class EpochOrder:
     """Builds the samplers that a loader's arguments ask for, and reads their epochs.
 
-    Args:
-        length: samples in the dataset.
-        batch_size, shuffle, sampler, last_batch, batch_sampler, num_replicas, rank, seed: as the loader's.
+    The arguments are the loader's, and ``length``: samples in the dataset.
 
     Attributes:
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
+        rolls_over: samples of an incomplete last batch begin the next epoch.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
@@ -95,6 +97,7 @@ class EpochOrder:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._last_batch = last_batch or "keep"
+        self.rolls_over = last_batch == "rollover"
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
@@ -102,8 +105,7 @@ class EpochOrder:
         if self._user is not None:
             check_sampler(self._user, "batch_sampler" if self.given_batches else "sampler")
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
-        # What is read: the user's sampler, or a copy with other seeds.
-        self._read = self._user
+        self._read = self._user  # or a copy with other seeds
         # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
         self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
         if decides:
@@ -130,34 +132,25 @@ class EpochOrder:
             self.batch_sampler = self._read
             self.sampler = self._given[-1] if len(self._given) > 1 else None
         else:
-            self.sampler = indices = self._read if self._user is not None else self._make_sampler(length)
+            self.sampler = indices = self._make_sampler(length) if self._read is None else self._read
             if self.replicated:
                 indices = ReplicaSampler(self.sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
+        # The sampler of the global order: of batches, or of samples.
+        self._items = self.batch_sampler if self.given_batches else self.sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         self._requests.listen([*nested(self._user), *nested(self.batch_sampler)])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
-            raise TypeError(
-                "the dataset has no __len__: give it one, or give the loader a sampler that knows the indices"
-            )
+            raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
-        """Inside, the samplers may be read; afterwards those of other libraries are what they were before.
-
-        Args:
-            but: an object that is not copied where a sampler refers to it: the dataset.
-        """
+        """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
         return undisturbed([one for one in nested(self.batch_sampler) if not is_own(one)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
-
-    @property
-    def _items(self) -> Any:
-        """The sampler of the global order: of samples, or of batches."""
-        return self.batch_sampler if self.given_batches else self.sampler
 
     def signature(self, epoch: int) -> Signature:
         """What a position in this order is a position in."""
@@ -229,11 +222,6 @@ class EpochOrder:
         """Make ``epoch`` the one that comes next."""
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
-
-    @property
-    def rolls_over(self) -> bool:
-        """Whether samples of an incomplete last batch begin the next epoch."""
-        return self._last_batch == "rollover"
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -307,13 +295,11 @@ def _notes_calls(sampler: Any) -> bool:
         epoch = getattr(sampler, "epoch", None)
         listener: Any = partial(_set_epoch, sampler, method)
         listener.is_noted = True
-        try:
+        try:  # an epoch above 0 is a call that came before
+            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
             sampler.set_epoch = listener
         except AttributeError:  # it has __slots__
             return False
-        sampler.epoch_request = None
-        if isinstance(epoch, int) and epoch > 0:  # it was called before
-            sampler.epoch_request = note(epoch)
     return callable(method)
 
 

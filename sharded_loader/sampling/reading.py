@@ -33,9 +33,10 @@ import numpy as np
 
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
+from sharded_loader.sampling.batch_samplers import Rolling
 from sharded_loader.sampling.foreign import Replay, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
-from sharded_loader.sampling.tables import Batched, Dealt, Rolling, Table, parts
+from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
 
 
 @dataclass
