@@ -13,7 +13,7 @@ Every table answers two questions:
 
 Batches, ranks, resuming and rollover are all arithmetic on positions. A rank computes only the items at its own.
 
-The reading that opened a table owns it. What can go wrong: a stream of another library raises an error.
+The reading that opened a table owns it. What can go wrong: an iterator of another library raises an error.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_two_live_epochs_of_one_foreign_sampler_do_not_mix() -> None:
     assert [list(items) for items in zip(*pairs, strict=True)] == alone
 
 
-def test_a_sampler_that_each_iter_begins_anew_yields_each_index_once() -> None:
+def test_a_sampler_that_each_iter_restarts_yields_each_index_once() -> None:
     class BeginsAnew:
         at = 0
 
