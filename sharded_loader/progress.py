@@ -69,7 +69,8 @@ class Progress:
     def delivered(self, run: Run) -> None:
         """A batch of this run was handed out, or its end was seen. Called for every batch."""
         self._shown = run
-        run.reading.forget(run.delivered)
+        if run.reading.keeps:
+            run.reading.forget(run.delivered)
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -152,9 +153,9 @@ class Progress:
         """The position as a state."""
         run = self.run()
         if run is not None:
-            return dump(run.reading.place(run.delivered), run.reading.signature)
+            return dump(run.reading.position_after(run.delivered), run.reading.signature)
         reading = self.coming()
-        position = reading.place(reading.first)
+        position = reading.position_after(reading.first)
         ended = self._shown
         if ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
             position = ended.reading.after(position)

@@ -48,8 +48,8 @@ class EpochPlan:
     Args:
         run: which iterator asks.
         epoch: number of the epoch.
-        batch: ``batch number -> batch``, None after the last one (`EpochReading.batch`).
-        position: ``batch number -> place of its first sample in the global order``.
+        batch: ``batch number -> (batch, number of its first sample in the global order)``, None after the last one
+            (`EpochReading.batch`).
         length: samples in the dataset, to check indices against; None: not checked.
         split: how batches become shards.
         may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
@@ -63,8 +63,7 @@ class EpochPlan:
         self,
         run: int,
         epoch: int,
-        batch: Callable[[int], Any],
-        position: Callable[[int], int],
+        batch: Callable[[int], tuple[Any, int] | None],
         length: int | None,
         split: Split,
         *,
@@ -73,7 +72,6 @@ class EpochPlan:
         self._run = run
         self._epoch = epoch
         self._batch = batch
-        self._position = position
         self._length = length
         self._split = split
         self._may_shard = may_shard
@@ -82,30 +80,19 @@ class EpochPlan:
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
         try:
-            batch = self._batch(seq)
+            found = self._batch(seq)
         except Exception as raised:
             error = as_batch_error(raised, "by the sampler")
             add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
             return error
-        if batch is None:
+        if found is None:
             return None
         try:
-            if self._is_good_array(batch):
-                return Task(self._run, seq, self._epoch, self._position(seq), (batch,), False)
-            return self._make_task(seq, batch)
+            return self._make_task(seq, *found)
         except Exception as raised:
             return as_batch_error(raised, "by a batch of the sampler's")
 
-    def _is_good_array(self, batch: Any) -> bool:
-        """Whether a batch is an array of indices of the dataset. An index that is out of range is not."""
-        if type(batch) is not np.ndarray or self._may_shard or batch.dtype != np.int64 or batch.ndim != 1:
-            return False
-        if self._length is None or not len(batch):
-            return len(batch) > 0
-        # A negative index is a large unsigned one.
-        return int(np.maximum.reduce(batch.view(np.uint64))) < self._length
-
-    def _make_task(self, seq: int, batch: Any) -> Task:
+    def _make_task(self, seq: int, batch: Any, first: int) -> Task:
         try:
             size = -1 if isinstance(batch, (str, bytes)) else len(batch)
         except TypeError:
@@ -117,6 +104,11 @@ class EpochPlan:
             )
         if size == 0:
             raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
+        if type(batch) is np.ndarray and not self._may_shard and batch.dtype == np.int64 and batch.ndim == 1:
+            # A negative index is a large unsigned one; a negative length is none.
+            if self._length is not None and int(np.maximum.reduce(batch.view(np.uint64))) >= self._length:
+                self._check_range(batch.tolist(), seq)
+            return Task(self._run, seq, self._epoch, first, (batch,), False)
         sharded = self._may_shard and is_sharded(batch)
         if sharded:
             shards = [_as_list(shard) for shard in batch]
@@ -137,7 +129,7 @@ class EpochPlan:
                 f"{self._where(seq)} has {len(shards)} shards, but there are only {limit} devices: "
                 f"let the batch sampler yield at most {limit} shards, or name more devices"
             )
-        return Task(self._run, seq, self._epoch, self._position(seq), tuple(shards), sharded)
+        return Task(self._run, seq, self._epoch, first, tuple(shards), sharded)
 
     def split(self, task: Task) -> Task:
         """A flat batch as shards, by the weights of this moment; called when it is dispatched, if the plan `splits`."""

@@ -1,13 +1,12 @@
 """The order of samples: samplers, batch samplers, buckets, shards and ranks. From the bottom up:
 
-    state.py             what `state_dict` returns
-    tables.py            one epoch as a table; batches, ranks and rollover as arithmetic on positions
+    tables.py            one epoch as a table; batches and ranks as arithmetic on positions
     shuffle.py           shuffles of any size
-    borrowing.py         samplers of other libraries: started by (seed, epoch), and left as they were
-    base.py              Sampler: what every sampler is, and what its repr says
-    foreign.py           any sampler at all as a table
+    base.py              Sampler: what every sampler is, what its repr says, and what ``set_epoch`` has asked of it
+    state.py             what `state_dict` returns
+    foreign.py           any sampler at all as a table: the one place that reads samplers of other libraries
     index_samplers.py    orders of single indices
-    batch_samplers.py    batches of indices
+    batch_samplers.py    batches of indices, and the arithmetic of rollover
     bucket_samplers.py   batches by fixed buckets of lengths
     shards.py            a batch split over devices
     replicas.py          the share of one rank; one part of a dataset

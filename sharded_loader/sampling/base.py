@@ -5,37 +5,40 @@
     sampler.len_epoch(epoch)           pure: how many items that epoch has
     iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
     sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
-    repr(sampler)                      its class, its inner sampler, its length, what decides the order, its seed
 
 In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler owns no
-threads, no files and no generator state. `epoch` is the only thing that changes in it, and loaders do not look at
-`epoch`: they count their own epochs, so iterating over a sampler changes nothing in a loader.
+threads, no files and no generator state. Only `epoch` changes in it, and loaders count their own epochs. So iterating
+over a sampler changes nothing in a loader. An explicit ``set_epoch`` does, as timm, Lightning and accelerate need it. A
+sampler knows no loader: it keeps the last call, and each loader looks for calls that are new to it.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
 works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The repr of a subclass with broken
-attributes shows ``?`` for what it cannot read.
+attributes shows ``?`` for what it cannot read. The calls on a sampler with ``__slots__`` cannot be noted.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.borrowing import EpochRequest, check_sampler, keeps_request, nested, note, tell_epoch
 from sharded_loader.sampling.tables import Table
 
 Item_co = TypeVar("Item_co", covariant=True)
 
+ONE_SHOT = "an iterator can be read once, and each epoch reads the sampler again: pass a list, or a class with __iter__"
 
-def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[Exception] = TypeError) -> int:
+MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
+
+
+def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
     """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
     try:
         if isinstance(value, bool | np.bool_):
@@ -49,70 +52,56 @@ def check_int(name: str, value: Any, least: int, advice: str, wrong_type: type[E
 
 
 class DrawnSeed(int):
-    """A seed that nobody gave. A loader with a seed of its own uses its own instead: ranks must agree on it."""
+    """A seed that nobody gave. A loader with a seed of its own uses its own instead."""
 
 
 def resolve_seed(seed: Any) -> int:
     """The given seed as an int, or one from torch's default generator (imports torch only then)."""
     if seed is None:
         return DrawnSeed(draw_seed())
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise TypeError(
-            f"seed must be an integer or None, got {seed!r} of type {type(seed).__name__}: "
-            "give an int, or None to draw one from torch's default generator"
-        ) from None
+    return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
 
 
-SHOWN_WHOLE, SHOWN_FIRST = 6, 3
-"""Arrays and lists up to this length are shown whole. Of longer ones the first few are shown, and the length."""
+SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
 
 
 class Described:
-    """Gives a class a repr: its name, its length, and the attributes that decide what it does.
+    """Gives a class a repr: its name, its length, and what decides the order beside seed and length.
 
     Attributes:
-        decided_by: what decides the order beside seed and length: what a state calls it, and the attribute, a number
-            or an array.
-        shown: what the repr shows instead, in the same form. None: ``decided_by``.
+        decided_by: what a state calls it, and the attribute, a number or an array.
+        shown: what the repr shows instead, in the same form. Empty: ``decided_by``.
     """
 
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
-    shown: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    shown: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    @reprlib.recursive_repr()
     def __repr__(self) -> str:
-        """The class, the inner sampler, the length, what decides the order, and the seed."""
         kind = type(self)
-        parts = []
-        if hasattr(kind, "inner"):
-            parts.append(_or_unknown(lambda: brief(self.inner)))  # type: ignore[attr-defined]
+        parts = [self._brief("inner")] if hasattr(kind, "inner") else []
         if hasattr(kind, "__len__"):
-            parts.append(_or_unknown(lambda: f"length={len(self)}", "length=?"))  # type: ignore[arg-type]
-        for name, attribute in kind.decided_by if kind.shown is None else kind.shown:
-            parts.append(f"{name}={_or_unknown(partial(self._brief_attribute, attribute))}")
-        if (seed := _or_unknown(lambda: brief(self._shown_seed()))) != "None":
+            parts.append(f"length={self._brief('_shown_length')}")
+        parts += [f"{name}={self._brief(attribute)}" for name, attribute in kind.shown or kind.decided_by]
+        if (seed := self._brief("_shown_seed")) != "None":
             parts.append(f"seed={seed}")
         return f"{kind.__name__}({', '.join(parts)})"
 
-    def _brief_attribute(self, attribute: str) -> str:
-        return brief(getattr(self, attribute))
+    def _brief(self, attribute: str) -> str:
+        try:
+            return brief(getattr(self, attribute))
+        except Exception:  # a repr must not raise
+            return "?"
 
+    @property
+    def _shown_length(self) -> int:
+        return len(self)  # type: ignore[arg-type]
+
+    @property
     def _shown_seed(self) -> Any:
-        """The seed that decides what this yields; None if none does."""
         return getattr(self, "seed", None)
-
-
-def _or_unknown(look: Callable[[], str], unknown: str = "?") -> str:
-    """What is found, unless it cannot be told: a repr must not raise."""
-    try:
-        return look()
-    except Exception:
-        return unknown
 
 
 def brief(value: Any) -> str:
@@ -135,7 +124,70 @@ def brief(value: Any) -> str:
         return f"[{', '.join(first)}]"
     package = type(value).__module__.partition(".")[0]
     name = type(value).__name__ if package == "builtins" else f"{package}.{type(value).__name__}"
-    return _or_unknown(lambda: f"<{name} of length {len(value)}>", f"<{name}>")
+    try:
+        return f"<{name} of length {len(value)}>"
+    except Exception:
+        return f"<{name}>"
+
+
+def check_sampler(sampler: Any, name: str = "sampler") -> None:
+    """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
+    kind = type(sampler)
+    method = getattr(kind, "__iter__", None)
+    if method is None and not hasattr(kind, "__getitem__"):
+        raise TypeError(
+            f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}: "
+            "pass a sampler, a list, or an object with __iter__ and __len__"
+        )
+    is_builtin = isinstance(sampler, Iterator) and kind.__module__ in ("builtins", "itertools")
+    if is_builtin or method is Iterator.__iter__:
+        raise TypeError(f"{name} is a one-shot iterator of type {kind.__name__}: {ONE_SHOT}")
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
+    for _ in range(MAX_NESTING):
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        if inner is None:
+            inner = getattr(sampler, "batch_sampler", None)
+        if not hasattr(type(inner), "__iter__"):
+            return
+        sampler = inner
+
+
+def tell_epoch(sampler: Any, epoch: int) -> None:
+    """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
+    for one in nested(sampler):
+        if callable(set_epoch := getattr(one, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+class EpochRequest(NamedTuple):
+    """One call of ``set_epoch``: its number is greater than those of all calls before in this process."""
+
+    number: int
+    epoch: int
+
+
+_numbers = count(1)
+
+
+def note(epoch: int) -> EpochRequest:
+    """What a sampler keeps after ``set_epoch(epoch)``."""
+    return EpochRequest(next(_numbers), epoch)
+
+
+def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
+    """Samplers that note the calls of ``set_epoch``, each with its last call."""
+    return [(one, one.epoch_request) for one in samplers if hasattr(one, "epoch_request")]
+
+
+def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
+    """Forget the calls of ``set_epoch`` that came since `noted`: a loader has made them."""
+    for sampler, request in before:
+        if sampler.epoch_request is not request:
+            sampler.epoch_request = request
 
 
 class Sampler(Described, Generic[Item_co]):
@@ -143,8 +195,7 @@ class Sampler(Described, Generic[Item_co]):
 
     Two ways to write one:
 
-    - As in Gluon, override ``__iter__`` and ``__len__``. The loader starts each epoch of it with the global
-      random generators seeded by (seed, epoch).
+    - As in Gluon, override ``__iter__`` and ``__len__``. The loader seeds the global generators for each epoch.
     - Override `iter_epoch` and `len_epoch` with pure functions of the epoch. ``__iter__``, ``__len__`` and
       `set_epoch` then work by themselves, and the loader can jump into the middle of any epoch.
 
@@ -175,27 +226,16 @@ class Sampler(Described, Generic[Item_co]):
     def epoch(self, epoch: int) -> None:
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", wrong_type=ValueError)
 
-    @keeps_request
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` begin this epoch, of the sampler and of every loader that reads it.
 
-        Args:
-            epoch: number of an epoch, from 0.
-
         Raises:
             ValueError: if ``epoch`` is negative or not an integer.
-
-        Example:
-            >>> class Backwards(Sampler[int]):
-            ...     def iter_epoch(self, epoch, start=0): return iter([2, 1, 0][start:])
-            ...     def len_epoch(self, epoch): return 3
-            >>> sampler = Backwards()
-            >>> sampler.set_epoch(5)
-            >>> sampler.epoch
-            5
         """
         self.epoch = epoch
         self.epoch_request = note(self.epoch)
+
+    set_epoch.is_noted = True  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Item_co]:
         # Not a generator function: seed and epoch are read now, not when the first item is asked for.
@@ -210,16 +250,10 @@ class Sampler(Described, Generic[Item_co]):
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Item_co]:
         """The items of an epoch from position ``start`` on. Leaves `epoch` alone.
 
-        Args:
-            epoch: which epoch, from 0.
-            start: how many of its items to leave out.
-
-        Returns:
-            An iterator over indices, or over lists of them. Seed and epoch are read when this is called, not at the
-            first item: not a generator function.
+        Seed and epoch are read when this is called, not at the first item: not a generator function.
         """
-        check_int("start", start, 0, "it counts the items of the epoch to leave out")
-        items: Iterator[Item_co] = self.epoch_table(epoch).items(int(start))
+        start = check_int("start", start, 0, "it counts the items of the epoch to leave out")
+        items: Iterator[Item_co] = self.epoch_table(epoch).items(start)
         return items
 
     def epoch_table(self, epoch: int) -> Table:
@@ -232,11 +266,7 @@ class Sampler(Described, Generic[Item_co]):
         )
 
     def len_epoch(self, epoch: int) -> int:
-        """How many items an epoch has. Leaves `epoch` alone.
-
-        Args:
-            epoch: which epoch, from 0; the number may differ from one to the next.
-        """
+        """How many items an epoch has (not all need have the same number). Leaves `epoch` alone."""
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
 
@@ -252,98 +282,69 @@ def depth(sampler: Any, method: str) -> int:
 
 
 def is_own(sampler: Any) -> bool:
-    """Whether the sampler gives pure access to its epochs: `epoch_table` or `iter_epoch`, and `len_epoch`.
-
-    A subclass that overrides ``__iter__`` means that ``__iter__`` to be used, whatever it inherits.
-    """
+    """Whether a sampler has pure `epoch_table` or `iter_epoch`. An ``__iter__`` that a subclass overrides is used."""
     provides = min(depth(sampler, "iter_epoch"), depth(sampler, "epoch_table"))
     return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
-
-
-def foreign_seed(sampler: Any, seed: Any) -> int:
-    """The seed that a wrapper of this sampler keeps: drawn only where the sampler may use it."""
-    if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
-        return 0
-    return resolve_seed(seed)
 
 
 class WrapperSampler(Sampler[Item_co]):
     """Base class of samplers over another sampler: they share one epoch.
 
-    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of
-    them, as Lightning, accelerate and timm do, and iterating over the wrapper is iterating over both.
-
-    Args:
-        sampler: any sampler.
-        seed: starts a foreign ``sampler`` (see the module); None draws one if it is needed.
-        name: what error messages call ``sampler``.
+    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of them.
+    ``seed`` starts a ``sampler`` of another library. None draws a seed if it is needed.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int | None, name: str) -> None:
-        check_sampler(sampler, name)
-        self._inner = sampler
+    _wraps: ClassVar[str] = "sampler"
+    """The attribute that is the inner sampler."""
+
+    def __init__(self, sampler: Iterable[Any], seed: int | None) -> None:
+        check_sampler(sampler, self._wraps)
+        setattr(self, self._wraps, sampler)
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
-        self.seed: int = foreign_seed(sampler, seed)
+        if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
+            seed = 0  # it is not used
+        self.seed: int = resolve_seed(seed)
 
     @property
     def inner(self) -> Any:
         """The sampler that this one wraps."""
-        return self._inner
+        return getattr(self, self._wraps)
 
     def over(self, inner: Any) -> Any:
         """A copy of this sampler that wraps another one."""
         twin = copy.copy(self)
-        twin._inner = inner
-        for name in ("sampler", "batch_sampler"):
-            if name in vars(twin):
-                setattr(twin, name, inner)
+        setattr(twin, self._wraps, inner)
         return twin
 
     @property
     def epoch(self) -> int:
-        return self._inner.epoch if self._shares_epoch else self._epoch  # type: ignore[attr-defined]
+        shared: int = self.inner.epoch if self._shares_epoch else self._epoch
+        return shared
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         if self._shares_epoch:
-            self._inner.epoch = epoch  # type: ignore[attr-defined]
+            self.inner.epoch = epoch
         else:
             Sampler.epoch.__set__(self, epoch)  # type: ignore[attr-defined]
 
-    @keeps_request
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        tell_epoch(self._inner, self.epoch)
+        tell_epoch(self.inner, self.epoch)
 
+    set_epoch.is_noted = True  # type: ignore[attr-defined]
+
+    @property
     def _shown_seed(self) -> int | None:
-        return self.seed if self._reads_foreign() else None
-
-    def _reads_foreign(self) -> bool:
-        inner: Any = self._inner
-        return inner._reads_foreign() if isinstance(inner, WrapperSampler) and is_own(inner) else not is_own(inner)
+        return None if find_foreign(self, 0)[0] is None else self.seed
 
 
-def with_seeds(sampler: Any, seed_of: Callable[[Any], int | None]) -> Any:
-    """The sampler with other seeds. What the user gave is not changed, because other loaders may read it too.
+def is_wrapper(sampler: Any) -> bool:
+    return isinstance(sampler, WrapperSampler) and is_own(sampler)
 
-    Args:
-        sampler: any sampler.
-        seed_of: the new seed of a sampler; None: its own.
 
-    Returns:
-        The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
-        sampler of another library is changed: nobody knows how that library's sampler is copied.
-    """
-    seed, given = seed_of(sampler), sampler
-    if isinstance(sampler, WrapperSampler) and is_own(sampler):
-        inner = with_seeds(sampler.inner, seed_of)
-        if inner is not sampler.inner:
-            sampler = sampler.over(inner)
-    else:
-        for one in islice(nested(sampler), 1, None):
-            if (other := seed_of(one)) is not None:
-                one.seed = other
-    if seed is not None:
-        sampler = copy.copy(sampler) if sampler is given else sampler
-        sampler.seed = seed
-    return sampler
+def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
+    """The sampler of another library at the end of a chain of wrappers, or None; and the seed that starts it."""
+    while is_wrapper(sampler):
+        sampler, seed = sampler.inner, sampler.seed
+    return None if is_own(sampler) else sampler, seed

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sharded_loader.sampling.base import Described, Sampler, check_int, resolve_seed
 from sharded_loader.sampling.batch_samplers import length_table
 from sharded_loader.sampling.shuffle import shuffled
-from sharded_loader.sampling.tables import Indices, Table
+from sharded_loader.sampling.tables import BATCHES, Indices, Table
 
 Key = int | tuple[int, ...]
 
@@ -231,8 +231,8 @@ class FixedBucketSampler(Sampler[Any]):
     def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> None:
         """Sort the samples into buckets; buckets without samples go."""
         bucket_of = _match(table, keys)
-        counts = np.bincount(bucket_of, minlength=len(keys)) if keys else np.zeros(0, dtype=np.int64)
-        members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1]) if keys else []
+        counts = np.bincount(bucket_of, minlength=len(keys))
+        members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
         single = table.shape[1] == 1
         shown: list[Key] = [key[0] if single else key for key in keys]
         unused = [key for key, count in zip(shown, counts, strict=True) if not count]
@@ -283,8 +283,8 @@ class FixedBucketSampler(Sampler[Any]):
             return [batch(number) for number in order[begin:end].tolist()]
 
         if shards:
-            return Table(self.len_epoch(epoch), lambda positions: list(map(group, positions.tolist())))
-        return Table(count, lambda positions: list(map(batch, order[positions].tolist())))
+            return Table(self.len_epoch(epoch), lambda positions: list(map(group, positions.tolist())), BATCHES)
+        return Table(count, lambda positions: list(map(batch, order[positions].tolist())), BATCHES)
 
     def len_epoch(self, epoch: int) -> int:
         batches = len(self._batch_begin)

@@ -1,60 +1,66 @@
-"""Any sampler at all as a table of its epoch: the one place that asks whether a sampler is ours.
+"""Any sampler at all as a table of its epoch: the one place that knows samplers of other libraries.
 
-    table_of(sampler, epoch, seed)    the epoch as a table
-    len_epoch(sampler, epoch)         how many items it has
-    Replay(sampler, seed, checkpoint) the same for one sampler of another library, from a checkpoint on
-    find_foreign, over_replay         the sampler of another library inside our wrappers, and wrappers over its replay
+    table_of(sampler, epoch, seed)      the epoch as a table
+    len_epoch(sampler, epoch)           how many items it has
+    Replay(sampler, seed, checkpoint)   one sampler of another library, from a checkpoint on
+    with undisturbed(samplers):         read them; afterwards they are what they were before
 
 There are three kinds. A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and
 jumps to any item (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain
 iterables, lists, and subclasses of `Sampler` that override ``__iter__`` alone.
 
-A foreign sampler is read once, item after item, no further than the batch that is asked for. A `Checkpoint` says how
-much was read. It gets back there by its own ``load_state_dict``, if it (or its iterator) has ``state_dict`` as well;
-otherwise it is started again and the items before are passed over. Their checksum says whether they are the same items.
-No data is read for either.
+A foreign sampler is started, with its first item, under these conditions. What was there before is put back.
 
-What can go wrong: a foreign sampler that yields other items on the way back: rejected, by name. A sampler with
-``state_dict`` keeps one position; two iterators that are alive at once disturb each other in it. Before the first batch
-of an epoch there is no checkpoint: interrupted there, a sampler is started again. One that goes on where it stopped, or
-draws another order each time, does so then.
+    1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
+    2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
+    3. ``random``, NumPy and torch are seeded by (seed, epoch).
+
+The first item belongs to the start because a generator function runs nothing before it. Then the sampler is read once,
+no further than the batch that is asked for. A `Checkpoint` says how far. The sampler gets back there by its own
+``load_state_dict``, or is started again and passes over the items before. A checksum says whether they are the same.
+
+What can go wrong: a sampler that draws from global generators after its first item, or counts epochs by itself, is no
+pure function. If it yields other items on the way back, it is rejected by name. An iterator that is its own ``iter()``
+serves one epoch. A sampler with ``state_dict`` keeps one position, so two live iterators disturb each other. Before the
+first batch of an epoch there is no checkpoint: interrupted there, a sampler is started again.
 
 Source of the idea: ``StatefulDataLoader`` of torchdata.
 """
 
 from __future__ import annotations
 
-import array
 import copy
-import operator
-import sys
+import random
+import struct
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.sampling.base import Sampler, WrapperSampler, depth, is_own
-from sharded_loader.sampling.borrowing import MAX_NESTING, length_or, nested, start
+from sharded_loader.global_generators import seed_torch, seeded_globals
+from sharded_loader.rng import derive_key
+from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Indices, Streamed, Table
 
-# Items passed over between two updates of the checksum.
-_PART = 1 << 16
+_PART = 1 << 16  # items passed over between two updates of the checksum
+
+MOST_BYTES = 64 << 20
+"""Arrays above this are data, not an order that is shuffled in place: they are not copied. Lists: items of 8 bytes."""
 
 
 def table_of(sampler: Any, epoch: int, seed: int) -> Table:
     """An epoch of any sampler as a table.
 
     Args:
-        sampler: any sampler, or any iterable that can be read again and again.
+        sampler: any sampler, or any iterable that can be read again and again. A foreign one is started now.
         epoch: which epoch, from 0.
         seed: seeds a foreign sampler, together with the epoch. Other samplers have theirs.
-
-    Returns:
-        The table. A foreign sampler has been started when this returns.
 
     Raises:
         TypeError: for an iterator that an earlier epoch has used up.
@@ -88,36 +94,114 @@ def len_epoch(sampler: Any, epoch: int) -> int:
     if is_own(sampler):
         length: int = sampler.len_epoch(epoch)
         return length
-    if not hasattr(type(sampler), "__len__"):
-        raise TypeError(
-            f"the sampler, a {type(sampler).__name__}, has no length: give its class a __len__ that returns the "
-            "number of items in an epoch"
-        )
-    try:
-        return _foreign_length(sampler, epoch)
-    except Exception as error:  # other libraries raise what they like where a length is unknown
-        cause = f"its __len__ raised {type(error).__name__}: {error}"
-        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no length: {cause}") from error
+    cause: Exception | None = None
+    why = "give its class a __len__ that returns the number of items in an epoch"
+    if hasattr(type(sampler), "__len__"):
+        try:
+            return len(sampler)
+        except Exception as error:  # other libraries raise what they like where a length is unknown
+            cause, why = error, f"its __len__ raised {type(error).__name__}: {error}"
+    raise TypeError(f"the sampler, a {type(sampler).__name__}, has no length: {why}") from cause
 
 
-def _foreign_length(sampler: Any, epoch: int) -> int:
-    if not isinstance(sampler, Sampler):
-        return len(sampler)
-    # A subclass of ours that overrides __iter__: its inherited length is that of the pending epoch.
-    pending = sampler.epoch
+def known_length(sampler: Any, epoch: int) -> int | None:
+    """`len_epoch`; None if the sampler has no length."""
     try:
-        sampler.epoch = epoch
-        return len(sampler)
+        return len_epoch(sampler, epoch)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iterator[Any], Any]:
+    """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
+    # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
+    with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
+        before = noted(nested(sampler))
+        try:
+            tell_epoch(sampler, epoch)
+        finally:
+            put_back(before)
+        if state is not None and is_stateful(sampler):
+            sampler.load_state_dict(state)
+        items = iter(sampler)
+        stateful: Any = sampler if is_stateful(sampler) else items if is_stateful(items) else None
+        if state is not None and stateful is items and items is not sampler:
+            stateful.load_state_dict(state)
+        # Not chain(first, items), which would call iter(items): some begin again then.
+        rest = map(next, repeat(items))
+        first = list(islice(rest, 1))
+    if not first and items is sampler and state is None:
+        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {ONE_SHOT}")
+    return chain(first, rest), stateful
+
+
+def is_stateful(one: Any) -> bool:
+    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+
+
+def _is_torch_generator(value: Any) -> bool:
+    return type(value).__module__ == "torch._C" and hasattr(value, "initial_seed")
+
+
+@contextmanager
+def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
+    """Exchange torch generators that foreign samplers carry (``RandomSampler(..., generator=g)``).
+
+    ``g`` advances with every epoch, so the order would depend on history. The seed that ``g`` was given still counts.
+    """
+    exchanged = []
+    try:
+        for one in nested(sampler):
+            generator: Any = getattr(one, "generator", None)
+            if _is_torch_generator(generator):
+                key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
+                one.generator = type(generator)(device=generator.device)
+                seed_torch(one.generator, key)
+                exchanged.append((one, generator))
+        yield
     finally:
-        sampler.epoch = pending
+        for one, generator in exchanged:
+            one.generator = generator
+
+
+@contextmanager
+def undisturbed(samplers: Iterable[Any], but: Any = None) -> Iterator[None]:
+    """Inside, other libraries' samplers may be read; afterwards they are what they were before.
+
+    Inside, each has copies of the random generators, lists, dicts, sets and arrays that are its attributes. It cannot
+    be seen what a sampler keeps elsewhere (in a file, in an object inside it, in compiled code).
+
+    Args:
+        samplers: those of other libraries. Samplers of this library need nothing: they are pure functions.
+        but: an object that is not copied where a sampler refers to it: the dataset.
+    """
+    kept = [(one.__dict__, dict(one.__dict__)) for one in samplers if isinstance(getattr(one, "__dict__", None), dict)]
+    try:
+        for attributes, before in kept:
+            attributes.update((name, _apart(value)) for name, value in before.items() if value is not but)
+        yield
+    finally:
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _apart(value: Any) -> Any:
+    """A copy, if the value is something that an order may be kept in and that changes; otherwise the value itself."""
+    if isinstance(value, random.Random | np.random.RandomState | np.random.Generator):
+        return value if isinstance(value, random.SystemRandom) else copy.deepcopy(value)
+    if _is_torch_generator(value):
+        twin = type(value)(device=value.device)
+        twin.set_state(value.get_state())
+        return twin
+    if type(value) in (list, dict, set, deque, np.ndarray):
+        size = value.nbytes if isinstance(value, np.ndarray) else 8 * len(value)
+        return value.copy() if size <= MOST_BYTES else value
+    return value
 
 
 class ReplayTable(Streamed):
-    """One epoch of a foreign sampler, read once.
-
-    Args:
-        sampler, epoch, seed: as `table_of`.
-        checkpoint: where to go on; None: at the beginning.
+    """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
     Raises:
         ValueError: the items before the checkpoint are not those of then.
@@ -126,64 +210,53 @@ class ReplayTable(Streamed):
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
         super().__init__(lambda start: iter(()))
         self._sampler, self._epoch, self._seed = sampler, epoch, seed
-        self._rank = _rank_of(sampler)
-        self._length = length_or(sampler, -1)
-        self._begin(checkpoint)
-
-    def _begin(self, checkpoint: Checkpoint | None) -> None:
-        epoch, seed, sampler = self._epoch, self._seed, self._sampler
-        self._base = self._resumed = self._checksum = 0
-        self._buffer, self._yields_ints, self._ended = [], False, False
+        self._rank, self._known_length = _rank_of(sampler), known_length(sampler, epoch)
+        self._checksum = 0
         self._head: list[Any] = []
         self._stateful: Any = None
-        state, finished = (None, False) if checkpoint is None else (checkpoint.state, checkpoint.finished)
-        if checkpoint is not None and finished and state is not None and checkpoint.epoch <= epoch:
+        mark = checkpoint or Checkpoint(epoch, 0, 0)
+        if mark.finished and mark.state is not None and mark.epoch <= epoch:
             # To the end of its epoch by way of the sampler itself, so that it goes on from there to the next one.
-            for _ in start(sampler, checkpoint.epoch, seed, copy.deepcopy(state))[0]:
-                pass
-        if checkpoint is None or checkpoint.epoch != epoch or not checkpoint.items:
-            self._items, self._stateful = start(sampler, epoch, seed)
-            self._good = self._own_state()
+            deque(start(sampler, mark.epoch, seed, copy.deepcopy(mark.state))[0], maxlen=0)
+        resumes = mark.epoch == epoch and mark.items > 0
+        if resumes and mark.finished:
+            self._base, self._checksum, self._ended, self._good = mark.items, mark.checksum, True, mark.state
             return
-        self._resumed = checkpoint.items
-        if finished:
-            self._base, self._checksum, self._ended, self._good = checkpoint.items, checkpoint.checksum, True, state
-            return
-        self._items, self._stateful = start(sampler, epoch, seed, copy.deepcopy(state))
+        state = copy.deepcopy(mark.state) if resumes else None
+        self._items, self._stateful = start(sampler, epoch, seed, state)
         self._good = self._own_state()
         if state is not None and self._stateful is not None:
-            self._base, self._checksum = checkpoint.items, checkpoint.checksum
-            return
-        self._jump(checkpoint.items)
-        if checkpoint.rank == self._rank and (self._base, self._checksum) != (checkpoint.items, checkpoint.checksum):
-            raise ValueError(self._refusal(checkpoint))
+            self._base, self._checksum = mark.items, mark.checksum
+        elif resumes:
+            self._jump(mark.items)
+            self._check(mark)
 
-    def upto(self, begin: int, end: int) -> int:
-        if begin < self._resumed:  # other ranks had read a little further than the position
-            self._begin(None)
-        return super().upto(begin, end)
+    def _check(self, mark: Checkpoint) -> None:
+        if mark.rank != self._rank or (self._base, self._checksum) == (mark.items, mark.checksum):
+            return
+        if self._base < mark.items:
+            found = f"yields only {self._base} items in epoch {mark.epoch}, where it had yielded {mark.items}"
+        else:
+            then = f"the {mark.items} that were read before the state was saved"
+            found = f"yields other indices in epoch {mark.epoch} than {then}"
+        raise ValueError(
+            f"the state cannot be resumed: the sampler, a {type(self._sampler).__name__}, {found}. Make it with the "
+            f"same arguments and the same seed as then; if its order depends on what it yielded before, give it "
+            f"state_dict() and load_state_dict()"
+        )
 
     def checkpoint(self) -> Checkpoint:
         """The position after what has been read."""
         items = self._base + len(self._buffer)
         if not self._ended:
             state = self._own_state()
-            if items == self._length:
-                self._look_ahead()
+            if items == self._known_length:  # does it end where its length says?
+                ahead = list(islice(self._items, 1))
+                self._ended, self._items = not ahead, chain(ahead, self._items)
             # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
             if not self._ended:
                 self._good = state
         return Checkpoint(self._epoch, items, self._checksum, self._rank, self._ended, self._good)
-
-    def _look_ahead(self) -> None:
-        """Whether the sampler ends where its length says; an error counts as an item, and is raised in its turn."""
-        try:
-            ahead = list(islice(self._items, 1))
-        except Exception as error:
-            self._items = _raising(error)
-        else:
-            self._ended = not ahead
-            self._items = chain(ahead, self._items)
 
     def _own_state(self) -> Any:
         # A copy: some return the dict that they go on changing.
@@ -191,8 +264,9 @@ class ReplayTable(Streamed):
 
     def _read(self, count: int) -> list[Any]:
         items = islice(self._items, count)
-        found = list(items) if self._yields_ints else list(map(_copied, items))
-        self._yields_ints = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
+        found = list(map(_copied, islice(items, 1)))
+        is_index = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
+        found += items if is_index else map(_copied, items)
         self._checksum = zlib.crc32(_encode(found), self._checksum)
         if not self._head and not self._base:
             self._head = found  # for the padding of ranks, which wraps round to the epoch's beginning
@@ -210,25 +284,11 @@ class ReplayTable(Streamed):
             return [self._head[position] for position in positions.tolist()]
         return ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
 
-    def _refusal(self, checkpoint: Checkpoint) -> str:
-        name, epoch, items = type(self._sampler).__name__, checkpoint.epoch, checkpoint.items
-        if self._base < items:
-            found = f"yields only {self._base} items in epoch {epoch}, where it had yielded {items}"
-        else:
-            found = f"yields other indices in epoch {epoch} than the {items} that were read before the state was saved"
-        return (
-            f"the state cannot be resumed: the sampler, a {name}, {found}. Make it with the same arguments and the "
-            f"same seed as then; if its order depends on what it yielded before, give it state_dict() and "
-            f"load_state_dict()"
-        )
-
 
 class Replay:
     """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
 
-    Args:
-        sampler, seed: as `table_of`.
-        checkpoint: where the first epoch that is read goes on.
+    The first epoch that is read goes on at ``checkpoint``.
     """
 
     def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None) -> None:
@@ -248,20 +308,9 @@ class Replay:
         return len_epoch(self.sampler, epoch)
 
 
-def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
-    """The foreign sampler at the end of a chain of wrappers, or None; and the seed that it is started with."""
-    for _ in range(MAX_NESTING):
-        if not (isinstance(sampler, WrapperSampler) and is_own(sampler)):
-            break
-        sampler, seed = sampler.inner, sampler.seed
-    return None if is_own(sampler) else sampler, seed
-
-
 def over_replay(sampler: Any, replay: Replay) -> Any:
     """The wrappers of a foreign sampler, over its replay."""
-    if isinstance(sampler, WrapperSampler) and is_own(sampler):
-        return sampler.over(over_replay(sampler.inner, replay))
-    return replay
+    return sampler.over(over_replay(sampler.inner, replay)) if is_wrapper(sampler) else replay
 
 
 def name_of(sampler: Any) -> str:
@@ -275,11 +324,6 @@ def _rank_of(sampler: Any) -> int | None:
     return next(found, None)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
-    raise error
-    yield
-
-
 def _copied(item: Any) -> Any:
     """A batch of the sampler's own: it may fill its list again for the next batch while this one waits."""
     if type(item) is list:
@@ -287,26 +331,20 @@ def _copied(item: Any) -> Any:
     return item.copy() if isinstance(item, np.ndarray) else item
 
 
-def _encode(items: list[Any]) -> bytes:
+def _encode(items: Any) -> bytes:
     """Bytes that depend on the items, not on where one list of them ends and the next begins."""
-    if set(map(type, items)) == {int}:
-        try:
-            numbers = array.array("q", items)
-        except OverflowError:
-            pass
-        else:
-            if sys.byteorder == "big":
-                numbers.byteswap()
-            return numbers.tobytes()
-    return b"".join(map(_encode_one, items))
+    try:
+        return struct.pack(f"<{len(items)}q", *items)
+    except (struct.error, TypeError):  # not all of them are integers of 64 bits
+        return b"".join(map(_encode_one, items))
 
 
 def _encode_one(item: Any) -> bytes:
     if hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
-        return len(item).to_bytes(8, "little") + _encode(list(item))
+        return len(item).to_bytes(8, "little") + _encode(item)
     try:
-        return operator.index(item).to_bytes(8, "little", signed=True)
-    except (TypeError, OverflowError):
+        return struct.pack("<q", item)
+    except struct.error:
         return repr(item).encode()

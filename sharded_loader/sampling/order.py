@@ -1,47 +1,72 @@
 """The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
 
     sampler, batch_size, last_batch  or  batch_sampler
-        -> EpochOrder.read(epoch, place) -> EpochReading
+        -> EpochOrder.read(epoch, position) -> EpochReading
 
-Also the one place that knows which epoch comes next. The samplers that the user gave belong to the user: the order
-reads them as functions of (seed, epoch), and changes nothing in them, so several loaders may share one. Where a sampler
-has no seed of its own and the loader has one, the order reads a copy of it. ``set_epoch`` may be called on the order,
-or on any of the samplers in it (`sharded_loader.sampling.borrowing`).
+The samplers that the user gave belong to the user. The order reads them as functions of (seed, epoch) and changes
+nothing in them, so several loaders may share one. If a sampler has no seed of its own and the loader has one, the order
+reads a copy of it.
+
+Also the one place that knows which epoch comes next: the one that the loader counts, unless the user has called
+``set_epoch`` on a sampler, as timm, Lightning and accelerate do. On a sampler of another library ``set_epoch`` is
+replaced, on that object alone, by a function that notes the call and passes it on.
 
 What can go wrong: arguments that contradict each other; a state that belongs to another order.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-import zlib
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from sharded_loader.rng import draw_seed
-from sharded_loader.sampling.base import DrawnSeed, Sampler, check_int, is_own, with_seeds
+from sharded_loader.sampling.base import (
+    DrawnSeed,
+    EpochRequest,
+    Sampler,
+    check_int,
+    check_sampler,
+    find_foreign,
+    is_own,
+    is_wrapper,
+    nested,
+    note,
+    noted,
+)
 from sharded_loader.sampling.batch_samplers import BatchSampler
-from sharded_loader.sampling.borrowing import EpochRequests, check_sampler, nested, undisturbed
-from sharded_loader.sampling.foreign import find_foreign, len_epoch
+from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
 from sharded_loader.sampling.reading import EpochReading, Source
-from sharded_loader.sampling.replicas import ReplicaSampler, SplitSampler, resolve_replicas
-from sharded_loader.sampling.state import SUM, Position, Signature, differences, other_arguments, out_of_epoch
+from sharded_loader.sampling.replicas import (
+    ReplicaSampler,
+    refuse_distributed_sampler,
+    resolve_replicas,
+    warn_if_ranks_repeat,
+)
+from sharded_loader.sampling.state import (
+    Position,
+    Signature,
+    arguments_of,
+    differences,
+    kind_of,
+    other_arguments,
+    out_of_epoch,
+    seed_of,
+)
 
 
 class EpochOrder:
     """Builds the samplers that a loader's arguments ask for, and reads their epochs.
 
-    Args:
-        length: samples in the dataset.
-        batch_size, shuffle, sampler, last_batch, batch_sampler, num_replicas, rank, seed: as the loader's.
+    The arguments are the loader's, and ``length``: samples in the dataset.
 
     Attributes:
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
+        rolls_over: samples of an incomplete last batch begin the next epoch.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
@@ -62,50 +87,40 @@ class EpochOrder:
     ) -> None:
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
         self.replicated = num_replicas is not None or rank is not None
-        if num_replicas == "auto" and rank is not None:
-            raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
-        if num_replicas != "auto":
+        if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
             num_replicas, rank = resolve_replicas(num_replicas, rank)
         self._replicas: tuple[Any, Any] = num_replicas, rank
         if self._replicas != (1, 0):
-            _refuse_distributed_sampler(sampler, batch_sampler)
+            refuse_distributed_sampler([sampler, batch_sampler])
         decides = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._last_batch = last_batch or "keep"
+        self.rolls_over = last_batch == "rollover"
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
         self._user = batch_sampler if self.given_batches else sampler
         if self._user is not None:
             check_sampler(self._user, "batch_sampler" if self.given_batches else "sampler")
-        self.drops_last = last_batch == "discard" or bool(
-            self.given_batches
-            and (getattr(batch_sampler, "drop_last", False) or getattr(batch_sampler, "last_batch", "") == "discard")
-        )
-        # What is read: the user's sampler, or a copy with other seeds.
-        self._read = self._user
+        self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
+        self._read = self._user  # or a copy with other seeds
         # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
         self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
         if decides:
-            self._reseed([self.seed if seedless else None for seedless in self._seedless])
-        self._arguments = _arguments(self._given)
+            self._read = with_seeds(self._read, [self.seed if seedless else None for seedless in self._seedless])
+        self._arguments = arguments_of(self._given)
         self._settled = False
         self.arrays = False
         self._next_epoch = 0
-        self._requests = EpochRequests([])
+        self._requests = EpochRequests()
         self.resize(length)
 
     @property
     def _given(self) -> list[Any]:
         """The samplers that the user gave, as they are read: the outermost first."""
         return [] if self._read is None else list(nested(self._read))
-
-    def _reseed(self, seeds: Sequence[int | None]) -> None:
-        """Read the given samplers with these seeds; None leaves a sampler its own."""
-        wanted = {id(one): seed for one, seed in zip(self._given, seeds, strict=True)}
-        self._read = with_seeds(self._read, lambda one: wanted.get(id(one)))
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
@@ -115,81 +130,67 @@ class EpochOrder:
         self.batch_sampler: Any
         if self.given_batches:
             self.batch_sampler = self._read
-            _, *inner = self._given
-            self.sampler = inner[-1] if inner else None
+            self.sampler = self._given[-1] if len(self._given) > 1 else None
         else:
-            self.sampler = indices = self._read if self._user is not None else self._make_sampler(length)
+            self.sampler = indices = self._make_sampler(length) if self._read is None else self._read
             if self.replicated:
-                indices = ReplicaSampler(
-                    self.sampler, lambda: self.replicas(), self._last_batch == "discard", self.seed
-                )
+                indices = ReplicaSampler(self.sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
+        # The sampler of the global order: of batches, or of samples.
+        self._items = self.batch_sampler if self.given_batches else self.sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
-        chains = (self._user, self.batch_sampler, self.sampler)
-        listened = [one for chain in chains if chain is not None for one in nested(chain)]
-        self._requests.listen(listened)
+        self._requests.listen([*nested(self._user), *nested(self.batch_sampler)])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
-            raise TypeError(
-                "the dataset has no __len__: give it one, or give the loader a sampler that knows the indices"
-            )
+            raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         return RandomSampler(length, seed=self.seed) if self._shuffle else SequentialSampler(length)
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
-        """Inside, the samplers may be read; afterwards those of other libraries are what they were before.
-
-        Args:
-            but: an object that is not copied where a sampler refers to it: the dataset.
-        """
-        found = [*nested(self.batch_sampler), *([] if self.sampler is None else nested(self.sampler))]
-        return undisturbed([one for one in found if not is_own(one)], but)
+        """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
+        return undisturbed([one for one in nested(self.batch_sampler) if not is_own(one)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
-
-    @property
-    def _items(self) -> Any:
-        """The sampler of the global order: of samples, or of batches."""
-        return self.batch_sampler if self.given_batches else self.sampler
 
     def signature(self, epoch: int) -> Signature:
         """What a position in this order is a position in."""
         return Signature(
             seed=self.seed,
             dataset_length=self.dataset_length,
-            sampler=_kind(self._items),
-            sampler_length=_own_length(self._items, epoch),
-            sampler_seeds=tuple(map(_seed_of, self._given)),
+            sampler=kind_of(self._items),
+            # Samplers of other libraries may have another length when they are read.
+            sampler_length=known_length(self._items, epoch) if find_foreign(self._items, 0)[0] is None else None,
+            sampler_seeds=tuple(map(seed_of, self._given)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
         )
 
-    def differences(self, saved: Signature, place: Position, strict: bool) -> list[str]:
+    def differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         """Why a state does not fit; none if `adopt` can make it fit."""
-        own = self.signature(place.epoch)
+        own = self.signature(position.epoch)
         found = differences(saved, own, strict)
         if not found and own.sampler_length is None and own.last_batch == "rollover":
-            outside = out_of_epoch(saved, len_epoch(self.sampler, place.epoch), place.epoch, place.done)
+            outside = out_of_epoch(saved, len_epoch(self.sampler, position.epoch), position.epoch, position.done)
             found += [] if outside is None else [f"the state has {outside}"]
-        if strict and place.done:
+        if strict and position.done:
             found += other_arguments(saved, own)
         if not found and len(saved.sampler_seeds) != len(self._given):
             found.append("the sampler was made by the loader, and is given; or the other way round")
         if not found:
             for one, seedless, seed in zip(self._given, self._seedless, saved.sampler_seeds, strict=True):
-                if _seed_of(one) != seed and (seed is None or not seedless):
-                    found.append(f"the seed of the {type(one).__name__} was {seed}, and is {_seed_of(one)}")
+                if seed_of(one) != seed and (seed is None or not seedless):
+                    found.append(f"the seed of the {type(one).__name__} was {seed}, and is {seed_of(one)}")
         return found
 
     def adopt(self, saved: Signature) -> bool:
         """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
-        own = [_seed_of(one) for one in self._given]
+        own = [seed_of(one) for one in self._given]
         seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
             return False
         self.seed = saved.seed
-        self._reseed(seeds)
+        self._read = with_seeds(self._read, seeds)
         self.resize(self.dataset_length)
         return True
 
@@ -204,7 +205,8 @@ class EpochOrder:
         self._replicas = self.replicas()
         if not self._settled:
             self._settled = True
-            self._warn_if_ranks_repeat()
+            if not self.replicated:
+                warn_if_ranks_repeat(nested(self.batch_sampler))
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -221,84 +223,19 @@ class EpochOrder:
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
 
-    @property
-    def rolls_over(self) -> bool:
-        """Whether samples of an incomplete last batch begin the next epoch."""
-        return self._last_batch == "rollover"
-
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read(self, epoch: int, place: Position | None = None) -> EpochReading:
-        """The epoch's batches for this rank, from ``place`` on.
+    def read(self, epoch: int, position: Position | None = None) -> EpochReading:
+        """The epoch's batches for this rank, from a position on.
 
         What it reads is settled now, not when it is read: `resize` may come in between.
         """
         source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
-        return EpochReading(source, epoch, place)
+        return EpochReading(source, epoch, position)
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
         return self.read(epoch).length()
-
-    def _warn_if_ranks_repeat(self) -> None:
-        """Inside a process group whose ranks would all read the same samples."""
-        distributed = sys.modules.get("torch.distributed")
-        if self.replicated or distributed is None:
-            return
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return
-        used = [self.sampler, *nested(self.batch_sampler)]
-        if any(hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in used):
-            return
-        warnings.warn(
-            f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
-            f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
-            stacklevel=4,
-        )
-
-
-def _arguments(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
-    """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
-    return tuple(
-        (f"{type(one).__name__}.{name}", _told(getattr(one, attribute)))
-        for one in samplers
-        if isinstance(one, Sampler) and is_own(one)
-        for name, attribute in one.decided_by
-    )
-
-
-def _told(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
-    checksum = 0
-    for part in parts:
-        array = np.asarray(part)
-        # The same for equal numbers of another dtype; 3 ms for a million weights, once.
-        checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
-    return f"{SUM}{checksum:08x}"
-
-
-def _own_length(sampler: Any, epoch: int) -> int | None:
-    """Items in an epoch; None for samplers of other libraries, which may have another length when they are read."""
-    try:
-        return len_epoch(sampler, epoch) if find_foreign(sampler, 0)[0] is None else None
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _kind(sampler: Any) -> str:
-    """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
-    names = []
-    for one in nested(sampler):
-        package = type(one).__module__.partition(".")[0]
-        names.append(f"torch.{type(one).__name__}" if package == "torch" else type(one).__name__)
-    return "(".join(names) + ")" * (len(names) - 1)
-
-
-def _seed_of(sampler: Any) -> int | None:
-    seed = getattr(sampler, "seed", None)
-    return int(seed) if isinstance(seed, int) else None
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
@@ -322,13 +259,90 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
 
 
-def _refuse_distributed_sampler(*samplers: Any) -> None:
-    torch_data = sys.modules.get("torch.utils.data")
-    kind = getattr(torch_data, "DistributedSampler", None)
-    for sampler in samplers:
-        for one in nested(sampler):
-            if kind is not None and isinstance(one, kind):
-                raise ValueError(
-                    "num_replicas and a torch DistributedSampler would share out the samples twice: "
-                    "leave out one of the two"
-                )
+def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
+    """The sampler with other seeds. What the user gave is not changed, because other loaders may read it too.
+
+    Args:
+        sampler: any sampler, or None.
+        seeds: the new seeds of the sampler and of those inside it, in the order of `nested`; None: its own.
+
+    Returns:
+        The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
+        sampler of another library is changed: nobody knows how that library's sampler is copied.
+    """
+    if not seeds:
+        return sampler
+    seed, *inner_seeds = seeds
+    twin = sampler
+    if is_wrapper(sampler):
+        inner = with_seeds(sampler.inner, inner_seeds)
+        if inner is not sampler.inner:
+            twin = sampler.over(inner)
+    else:
+        for one, other in zip(islice(nested(sampler), 1, None), inner_seeds, strict=True):
+            if other is not None:
+                one.seed = other
+    if seed is not None:
+        twin = copy.copy(sampler) if twin is sampler else twin
+        twin.seed = seed
+    return twin
+
+
+def _notes_calls(sampler: Any) -> bool:
+    """Whether the calls of ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
+    method = getattr(sampler, "set_epoch", None)
+    if callable(method) and not getattr(method, "is_noted", False):
+        epoch = getattr(sampler, "epoch", None)
+        listener: Any = partial(_set_epoch, sampler, method)
+        listener.is_noted = True
+        try:  # an epoch above 0 is a call that came before
+            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
+            sampler.set_epoch = listener
+        except AttributeError:  # it has __slots__
+            return False
+    return callable(method)
+
+
+def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+    """Stands in for the ``set_epoch`` of a sampler of another library."""
+    answer = method(epoch)
+    sampler.epoch_request = note(epoch)
+    return answer
+
+
+class EpochRequests:
+    """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
+
+    Example:
+        >>> from sharded_loader.sampling import RandomSampler
+        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
+        >>> requests.listen([sampler])
+        >>> sampler.set_epoch(3)
+        >>> requests.take(), requests.take()
+        (3, None)
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Any, EpochRequest | None]] = []
+
+    def listen(self, samplers: Iterable[Any]) -> None:
+        """Listen to these samplers from now on; calls on the others do not count any more."""
+        before = {id(one): request for one, request in self._seen}
+        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
+
+    def take(self) -> int | None:
+        """The epoch of the latest call that is new; None if there is none."""
+        new: list[EpochRequest] = []
+        for sampler, seen in self._seen:
+            request = sampler.epoch_request
+            # By identity: a sampler that was pickled brings a number that another process gave.
+            if request is not None and request is not seen:
+                new.append(request)
+        if not new:
+            return None
+        self.drop()
+        return max(new).epoch
+
+    def drop(self) -> None:
+        """The calls up to now do not count: the loader itself was given an epoch."""
+        self._seen = noted(one for one, _ in self._seen)

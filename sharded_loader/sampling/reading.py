@@ -1,10 +1,10 @@
 """One epoch's batches for this rank, from any position on, and the position after each of them.
 
-    (Source, epoch, Position or None) -> EpochReading.batch(number) -> a batch     -> engine/plan.py
-                                         EpochReading.place(delivered) -> Position -> state_dict
+    (Source, epoch, Position or None) -> EpochReading.batch(number) -> (batch, first sample)         -> engine/plan.py
+                                         EpochReading.position_after(delivered) -> Position          -> state_dict
 
 A `Position` counts in the global order, which all ranks share: samples, or batches if a batch sampler was given. So
-it holds nothing of the rank, and what lies behind it can be dealt to any number of ranks, in batches of any size.
+it holds nothing of the rank. What lies behind it can be dealt to any number of ranks, in batches of any size.
 Without a position an epoch is the sampler's own. From a position on:
 
     keep, discard, given batches    the rest of the epoch's items, dealt and padded again, is cut into batches;
@@ -15,14 +15,16 @@ Without a position an epoch is the sampler's own. From a position on:
 
 Batches keep their numbers: after k whole ones the next is number k, also where batches were of another size.
 
-A reading owns the epoch's table, the batches that were read ahead, and the checkpoints of a sampler of another library.
-`batch` may be interrupted between any two lines: it then drops the table, and the next call opens it again. What can go
-wrong: an error of the sampler, which comes at its batch and ends the epoch; a sampler of another library that cannot
-get back to its checkpoint (`sharded_loader.sampling.foreign`).
+A reading owns the epoch's table, the batches that are ready, and the checkpoints of a sampler of another library.
+Samplers of ours are read in blocks, at any number. A sampler of another library is read batch after batch, and its
+batches are kept until `forget`. `batch` may be interrupted between any two lines: it then drops the table, and the next
+call opens it again. What can go wrong: an error of the sampler, which comes at its batch and ends the epoch; a sampler
+of another library that cannot get back to its checkpoint (`sharded_loader.sampling.foreign`).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,10 +32,11 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.interrupts import is_from_outside
-from sharded_loader.sampling.borrowing import nested, noted, put_back
-from sharded_loader.sampling.foreign import Replay, find_foreign, len_epoch, name_of, over_replay, table_of
+from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
+from sharded_loader.sampling.batch_samplers import Rolling
+from sharded_loader.sampling.foreign import Replay, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
-from sharded_loader.sampling.tables import Batched, Dealt, Endless, Stretch, Table, parts
+from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
 
 
 @dataclass
@@ -73,133 +76,114 @@ class EpochReading:
     Args:
         source: the sampler, and how it is read.
         epoch: which epoch.
-        place: where in it; None: at its beginning.
+        position: where in it; None: at its beginning.
 
     Attributes:
         resumed: whether there was a position.
         first: number of the first batch.
+        keeps: whether batches are kept until `forget` (those of a sampler of another library).
         carry: where the next epoch begins, if that is not its own beginning.
     """
 
-    def __init__(self, source: Source, epoch: int, place: Position | None) -> None:
-        self.epoch = epoch
-        self.signature = source.signature
-        self.resumed = place is not None
-        self.carry: Position | None = None
-        self._source = source
-        self._place = place or Position(epoch)
+    def __init__(self, source: Source, epoch: int, position: Position | None) -> None:
+        self.epoch, self.signature, self.resumed = epoch, source.signature, position is not None
+        self._source, self._position = source, position or Position(epoch)
         self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
-        self._line: _Fixed | _Rolling
-        if source.rollover:
-            self._line = _Rolling(source, epoch, place)
-            if self._line.behind:
-                self.carry = Position(epoch + 1, self._place.done - self._line.length_of_epoch, self._place.mark)
-        else:
-            self._line = _Fixed(source, epoch, self._place.done, self._foreign is None)
+        self.keeps = self._foreign is not None
+        self._line: _Separate | _Rolling
+        self._line = _Rolling(source, epoch, position) if source.rollover else _Separate(source, self._position)
         self.first = self._line.first
+        self.carry = self.following() if self._line.is_behind else None
         self._table: Table | None = None
         self._replay: Replay | None = None
-        self._ahead: tuple[int, list[Any]] = self.first, []  # the number of the first batch that is kept, and batches
-        self._marks: dict[int, Checkpoint | None] = {self.first: self._place.mark}  # by number: before that batch
-        self._ended: int | None = None  # no batch of this number, or of a greater one
+        self._ready: dict[int, tuple[Any, int]] = {}
+        self._coming = self.first  # the batch that a sampler of another library is read for next
+        self._marks: dict[int, Checkpoint | None] = {self.first: self._position.mark}  # by number: before that batch
+        self._ended = sys.maxsize  # no batch of this number, or of a greater one
         self._at_end: Checkpoint | None = None
 
-    def batch(self, number: int) -> Any:
-        """A batch of the epoch: a list of indices, an int64 array, or a list of lists (shards).
-
-        Batches of a sampler of another library can be asked for again until `forget`.
+    def batch(self, number: int) -> tuple[Any, int] | None:
+        """A batch of the epoch, and where its first sample lies in the global order.
 
         Args:
-            number: of the batch, at least `first`.
+            number: of the batch, at least `first`, and not forgotten.
 
         Returns:
-            The batch; None after the last one.
+            A list of indices, an int64 array, or a list of lists (shards); with the number of its first sample (or of
+            the batch, if batches were given). None after the last batch.
 
         Raises:
             Exception: what the sampler raises. The epoch ends there.
         """
-        first, batches = self._ahead
-        if 0 <= number - first < len(batches):
-            return batches[number - first]
-        if self._ended is not None and number >= self._ended:
-            return None
+        found = self._ready.get(number)
+        if found is not None or number >= self._ended:
+            return found
+        before = noted(nested(self._foreign))
         try:
-            return self._read(number) if self._foreign is None else self._read_foreign(number)
-        except BaseException as error:
+            if self._foreign is None:
+                self._ready = self._read(number)
+            else:
+                self._read_foreign(number)
+            put_back(before)
+        except BaseException as error:  # also a Ctrl-C that comes while they are put back
+            put_back(before)
             self._table = None
             if isinstance(error, Exception) and not is_from_outside(error):
                 self._ended = number + 1
             raise
+        return self._ready.get(number)
 
-    def _read(self, number: int) -> Any:
+    def _read(self, number: int) -> dict[int, tuple[Any, int]]:
+        """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
         if self._table is None:
-            self._table = self._line.open(self._source.items)
-        table, begin = self._table, number - self.first
-        end = table.upto(begin, begin + table.block)
+            self._table = self._open(number)
+        begin = number - self.first
+        end = self._table.upto(begin, begin + self._table.block)
         if end <= begin:
-            return None
-        batches = table.at(np.arange(begin, end))
-        if not isinstance(batches, list):
-            batches = list(batches)
-        self._ahead = number, batches
-        return batches[0]
+            return {}
+        wanted, rank = range(begin, end), self._source.rank
+        batches = self._table.at(np.arange(begin, end))
+        return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in zip(wanted, batches, strict=True)}
 
-    def _read_foreign(self, number: int) -> Any:
+    def _open(self, number: int) -> Table:
+        items = self._source.items
+        if self._foreign is not None:
+            self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number])
+            items = over_replay(items, self._replay)
+        return self._line.open(items)
+
+    def _read_foreign(self, number: int) -> None:
         """Read a sampler of another library up to a batch, and note a checkpoint after each batch."""
-        first, batches = self._ahead
-        if number < first:
-            raise LookupError(f"batch {number} of epoch {self.epoch} was forgotten: the first one kept is {first}")
-        before = noted(nested(self._foreign))
-        try:
-            while (coming := first + len(batches)) <= number:
-                if self._table is None:
-                    self._replay = Replay(self._foreign, self._foreign_seed, self._marks[coming])
-                    self._table = self._line.open(over_replay(self._source.items, self._replay))
-                begin = coming - self.first
-                more = self._table.upto(begin, begin + 1) > begin
-                batch = self._table.at(np.array([begin]))[0] if more else None
-                mark = None if self._replay is None else self._replay.checkpoint()
-                if not more:
-                    self._at_end, self._ended = mark, coming
-                    return None
-                if batch is None:
-                    raise TypeError(
-                        f"epoch {self.epoch}, batch {coming}: the batch sampler yielded None (NoneType); it must yield "
-                        f"lists of indices, or lists of such lists (shards)"
-                    )
-                self._marks[coming + 1] = mark
-                batches.append(batch)
-            put_back(before)
-        except BaseException:  # also a Ctrl-C that comes while they are put back
-            put_back(before)
-            raise
-        return batches[number - first]
+        while self._coming <= number:
+            found = self._read(self._coming)
+            mark = None if self._replay is None else self._replay.checkpoint()
+            if not found:
+                self._at_end, self._ended = mark, self._coming
+                return
+            self._marks[self._coming + 1] = mark
+            self._ready.update(found)
+            self._coming += 1
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        if self._foreign is None:
-            return
-        first, batches = self._ahead
-        for number in range(first, delivered - 1):
+        for number in [one for one in self._ready if one < delivered - 1]:
+            del self._ready[number]
             self._marks.pop(number, None)
-        self._ahead = max(first, delivered - 1), batches[max(delivered - 1 - first, 0) :]
 
     # -- positions ------------------------------------------------------------------------------------------
 
     @property
     def in_mid_epoch(self) -> bool:
         """Whether some of the epoch's own items were done at the position."""
-        return self._line.begun
+        return self._line.is_begun
 
     def is_over(self) -> bool:
         """Whether the position lies in mid-epoch and no batch is left there, as far as that can be known now."""
         if not self.in_mid_epoch:
             return False
-        mark, source = self._place.mark, self._source
-        if mark is not None and mark.finished and not source.rollover:
-            return True
-        if mark is not None and not source.cuts:
-            return False  # a sampler of another library may yield more than its length says
+        mark = self._position.mark
+        if mark is not None and not self._source.cuts:
+            return mark.finished  # a sampler of another library may yield more than its length says
         try:
             return self._line.length() == 0
         except Exception:
@@ -207,10 +191,9 @@ class EpochReading:
 
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
-        place = self._place
+        done, mark = self._position.done, self._position.mark
         if self._source.rollover:
-            return Position(self.epoch + 1, place.done - self._line.length_of_epoch, place.mark)
-        mark = place.mark
+            return Position(self.epoch + 1, done - self._line.length_of_epoch, mark)
         # A sampler that goes on by a state of its own is led through the end of this epoch.
         return Position(self.epoch + 1, 0, None if mark is None or mark.state is None else replace(mark, finished=True))
 
@@ -222,42 +205,39 @@ class EpochReading:
         """
         return self.first + self._line.length()
 
-    def position(self, batch: int) -> int:
-        """Where in the global order the batch begins for this rank."""
-        return self._line.done(batch - self.first) + self._source.rank
-
-    def place(self, delivered: int) -> Position:
+    def position_after(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
-        mark = self._marks.get(delivered)
-        done = self._line.done(delivered - self.first)
-        return Position(self.epoch, done if delivered == self.first else self._line.clamp(done), mark)
+        return Position(self.epoch, self._line.done(delivered - self.first), self._marks.get(delivered))
 
-    def after(self, place: Position) -> Position:
+    def after(self, begin: Position) -> Position:
         """The position that the next epoch begins at, as a sampler of another library gets there after this epoch.
 
         That matters where the sampler goes on from it: with rollover, or by a state of its own.
         """
         mark = self._at_end
-        if mark is None or place.mark is not None or (mark.state is None and not self._source.rollover):
-            return place
-        return Position(place.epoch, place.done, mark)
+        if mark is None or begin.mark is not None or (mark.state is None and not self._source.rollover):
+            return begin
+        return replace(begin, mark=mark)
 
 
-class _Fixed:
+class _Separate:
     """Epochs on their own: keep, discard, given batches."""
 
+    is_behind = False
     length_of_epoch = 0
 
-    def __init__(self, source: Source, epoch: int, done: int, sized: bool) -> None:
-        self._source, self._epoch, self._done, self._sized = source, epoch, done, sized
-        self.begun = done > 0
+    def __init__(self, source: Source, position: Position) -> None:
+        self._source, self._epoch, self._done = source, position.epoch, position.done
         self._step = source.replicas * (source.batch_size or 1)
-        at_end = done > 0 and sized and done >= len_epoch(source.items, epoch)
+        length = source.signature.sampler_length
+        # A sampler of another library may yield more than its length.
+        self._end = sys.maxsize if length is None else length
+        self.is_begun = position.done > 0
         # At the end a short last batch counts as one.
-        self.first = parts(done, self._step, cut=not at_end)
+        self.first = parts(position.done, self._step, cut=position.done < self._end)
 
     def open(self, items: Any) -> Table:
-        """The batches of the epoch after `done` items, as a table."""
+        """The batches of the epoch after the position, as a table."""
         source, table = self._source, table_of(items, self._epoch, self._source.seed)
         if source.dealt or self._done:
             table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.drops_last)
@@ -272,45 +252,28 @@ class _Fixed:
         return parts(mine, source.batch_size or 1, source.drops_last)
 
     def done(self, batches: int) -> int:
-        return self._done + batches * self._step
-
-    def clamp(self, done: int) -> int:
-        # A sampler of another library may yield more than its length.
-        return min(done, len_epoch(self._source.items, self._epoch)) if self._sized else done
+        """Items of the epoch that are done after so many batches from the position on."""
+        return min(self._done + batches * self._step, self._end)
 
 
 class _Rolling:
-    """A stretch of the endless sequence of epochs, counted in steps (`sharded_loader.sampling.tables.Stretch`)."""
+    """A stretch of the endless sequence of epochs."""
 
-    behind = False
-
-    def __init__(self, source: Source, epoch: int, place: Position | None) -> None:
-        self._source, self._epoch = source, epoch
-        self._batch: int = source.batch_size or 1
+    def __init__(self, source: Source, epoch: int, position: Position | None) -> None:
+        self._source = source
         self.length_of_epoch = length = len_epoch(source.items, 0)
-        whole = Stretch(length, source.replicas, 0, 0)
-        begin, end = (whole.total(e * whole.steps // self._batch * self._batch) for e in (epoch, epoch + 1))
-        total = begin if place is None else place.done + epoch * length
-        self._from = Stretch(length, source.replicas, *divmod(total, max(length, 1)))
-        self._until = max(end, total)
-        self.behind = total > end
-        self.begun = total > begin
-        self.first = max(0, (whole.steps_before(total, cut=True) - whole.steps_before(begin)) // self._batch)
-        self._count = self._from.steps_before(self._until) if total < end else 0
+        self._before = epoch * length
+        total = None if position is None else position.done + self._before
+        self._rolling = rolling = Rolling(length, source.batch_size or 1, epoch, source.replicas, total)
+        self.is_begun, self.is_behind, self.first = rolling.is_begun, rolling.is_behind, rolling.first
+        self.length = rolling.length
 
     def open(self, items: Any) -> Table:
         """The batches of the stretch, as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
-        endless = Endless(open_epoch, self._from, source.rank, self._count, name_of(items))
-        return Batched(endless, self._batch, arrays=source.arrays)
-
-    def length(self) -> int:
-        return parts(self._count, self._batch, cut=False)
+        return self._rolling.table(open_epoch, source.rank, name_of(items), source.arrays)
 
     def done(self, batches: int) -> int:
-        """Samples done after this many batches, counted from the epoch's own first."""
-        return self._from.total(batches * self._batch) - self._epoch * self.length_of_epoch
-
-    def clamp(self, done: int) -> int:
-        return min(done, self._until - self._epoch * self.length_of_epoch)
+        """Samples done after so many batches from the position on, counted from the epoch's own first."""
+        return self._rolling.total(batches) - self._before

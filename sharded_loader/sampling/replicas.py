@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
+from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, nested, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.shuffle import shuffle
 from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
@@ -37,7 +38,7 @@ def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, 
     Args:
         num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and
             RANK, else 1 and 0; None: 1.
-        rank: an integer; None (or ``"auto"``) with ``num_replicas="auto"``, None or 1.
+        rank: an integer; None with ``num_replicas="auto"``, None or 1.
         environ: where to look for WORLD_SIZE and RANK.
 
     Returns:
@@ -51,30 +52,25 @@ def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, 
         ((4, 1), (1, 0), (1, 0))
     """
     if num_replicas == "auto":
-        if rank not in (None, "auto"):
-            raise ValueError(
-                f"num_replicas is 'auto', but rank is {rank!r}: give both as integers, or num_replicas='auto' alone"
-            )
+        if rank is not None:
+            raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
         num_replicas, rank = _from_surroundings(environ)
-    if num_replicas is None and rank is not None:
-        raise ValueError(f"rank is {rank!r}, but num_replicas is missing: give both, or num_replicas='auto' alone")
     if num_replicas is None:
+        if rank is not None:
+            raise ValueError(f"rank is {rank!r}, but num_replicas is missing: give both, or num_replicas='auto' alone")
         return 1, 0
     replicas = check_int("num_replicas", num_replicas, 1, "give the number of processes, or 'auto'", ValueError)
-    if rank is None:
-        if replicas > 1:
-            raise ValueError(f"num_replicas is {replicas}, but rank is missing: give both, or num_replicas='auto'")
-        return 1, 0
-    number = check_int("rank", rank, 0, "ranks count from 0", ValueError)
+    if rank is None and replicas > 1:
+        raise ValueError(f"num_replicas is {replicas}, but rank is missing: give both, or num_replicas='auto'")
+    number = check_int("rank", 0 if rank is None else rank, 0, "ranks count from 0", ValueError)
     if number >= replicas:
         raise ValueError(f"rank is {number}, but there are {replicas} replicas: give 0 to {replicas - 1}")
     return replicas, number
 
 
-def _from_surroundings(environ: Mapping[str, str]) -> tuple[Any, Any]:
-    # Looked up, not imported: a process that has not imported torch has no process group.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:
+    distributed = _process_group()
+    if distributed is not None:
         return distributed.get_world_size(), distributed.get_rank()
     advice = "start with torchrun, or give num_replicas and rank"
     replicas = integer("WORLD_SIZE", 1, least=1, advice=advice, environ=environ)
@@ -82,13 +78,43 @@ def _from_surroundings(environ: Mapping[str, str]) -> tuple[Any, Any]:
     if replicas > 1 and not environ.get("RANK"):
         raise ValueError(f"WORLD_SIZE is {replicas}, but RANK is missing: start with torchrun, or set both")
     if rank >= replicas:
-        known = (
-            f"WORLD_SIZE is {replicas}: give 0 to {replicas - 1}"
-            if environ.get("WORLD_SIZE")
-            else ("WORLD_SIZE is missing: set both")
-        )
+        known = f"WORLD_SIZE is {replicas}: give 0 to {replicas - 1}"
+        if not environ.get("WORLD_SIZE"):
+            known = "WORLD_SIZE is missing: set both"
         raise ValueError(f"the environment variable RANK is {rank}, but {known}, or {advice}")
     return replicas, rank
+
+
+def _process_group() -> Any:
+    """``torch.distributed``, if this process is in a process group."""
+    # Looked up, not imported: a process that has not imported torch has no process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed
+
+
+def warn_if_ranks_repeat(samplers: Iterable[Any]) -> None:
+    """Warn if the ranks of a process group would all read the same samples, by these samplers."""
+    distributed = _process_group()
+    if distributed is None or distributed.get_world_size() == 1:
+        return
+    if any(hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in samplers):
+        return
+    warnings.warn(
+        f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
+        f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
+        stacklevel=5,
+    )
+
+
+def refuse_distributed_sampler(samplers: Iterable[Any]) -> None:
+    """Reject a sampler of torch's that shares out the samples, where the loader does."""
+    kind = getattr(sys.modules.get("torch.utils.data"), "DistributedSampler", ())
+    if any(isinstance(one, kind) for sampler in samplers for one in nested(sampler)):
+        raise ValueError(
+            "num_replicas and a torch DistributedSampler would share out the samples twice: leave out one of the two"
+        )
 
 
 class ReplicaSampler(WrapperSampler[Any]):
@@ -111,12 +137,13 @@ class ReplicaSampler(WrapperSampler[Any]):
     """
 
     shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
+    sampler: Iterable[Any]
 
     def __init__(
         self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
     ) -> None:
-        super().__init__(sampler, seed, "sampler")
-        self.sampler, self._ask, self._truncate = sampler, ask, truncate
+        super().__init__(sampler, seed)
+        self._ask, self._truncate = ask, truncate
 
     @property
     def num_replicas(self) -> int:

@@ -28,19 +28,20 @@ from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import Indices, Table, plain_index
 
 
-def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
-    """Weights as a tuple of numbers.
+def check_shares(weights: Any, num_shards: int) -> list[float]:
+    """Weights of shards that belong to devices. Weights of 0 come last, so that shard i can be on device i.
 
     Raises:
-        ValueError: if there are not ``num_shards`` of them, one is negative or not finite, or all are zero.
+        ValueError: if there are not ``num_shards`` of them, one is negative or not finite, all are zero, or a weight of
+            0 stands before a positive one.
 
     Example:
-        >>> check_weights([2, 1], 2)
-        (2, 1)
+        >>> check_shares([2, 1, 0], 3)
+        [2, 1, 0]
     """
     try:
-        numbers = tuple(_number(weight) for weight in weights)
-    except TypeError:
+        numbers = [weight if isinstance(weight, int | float) else float(weight) for weight in weights]
+    except (TypeError, ValueError):
         raise ValueError(f"weights must be numbers, one per shard, got {weights!r}") from None
     if len(numbers) != num_shards:
         raise ValueError(f"there are {len(numbers)} weights for {num_shards} shards: give one weight per shard")
@@ -50,40 +51,17 @@ def check_weights(weights: Any, num_shards: int) -> tuple[float, ...]:
                 f"the weight of shard {shard} is {weight}: weights are finite and at least 0, like [2, 1] for a "
                 "device that is twice as fast as the other"
             )
-    if not any(numbers):
+    positive = [shard for shard, weight in enumerate(numbers) if weight]
+    if not positive:
         raise ValueError(f"all {num_shards} weights are zero, so no shard could get a sample: make one positive")
-    return numbers
-
-
-def check_shares(weights: Any, num_shards: int) -> list[float]:
-    """Weights of shards that belong to devices. Weights of 0 come last, so that shard i can be on device i.
-
-    Raises:
-        ValueError: as `check_weights`, or a weight of 0 stands before a positive one.
-
-    Example:
-        >>> check_shares([2, 1, 0], 3)
-        [2, 1, 0]
-    """
-    checked = list(check_weights(weights, num_shards))
-    positive = [shard for shard, weight in enumerate(checked) if weight > 0]
-    if 0 in checked[: positive[-1]]:
-        order = [*positive, *(shard for shard, weight in enumerate(checked) if not weight)]
+    if 0 in numbers[: positive[-1]]:
+        order = [*positive, *(shard for shard, weight in enumerate(numbers) if not weight)]
         raise ValueError(
-            f"the shard weights are {checked}, and weight {checked.index(0)} is 0. An empty shard is left out, so the "
+            f"the shard weights are {numbers}, and weight {numbers.index(0)} is 0. An empty shard is left out, so the "
             f"shards after it would be on other devices. Weights of 0 must come last: give the weights "
-            f"{[checked[shard] for shard in order]} and list the devices in the order {order}"
+            f"{[numbers[shard] for shard in order]} and list the devices in the order {order}"
         )
-    return checked
-
-
-def _number(value: Any) -> int | float:
-    if isinstance(value, str | bytes):
-        raise TypeError
-    if isinstance(value, int | float):
-        return value
-    number = float(value)
-    return int(number) if number.is_integer() else number
+    return numbers
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
@@ -92,7 +70,7 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     Args:
         n: number of samples.
         num_shards: number of shards.
-        weights: one number per shard; None for even shares.
+        weights: one number per shard, those of 0 last; None for even shares.
 
     Returns:
         ``num_shards`` sizes that sum to ``n``.
@@ -129,7 +107,7 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     if weights is None:
         size, larger = divmod(n, num_shards)
         return [size + (shard < larger) for shard in range(num_shards)]
-    return list(_apportion(n, check_weights(weights, num_shards)))
+    return list(_apportion(n, tuple(check_shares(weights, num_shards))))
 
 
 # Exact fractions take 30 us for 8 shards; a loader asks for the same one or two splits for ever.
@@ -186,8 +164,7 @@ def split_batch(
         return _split_by_cost(batch, num_shards, weights, costs)
     shards = []
     begin = 0
-    checked = None if weights is None else check_shares(weights, num_shards)
-    for size in shard_sizes(len(batch), num_shards, checked):
+    for size in shard_sizes(len(batch), num_shards, weights):
         if size:
             shards.append(batch[begin : begin + size])
             begin += size
@@ -274,6 +251,8 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     """
 
     shown = (("num_shards", "num_shards"), ("weights", "weights"), ("costs", "costs"))
+    _wraps = "batch_sampler"
+    batch_sampler: Iterable[Any]
 
     def __init__(
         self,
@@ -290,8 +269,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
         if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
             raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
-        super().__init__(batch_sampler, seed, "batch_sampler")
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler, seed)
 
     def epoch_table(self, epoch: int) -> Table:
         return _SplitTable(table_of(self.batch_sampler, epoch, self.seed), self._split)

@@ -14,18 +14,17 @@ What can go wrong: a dict that is no state, one of a newer version, one of anoth
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Mapping
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
+import numpy as np
+
+from sharded_loader.sampling.base import Sampler, brief, check_int, is_own, nested
+
 VERSION = 1
-
-LARGEST = 2**62
-"""Epochs, samples and batches count up to this: no dataset is longer."""
-
-LEAST_SEED, LARGEST_SEED = -(1 << 128), 1 << 4096
-"""Bounds of seeds. A loader takes any seed from the first on; Python does not show the digits of much larger ones."""
 
 SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
@@ -40,49 +39,31 @@ def _optional(read: Reader) -> Reader:
     return lambda what, value: None if value is None else read(what, value)
 
 
-def _integer(least: int | None = None, most: int = 1 << 64) -> Reader:
+def _integer(least: float = -math.inf) -> Reader:
+    return lambda what, value: check_int(what, value, least, _ADVICE, ValueError)
+
+
+def _is(kind: Any, must: str) -> Reader:
     def read(what: str, value: Any) -> Any:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            number = operator.index(value)
-        except TypeError:
-            raise _wrong(what, value, "an integer") from None
-        if least is not None and number < least:
-            raise _wrong(what, value, f"at least {_show(least)}")
-        if number > most:
-            raise _wrong(what, value, f"at most {_show(most)}")
-        return number
+        if not isinstance(value, kind):
+            raise _wrong(what, value, must)
+        return value
 
     return read
 
 
-def _text(what: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        raise _wrong(what, value, "a string")
-    return value
-
-
 def _seeds(what: str, value: Any) -> tuple[int | None, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong(what, value, "a list of integers")
-    read = _optional(_integer(-LARGEST_SEED, LARGEST_SEED))
-    return tuple(read(what, seed) for seed in value)
+    seeds = _is(list | tuple, "a list of integers")(what, value)
+    return tuple(_optional(_integer())(what, seed) for seed in seeds)
 
 
 def _arguments(what: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(value, Mapping):
-        raise _wrong(what, value, "a dict")
-    for name, one in value.items():
-        if not isinstance(name, str) or not (one is None or isinstance(one, bool | int | float | str)):
+    for name, one in _is(Mapping, "a dict")(what, value).items():
+        if not isinstance(name, str) or not isinstance(one, bool | int | float | str | None):
             raise ValueError(
-                f"{what} has {_show(name)}: {_show(one)}; it must have names, and numbers or strings: {_ADVICE}"
+                f"{what} has {brief(name)}: {brief(one)}; it must have names, and numbers or strings: {_ADVICE}"
             )
     return tuple(value.items())
-
-
-def _anything(what: str, value: Any) -> Any:
-    return value
 
 
 def _entry(read: Reader, differs: str | None = None, write: Callable[[Any], Any] | None = None, **other: Any) -> Any:
@@ -107,12 +88,12 @@ class Checkpoint:
         state: its own, or None; of one that is finished, some state before that.
     """
 
-    epoch: int = _entry(_integer(most=LARGEST))
-    items: int = _entry(_integer(most=LARGEST))
-    checksum: int = _entry(_integer(0, 0xFFFFFFFF))
+    epoch: int = _entry(_integer(0))
+    items: int = _entry(_integer(0))
+    checksum: int = _entry(_integer(0))
     rank: int | None = _entry(_optional(_integer(0)), default=None)
-    finished: bool = _entry(_anything, default=False)
-    state: Any = _entry(_anything, write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
+    finished: bool = _entry(_is(bool, "true or false"), default=False)
+    state: Any = _entry(_is(object, "anything"), write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +127,15 @@ class Signature:
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
     """
 
-    seed: int = _entry(_integer(LEAST_SEED, LARGEST_SEED))
+    seed: int = _entry(_integer())
     dataset_length: int | None = _entry(_optional(_integer(0)), "the dataset had {was} samples, and has {now}")
-    sampler: str = _entry(_text, "the sampler was {was}, and is {now}")
+    sampler: str = _entry(_is(str, "a string"), "the sampler was {was}, and is {now}")
     sampler_length: int | None = _entry(
         _optional(_integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
     )
     sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
     batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
-    last_batch: str | None = _entry(_optional(_text), "last_batch was {was!r}, and is {now!r}")
+    last_batch: str | None = _entry(_optional(_is(str, "a string")), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
 
     @property
@@ -197,45 +178,30 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {_show(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+        raise TypeError(f"the state is {brief(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
     if "version" not in state:
-        raise ValueError(f"the state has no 'version', its keys are {_show(sorted(map(str, state)))}: {_ADVICE}")
-    version = _read(state, "version", _integer())
+        raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
+    version = _read(state, "version", _integer(1))
     if version > VERSION:
         raise ValueError(
-            f"the state is of version {_show(version)}, this sharded_loader reads up to version {VERSION}: update "
-            f"sharded_loader, or begin with set_epoch({_show(state.get('epoch', '...'))})"
+            f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update "
+            f"sharded_loader, or begin with set_epoch({brief(state.get('epoch', '...'))})"
         )
     signature = _parsed(Signature, state)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch, done = _read(state, "epoch", _integer(most=LARGEST)), _read(state, unit, _integer(-LARGEST, LARGEST))
-    if version < 1 or epoch < 0 or (done < 0 and signature.last_batch != "rollover"):
-        raise ValueError(
-            f"the state has version {_show(version)}, epoch {_show(epoch)}, {unit} {_show(done)}; none can be "
-            f"negative (with last_batch {_show(signature.last_batch)}): {_ADVICE}"
-        )
+    epoch = _read(state, "epoch", _integer(0))
+    done = _read(state, unit, _integer(-math.inf if signature.last_batch == "rollover" else 0))
     if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {found}: {_ADVICE}")
-    mark = _parse_passed(state.get("passed"))
-    if mark is not None and mark.epoch > epoch:
+    passed = state.get("passed")
+    if passed is None:
+        return Position(epoch, done), signature
+    mark = _parsed(Checkpoint, _is(Mapping, "a dict")("the state's 'passed'", passed), "'passed'")
+    if mark.epoch > epoch:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
-
-
-def _parse_passed(passed: Any) -> Checkpoint | None:
-    if passed is None:
-        return None
-    if not isinstance(passed, Mapping):
-        raise _wrong("the state's 'passed'", passed, "a dict")
-    mark = _parsed(Checkpoint, passed, "'passed'")
-    if mark.epoch < 0 or mark.items < 0 or not isinstance(mark.finished, bool):
-        raise ValueError(
-            f"the state's 'passed' has epoch {_show(mark.epoch)}, items {_show(mark.items)}, finished "
-            f"{_show(mark.finished)}; the first two cannot be negative, the last is true or false: {_ADVICE}"
-        )
-    return mark
 
 
 def _written(entries: Any) -> dict[str, Any]:
@@ -261,16 +227,7 @@ def _read(state: Mapping[str, Any], name: str, read: Reader, inside: str = "") -
 
 
 def _wrong(what: str, value: Any, must: str) -> ValueError:
-    return ValueError(f"{what} is {_show(value)}; it must be {must}: {_ADVICE}")
-
-
-def _show(value: Any) -> str:
-    """A value in an error message: short, and whatever its own repr does."""
-    try:
-        text = repr(value)
-    except Exception:  # also an integer of more than 4,300 digits
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return ValueError(f"{what} is {brief(value)}; it must be {must}: {_ADVICE}")
 
 
 def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
@@ -344,3 +301,39 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
             else:
                 found.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
     return found
+
+
+def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+    """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
+    return tuple(
+        (f"{type(one).__name__}.{name}", _told(getattr(one, attribute)))
+        for one in samplers
+        if isinstance(one, Sampler) and is_own(one)
+        for name, attribute in one.decided_by
+    )
+
+
+def _told(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
+    checksum = 0
+    for part in parts:
+        array = np.asarray(part)
+        # The same for equal numbers of another dtype; 3 ms for a million weights, once.
+        checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
+    return f"{SUM}{checksum:08x}"
+
+
+def kind_of(sampler: Any) -> str:
+    """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
+    names = []
+    for one in nested(sampler):
+        package = type(one).__module__.partition(".")[0]
+        names.append(f"torch.{type(one).__name__}" if package == "torch" else type(one).__name__)
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def seed_of(sampler: Any) -> int | None:
+    seed = getattr(sampler, "seed", None)
+    return int(seed) if isinstance(seed, int) else None

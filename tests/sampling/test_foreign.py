@@ -19,11 +19,9 @@ from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     ShardedBatchSampler,
 )
-from sharded_loader.sampling.base import is_own
-from sharded_loader.sampling.borrowing import check_sampler
+from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import BLOCK
 
@@ -142,7 +140,7 @@ def test_two_live_epochs_of_one_foreign_sampler_do_not_mix() -> None:
     assert [list(items) for items in zip(*pairs, strict=True)] == alone
 
 
-def test_a_sampler_that_each_iter_begins_anew_yields_each_index_once() -> None:
+def test_a_sampler_that_each_iter_restarts_yields_each_index_once() -> None:
     class BeginsAnew:
         at = 0
 
@@ -201,16 +199,6 @@ def test_gluon_style_samplers_work_by_themselves_and_in_batches() -> None:
     epochs = [list(batches) for _ in range(2)]
     assert epochs[0] != epochs[1]
     assert list(batches.iter_epoch(0)) == epochs[0]
-
-
-def test_an_overridden_length_is_asked_for_its_epoch() -> None:
-    class Growing(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            return super().__iter__()
-
-    batches = Growing(SequentialSampler(5), 2, "rollover")
-    assert [len_epoch(batches, epoch) for epoch in range(3)] == [2, 3, 2]
-    assert batches.epoch == 0
 
 
 def test_lists_of_batches_are_samplers() -> None:

@@ -23,13 +23,13 @@ def rest(reading: EpochReading, number: int) -> list[Any]:
     """The batches of an epoch from a number on."""
     found = []
     while (batch := reading.batch(number)) is not None:
-        found.append(batch)
+        found.append(batch[0])
         number += 1
     return found
 
 
-def batches(one: EpochOrder, epoch: int = 0, place: Position | None = None) -> list[Any]:
-    reading = one.read(epoch, place)
+def batches(one: EpochOrder, epoch: int = 0, position: Position | None = None) -> list[Any]:
+    reading = one.read(epoch, position)
     return rest(reading, reading.first)
 
 
@@ -50,7 +50,7 @@ def test_each_rank_reads_its_part(rank: int) -> None:
     one = order(num_replicas=3, rank=rank, batch_size=2)
     expected = [[[0, 3], [6, 9]], [[1, 4], [7, 0]], [[2, 5], [8, 1]]][rank]
     assert batches(one) == expected == list(one.batch_sampler.iter_epoch(0))
-    assert (one.length(0), one.replicas(), one.read(0).position(1)) == (2, (3, rank), 6 + rank)
+    assert (one.length(0), one.replicas(), one.read(0).batch(1)) == (2, (3, rank), (expected[1], 6 + rank))
 
 
 def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,8 @@ def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: 
 
     monkeypatch.setattr(sampler, "_order", lambda epoch: counted)
     one = order(10**12, sampler=sampler, batch_size=256, num_replicas=4096, rank=7)
-    batch = one.read(0).batch(1000)
+    batch, first = one.read(0).batch(1000) or ([], -1)
+    assert first == 256_000 * 4096 + 7
     assert len(computed) == 1 and computed[0] == 2**15  # a block of 128 batches
     assert batch == [next(sampler.iter_epoch(0, (256_000 + step) * 4096 + 7)) for step in range(256)]
 

@@ -61,32 +61,38 @@ ORDERS: dict[str, dict[str, Any]] = {
 FOREIGN = [kind for kind in ORDERS if any(word in kind for word in ("gluon", "torch", "reused"))]
 
 
-def reading(kind: str, epoch: int = 1, place: Position | None = None) -> EpochReading:
-    return order(23, **ORDERS[kind]).read(epoch, place)
+def reading(kind: str, epoch: int = 1, position: Position | None = None) -> EpochReading:
+    return order(23, **ORDERS[kind]).read(epoch, position)
 
 
 def whole(one: EpochReading) -> list[Any]:
     return rest(one, one.first)
 
 
+def at(one: EpochReading, number: int) -> Any:
+    """A batch without the number of its first sample."""
+    found = one.batch(number)
+    return None if found is None else found[0]
+
+
 @pytest.mark.parametrize("kind", ORDERS)
 def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
     expected = whole(reading(kind))
     one = reading(kind)
-    assert [one.batch(number) for number in range(3)] == expected[:3]
-    assert [one.batch(number) for number in (2, 0, 1)] == [expected[number] for number in (2, 0, 1)]
+    assert [at(one, number) for number in range(3)] == expected[:3]
+    assert [at(one, number) for number in (2, 0, 1)] == [expected[number] for number in (2, 0, 1)]
     one.forget(2)
-    assert one.batch(1) == expected[1]  # the last one that was delivered may be taken back
+    assert at(one, 1) == expected[1]  # the last one that was delivered may be taken back
     assert rest(one, 2) == expected[2:]
     assert one.batch(len(expected)) is None and one.batch(len(expected) + 5) is None
-    assert one.batch(len(expected) - 1) == expected[-1]
+    assert at(one, len(expected) - 1) == expected[-1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ORDERS if kind not in FOREIGN])
 def test_batches_of_our_samplers_may_be_asked_in_any_order(kind: str) -> None:
     expected = whole(reading(kind))
     for number in (3, 0, 2, 1):
-        assert reading(kind).batch(number) == expected[number]
+        assert at(reading(kind), number) == expected[number]
 
 
 @pytest.mark.parametrize("kind", ORDERS)
@@ -94,13 +100,12 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
     expected = whole(reading(kind))
     one = reading(kind)
     for number in range(len(expected)):
-        place = one.place(number)
-        assert parse(dump(place, one.signature)) == (place, one.signature)
-        again = reading(kind, 1, place)
-        assert (again.first, whole(again)) == (number, expected[number:])
-        assert one.batch(number) == expected[number]
-        if number:
-            assert again.position(number) == one.position(number)
+        position = one.position_after(number)
+        assert parse(dump(position, one.signature)) == (position, one.signature)
+        again, found = reading(kind, 1, position), one.batch(number)
+        assert found is not None and found[0] == expected[number]
+        assert again.batch(number) == found
+        assert (again.first, whole(reading(kind, 1, position))) == (number, expected[number:])
     if kind != "reused list" and kind != "reused list, rank":
         assert one.length() == len(expected)
 
@@ -114,7 +119,7 @@ def test_an_interrupted_batch_comes_at_the_next_call(
 
     expected = whole(reading(kind))
     one = reading(kind)
-    assert one.batch(0) == expected[0]
+    assert at(one, 0) == expected[0]
     with monkeypatch.context() as patched, pytest.raises(error):
         patched.setattr(foreign, "_encode", lambda items: (_ for _ in ()).throw(error()))
         one.batch(1)
@@ -138,33 +143,15 @@ class Fails:
         return 12
 
 
-@pytest.mark.parametrize("at", [4, 5, 8])
-def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(at: int) -> None:
-    one = order(12, sampler=Fails(at), batch_size=4).read(0)
-    failing = at // 4
-    assert [one.batch(number) for number in range(failing)] == [[0, 1, 2, 3], [4, 5, 6, 7]][:failing]
+@pytest.mark.parametrize("fails_at", [4, 5, 8])
+def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(fails_at: int) -> None:
+    one = order(12, sampler=Fails(fails_at), batch_size=4).read(0)
+    failing = fails_at // 4
+    assert [at(one, number) for number in range(failing)] == [[0, 1, 2, 3], [4, 5, 6, 7]][:failing]
     for _ in range(2):
         with pytest.raises(KeyError):
             one.batch(failing)
         assert one.batch(failing + 1) is None
-
-
-def test_an_error_after_the_promised_length_comes_in_its_turn() -> None:
-    class Promises(Fails):
-        def __len__(self) -> int:
-            return self.at
-
-    one = order(12, sampler=Promises(8), batch_size=4).read(0)
-    assert [one.batch(0), one.batch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(KeyError):
-        one.batch(2)
-
-
-def test_a_batch_sampler_that_yields_none_is_named() -> None:
-    one = order(12, batch_sampler=[[1], None]).read(3)
-    assert one.batch(0) == [1]
-    with pytest.raises(TypeError, match="epoch 3, batch 1: the batch sampler yielded None"):
-        one.batch(1)
 
 
 def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None:
@@ -199,21 +186,29 @@ def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_th
     assert (over.carry, over.batch(over.first), over.length() - over.first) == (Position(1, 0), None, 0)
     early = threes.read(1, Position(1, -1))
     assert rest(early, early.first) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [early.place(number).done for number in range(4)] == [-1, 2, 5, 8]
+    assert [early.position_after(number).done for number in range(4)] == [-1, 2, 5, 8]
 
 
 def test_a_checkpoint_behind_the_position_is_not_used() -> None:
     """Other ranks may have read a group further than the position that a state counts."""
     one = reading("gluon")
-    mark = [one.place(number).mark for number in range(4) if one.batch(number)][3]
+    mark = [one.position_after(number).mark for number in range(4) if one.batch(number)][3]
     assert mark is not None and mark.items == 9
     again = reading("gluon", 1, Position(1, 6, mark))
     assert whole(again) == whole(reading("gluon"))[2:]
 
 
-def test_a_batch_that_was_forgotten_is_an_error() -> None:
-    one = reading("gluon")
-    [one.batch(number) for number in range(5)]
-    one.forget(4)
-    with pytest.raises(LookupError, match="batch 1 of epoch 1 was forgotten: the first one kept is 3"):
-        one.batch(1)
+def test_only_batches_of_other_libraries_samplers_are_kept() -> None:
+    assert {kind for kind in ORDERS if reading(kind).keeps} == set(FOREIGN)
+
+
+def test_a_batch_says_where_its_first_sample_lies() -> None:
+    def firsts(**given: Any) -> list[int]:
+        one = order(10, **given).read(1)
+        return [found[1] for number in range(5) if (found := one.batch(number)) is not None]
+
+    assert firsts() == [0, 3, 6, 9]
+    assert firsts(last_batch="rollover") == [-1, 2, 5]
+    assert firsts(num_replicas=3, rank=2, batch_size=2) == [2, 8]
+    assert firsts(batch_sampler=[[1], [2, 3], [4]]) == [0, 1, 2]
+    assert firsts(sampler=[1, 2, 3, 4, 5]) == [0, 3]

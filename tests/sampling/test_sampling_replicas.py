@@ -170,7 +170,7 @@ def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch
     assert resolve_replicas(1) == (1, 0)
     assert resolve_replicas(4, 3) == (4, 3)
     assert resolve_replicas("auto", environ={}) == (1, 0)
-    assert resolve_replicas("auto", "auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)
     group = SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 8, get_rank=lambda: 5
     )
@@ -185,7 +185,7 @@ def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch
     [
         (lambda: resolve_replicas(4), "rank is missing"),
         (lambda: resolve_replicas(None, 1), "num_replicas is missing"),
-        (lambda: resolve_replicas("auto", 1), "give both as integers"),
+        (lambda: resolve_replicas("auto", 1), "leave out rank=1"),
         (lambda: resolve_replicas(4, 4), "rank is 4, but there are 4 replicas: give 0 to 3"),
         (lambda: resolve_replicas(4, -1), "ranks count from 0"),
         (lambda: resolve_replicas(0, 0), "num_replicas must be at least 1"),
