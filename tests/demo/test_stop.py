@@ -17,8 +17,9 @@ CPU = (torch.device("cpu"),)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--stop-resume", "--epochs", "3", "--seed", "2"]) == 0
+    assert main(["demo", "--stop-resume", "--epochs", "2", "--seed", "2"]) == 0
     *_, undisturbed, _, _, resumed, compared = capsys.readouterr().out.splitlines()
     accuracy = undisturbed.split()[2]
     assert undisturbed.startswith("held-out accuracy")
