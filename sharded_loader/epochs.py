@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sharded_loader.arguments import length
+from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
@@ -124,7 +125,7 @@ class Epochs:
             self._resident.forget()
 
     def _new_run(self) -> Run:
-        self._order.arrays = True
+        self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
         reading, number = self._progress.begin(), next(self._numbers)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first

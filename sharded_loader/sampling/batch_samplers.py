@@ -66,9 +66,9 @@ class Rolling:
         self.is_begun, self.is_behind = total > begin, total > end
         self.first = max(0, (whole.steps_before(total, cut=True) - whole.steps_before(begin)) // size)
 
-    def table(self, open: Callable[[int], Table], rank: int, name: str, arrays: bool = False) -> Table:
+    def table(self, open: Callable[[int], Table], rank: int, name: str, **arrays: bool) -> Table:
         """The batches of one rank. Arguments as `Endless` and `Batched` have them."""
-        return Batched(Endless(open, self._stretch, rank, self._count, name), self._size, arrays=arrays)
+        return Batched(Endless(open, self._stretch, rank, self._count, name), self._size, **arrays)
 
     def length(self) -> int:
         """How many batches there are from the beginning on."""

@@ -243,7 +243,7 @@ class _Separate:
             table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.drops_last)
         if source.batch_size is None:
             return table
-        return Batched(table, source.batch_size, source.drops_last, source.arrays)
+        return Batched(table, source.batch_size, source.drops_last, arrays=True, convert=source.arrays)
 
     def length(self) -> int:
         source = self._source
@@ -272,7 +272,7 @@ class _Rolling:
         """The batches of the stretch, as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
-        return self._rolling.table(open_epoch, source.rank, name_of(items), source.arrays)
+        return self._rolling.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
 
     def done(self, batches: int) -> int:
         """Samples done after so many batches from the position on, counted from the epoch's own first."""

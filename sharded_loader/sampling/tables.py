@@ -186,15 +186,19 @@ class Batched(Table):
     Args:
         table, size: the items, and how many make a batch.
         drop_last: leave an incomplete last batch out.
-        arrays: batches of indices may be int64 arrays instead of lists.
+        arrays: batches of a table of numbers are int64 arrays, not lists.
+        convert: batches of a table of other items become int64 arrays too, if they are ints.
 
     Example:
         >>> list(Batched(Table(5, lambda positions: positions + 10, block=8), 2).items(1))
         [[12, 13], [14]]
     """
 
-    def __init__(self, table: Table, size: int, drop_last: bool = False, arrays: bool = False) -> None:
-        self._table, self._size, self._drop_last, self._arrays = table, size, drop_last, arrays
+    def __init__(
+        self, table: Table, size: int, drop_last: bool = False, *, arrays: bool = False, convert: bool = False
+    ) -> None:
+        self._table, self._size, self._drop_last = table, size, drop_last
+        self._arrays, self._convert = arrays, convert
 
     @property
     def block(self) -> int:
@@ -224,7 +228,7 @@ class Batched(Table):
     def _batch(self, items: list[Any]) -> Any:
         if set(map(type, items)) != {int}:
             items = [plain_index(item) for item in items]
-        if self._arrays and set(map(type, items)) == {int}:
+        if self._convert and set(map(type, items)) == {int}:
             try:
                 return np.array(items, np.int64)
             except OverflowError:

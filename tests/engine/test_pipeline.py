@@ -66,12 +66,12 @@ class PoolOfNumbers(Pool):
 def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
     """A run of batches of one index each."""
 
-    def batch(seq: int) -> list[int] | None:
+    def batch(seq: int) -> tuple[list[int], int] | None:
         if seq in errors:
             raise KeyError(seq)
-        return [seq] if seq < length else None
+        return ([seq], seq) if seq < length else None
 
-    plan = EpochPlan(number, 0, batch, lambda seq: seq, None, Split(), may_shard=False)
+    plan = EpochPlan(number, 0, batch, None, Split(), may_shard=False)
     return Run(number, 0, plan, None, delivered=first, planned=first)  # type: ignore[arg-type]
 
 

@@ -19,9 +19,9 @@ def plan_of(*batches: Any, length: int | None = 10, split: Split | None = None, 
             return None
         if isinstance(batches[number], Exception):
             raise batches[number]
-        return batches[number]
+        return batches[number], 2 * number
 
-    return EpochPlan(7, 3, batch, lambda number: 2 * number, length, split or Split(), may_shard=may_shard)
+    return EpochPlan(7, 3, batch, length, split or Split(), may_shard=may_shard)
 
 
 def task_of(plan: EpochPlan, seq: int) -> Task:
