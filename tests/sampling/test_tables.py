@@ -94,7 +94,7 @@ def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start
     slices = [list(range(begin, min(begin + size, length))) for begin in range(0, length, size)]
     expected = [one for one in slices if len(one) == size or not drop]
     assert list(Batched(KINDS[kind](length), size, drop).items(start)) == expected[start:]
-    arrays = list(Batched(KINDS[kind](length), size, drop, arrays=True).items(start))
+    arrays = list(Batched(KINDS[kind](length), size, drop, arrays=True, convert=True).items(start))
     assert all(array.dtype == np.int64 for array in arrays)
     assert [array.tolist() for array in arrays] == expected[start:]
     whole = asked(*range(0, len(expected), 2))
