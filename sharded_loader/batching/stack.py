@@ -218,6 +218,8 @@ def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype:
     try:
         try:
             array = np.array(numbers, wanted)
+            if array.dtype.hasobject:  # an int subclass beyond 64 bits
+                raise OverflowError
         except OverflowError:
             array = np.array(numbers, np.uint64)
     except OverflowError:

@@ -14,6 +14,10 @@ from sharded_loader.batching.default import DefaultBatchify
 MyNT = namedtuple("MyNT", "data label")
 
 
+class Flag(int):
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     tokens: list
@@ -86,6 +90,7 @@ def test_the_field_is_named(samples, field):
         ([MyNT(1, 2), Pad], "types"),
         ([2**70, 1], "int64 nor uint64"),
         ([-1, 2**63], "int64 nor uint64"),
+        ([Flag(2**70), Flag(1)], "int64 nor uint64"),
         ([torch.ones(1, requires_grad=True)] * 2, "detach"),
         ([], "no samples"),
     ],

@@ -51,11 +51,21 @@ def test_tensors_keep_their_dtype_in_memory_that_was_given(dtype, shape):
     assert len(given) == 1 and (pointer == given[0].ctypes.data or not given[0].size)
 
 
+class Labelled(torch.Tensor):
+    pass
+
+
 def test_views_and_subclasses_of_tensors_stack():
     base = torch.arange(6).reshape(2, 3).t()
     assert default_batchify_fn([base, base]).tolist() == [base.tolist()] * 2
     sparse = torch.eye(2).to_sparse()
     assert default_batchify_fn([sparse, sparse]).is_sparse
+    labelled = torch.ones(2).as_subclass(Labelled)
+    assert type(default_batchify_fn([labelled, labelled])) is Labelled
+
+
+@pytest.mark.slow  # torch imports for seconds
+def test_tensors_on_a_device_stack_there():
     meta = torch.zeros(2, device="meta")
     assert default_batchify_fn([meta, meta]).shape == (2, 2)
 
