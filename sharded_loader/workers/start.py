@@ -89,8 +89,7 @@ def launch(
     if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
         # The template could not be given the worker's end of the pipe, so there is none.
         _warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
-    templates = 1
-    while True:
+    for left in reversed(range(TEMPLATES)):
         try:
             started, link = _start(number, num_workers, start_method, resources, new_job)
             break
@@ -98,9 +97,8 @@ def launch(
             template, resources.template = resources.template, None
             if template is not None:
                 template.close()
-            if templates == TEMPLATES:
+            if not left:
                 raise
-            templates += 1
             _warn(f"{error}; {_AS_IT_IS_NOW}")
     handle = WorkerHandle(number, started, link)
     if resources.board is not None:

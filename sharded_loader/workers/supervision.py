@@ -112,38 +112,10 @@ _BY_ITSELF = -1
 """Instead of a worker's number."""
 
 
-class Silent:
-    """How long one worker that has something to do has stood still, as far as anybody has looked.
-
-    Also between batches: a worker that was stopped there never begins the one that it has been sent.
-    """
-
-    __slots__ = ("_at", "_words", "seconds")
-
-    def __init__(self) -> None:
-        self._words: Any = None
-        self._at = 0.0
-        self.seconds = 0.0
-
-    def observe(self, words: Sequence[int], now: float, step: float) -> float:
-        """Look at where the worker is; how many seconds it has been there.
-
-        Args:
-            words: its board.
-            now: the time, in seconds.
-            step: no more than this is counted between two looks.
-        """
-        place = tuple(words[: SAMPLE + 1])
-        if place != self._words:
-            self._words, self.seconds = place, 0.0
-        else:
-            self.seconds += min(now - self._at, step)
-        self._at = now
-        return self.seconds
-
-
 class Watch:
     """Looks for workers that stand still.
+
+    Also between batches: a worker that was stopped there never begins the one that it has been sent.
 
     Args:
         timeout: seconds without progress; None: nobody looks.
@@ -155,13 +127,31 @@ class Watch:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.step = None if timeout is None else min(1.0, timeout / 8)
+        self._looked = 0.0
+        self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
 
-    def late(self, workers: Iterable[tuple[Any, Silent, Sequence[int]]]) -> list[Any]:
-        """Those of the workers that have stood still for ``timeout`` seconds; without words, in their start."""
+    def late(self, workers: Iterable[tuple[Any, Sequence[int]]]) -> list[Any]:
+        """Those of the workers that have stood still for ``timeout`` seconds.
+
+        Args:
+            workers: who has something to do, each with its board; without words, it is in its start. The clock of
+                whoever is not among them begins anew.
+        """
         if self.timeout is None or self.step is None:
             return []
-        now, given = time.monotonic(), (max(self.timeout, START_SECONDS), self.timeout)
-        return [who for who, silent, at in workers if silent.observe(at, now, 2 * self.step) >= given[len(at) > 0]]
+        now = time.monotonic()
+        # No more is counted between two looks: whoever looks may have been away.
+        passed, self._looked = min(now - self._looked, 2 * self.step), now
+        before, self._seen = self._seen, {}
+        late = []
+        for who, words in workers:
+            at = tuple(words[: SAMPLE + 1])
+            was_at, seconds = before.get(who, (None, 0.0))
+            seconds = seconds + passed if at == was_at else 0.0
+            self._seen[who] = at, seconds
+            if seconds >= (self.timeout if at else max(self.timeout, START_SECONDS)):
+                late.append(who)
+        return late
 
 
 class Death(NamedTuple):

@@ -85,19 +85,15 @@ class Worker:
             while True:
                 message = receive_message(self._conn)
                 kind, run, seq, content = messages.unpack_head(message.head)
-                if kind == messages.CANCEL:
-                    self._cancelled.add(run)
-                if kind in (
-                    messages.TASKS,
-                    messages.JOB,
-                    messages.CANCEL,
-                ):  # the last one lies behind the tasks that it is about
-                    self._inbox.put((kind, run, content, message.buffers))
+                if kind in (messages.BOARD, messages.DEATH, messages.SEGMENT):
+                    self.open_shared(kind, run, seq, bytes(content).decode())
                 elif kind == messages.STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                     os._exit(1)
                 else:
-                    self.open_shared(kind, run, seq, bytes(content).decode())
+                    if kind == messages.CANCEL:  # at once: the message lies behind the last of the tasks
+                        self._cancelled.add(run)
+                    self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
