@@ -6,7 +6,7 @@
     Watch.late(workers)        -> those that have stood still for too long
     died, timed_out, ...       -> the errors, with batch, sample, worker, and how to see it again
 
-A batch is made again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
+A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
 only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
 stopped (Ctrl-Z) makes a worker late.
 """
@@ -28,14 +28,14 @@ from sharded_loader.errors import Location, WorkerDiedError, WorkerTimeoutError,
 E = TypeVar("E", bound=BaseException)
 
 IDLE_DEATHS = 10
-"""So many deaths between batches of workers of the same number are too many, if no batch has come from any since."""
+"""Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
 
 PROVEN = 10
-"""So many times more often may a worker be killed in its start, if another has been seen to start."""
+"""How many times more often a worker may be killed in its start, if another one has been seen to start."""
 
 START_SECONDS = 600.0
-"""What a worker is given to start, at least: it may import for minutes from a disk far away. One that hangs is known
-by its silence alone."""
+"""Seconds that a worker gets to start, at least: it may import for minutes from a disk far away. One that hangs is
+known by its silence alone."""
 
 
 class Deaths:
@@ -46,7 +46,7 @@ class Deaths:
     these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been ready.
 
     Args:
-        restarts: so many deaths are too many; 0 counts as 1.
+        restarts: the number of deaths that is too many; 0 counts as 1.
 
     Example:
         >>> deaths = Deaths(2)
@@ -76,7 +76,7 @@ class Deaths:
             self._of_batch.pop((run, seq), None)
 
     def of_nothing(self, worker: int) -> bool:
-        """A worker died between batches; whether so many have, with no batch from any, that it is no use."""
+        """A worker died between batches; whether it is no use to try again."""
         self._of_nothing[worker] += 1
         return self._of_nothing[worker] >= IDLE_DEATHS
 
@@ -134,8 +134,8 @@ class Watch:
         """Those of the workers that have stood still for ``timeout`` seconds.
 
         Args:
-            workers: who has something to do, each with its board; without words, it is in its start. The clock of
-                whoever is not among them begins anew.
+            workers: those that have something to do, each with its board. An empty board: it is in its start. The
+                clock of a worker that is left out starts again from 0.
         """
         if self.timeout is None or self.step is None:
             return []

@@ -6,7 +6,8 @@
 Before each sample the main thread notes on the board where it is. So a trainer that finds it dead or silent can say
 which sample it was (`engine.board`).
 
-A message brings the job (the dataset and how to read it), or says to a forked worker, which inherits it, when to begin.
+A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
+to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
 
 The process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code then
 gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`workers.lifeline`), but not on
@@ -205,7 +206,7 @@ class Worker:
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
         if task.careful:
             self._reader.probe(task, board)
-        # The same for a batch that is made again, by whichever worker.
+        # A batch that is built again, by whichever worker, gets the same.
         seed_globals(derive_key(self._job.seed, "batch globals", task.epoch, task.position), whole=False)
         slot = SlotWriter(memory)
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
