@@ -36,7 +36,7 @@ from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_nu
 from sharded_loader.engine.reader import Reader
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.global_generators import free_globals_of, holder_before
-from sharded_loader.workers.supervision import Silent, Watch, timed_out
+from sharded_loader.workers.supervision import Watch, timed_out
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
@@ -88,7 +88,6 @@ class _Thread(threading.Thread):
         self.number = number
         self.init = init
         self.board = new_board()
-        self.silent = Silent()
         self.task: Task | None = None
         self.written_off = False
 
@@ -203,10 +202,11 @@ class ThreadPool(Pool):
     def _write_off(self, shared: _Shared, timeout: float) -> None:
         """Errors for the batches over which threads stand still; others take their places."""
         idents = {thread.ident for thread in shared.threads}
+        busy = []
         for thread in shared.threads:
-            if holder_before(thread.ident) in idents:
-                thread.silent = Silent()  # the one that it waits for is watched itself
-        busy = [(thread, thread.silent, thread.board) for thread in shared.threads if thread.task is not None]
+            # One that waits for another of them is not watched: the other one is.
+            if thread.task is not None and holder_before(thread.ident) not in idents:
+                busy.append((thread, thread.board))
         for thread in self._watch.late(busy):
             task, words = thread.task, list(thread.board)
             if task is None:

@@ -30,7 +30,6 @@ from sharded_loader.workers.start import launch, send_segment, start_forkserver
 from sharded_loader.workers.supervision import (
     Death,
     Deaths,
-    Silent,
     Watch,
     died,
     died_idle,
@@ -209,14 +208,10 @@ class Workforce:
 
     def stop_late(self) -> None:
         """Kill the workers that stand still. Their deaths are dealt with as such."""
-        watched: list[tuple[WorkerHandle, Silent, Any]] = []
+        watched: list[tuple[WorkerHandle, Any]] = []
         for handle in self.resources.handles:
-            if handle.hung:
-                continue  # it has been killed
-            if handle.tasks or not handle.ready:
-                watched.append((handle, handle.silent, handle.board if handle.ready else ()))
-            else:
-                handle.silent = Silent()
+            if not handle.hung and (handle.tasks or not handle.ready):  # a hung one has been killed
+                watched.append((handle, handle.board if handle.ready else ()))
         for handle in self.watch.late(watched):
             handle.hung = True
             with uninterrupted():

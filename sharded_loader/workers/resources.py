@@ -33,7 +33,6 @@ from sharded_loader.system import oom_kills, open_pidfd
 from sharded_loader.workers import worker
 from sharded_loader.workers.lifeline import Lifeline
 from sharded_loader.workers.link import Link, Poller
-from sharded_loader.workers.supervision import Silent
 from sharded_loader.workers.template import Template, is_starting_worker
 
 CLOSING_GRACE = 0.02
@@ -180,7 +179,6 @@ class WorkerHandle:
         self.segments = 0
         self.ready = False
         self.board: Any = new_board()
-        self.silent = Silent()
         self.hung = False
         self.left_behind = False
         self._released = False

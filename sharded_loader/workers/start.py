@@ -34,17 +34,9 @@ from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.messages import BOARD, JOB, SEGMENT, NewJob, pack_head
 from sharded_loader.memory.segments import Segment
 from sharded_loader.system import can_pass_descriptors
-from sharded_loader.workers import spawned, worker
+from sharded_loader.workers import spawned, template, worker
 from sharded_loader.workers.link import Link, make_link
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
-from sharded_loader.workers.template import (
-    Template,
-    TemplateGone,
-    forget_process,
-    is_starting_worker,
-    start_forked,
-    starting_worker,
-)
 
 TEMPLATES = 5
 """How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
@@ -89,18 +81,16 @@ def launch(
     if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
         # The template could not be given the worker's end of the pipe, so there is none.
         _warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
-    templates = 1
-    while True:
+    for left in reversed(range(TEMPLATES)):
         try:
             started, link = _start(number, num_workers, start_method, resources, new_job)
             break
-        except TemplateGone as error:
-            template, resources.template = resources.template, None
-            if template is not None:
-                template.close()
-            if templates == TEMPLATES:
+        except template.TemplateGone as error:
+            gone, resources.template = resources.template, None
+            if gone is not None:
+                gone.close()
+            if not left:
                 raise
-            templates += 1
             _warn(f"{error}; {_AS_IT_IS_NOW}")
     handle = WorkerHandle(number, started, link)
     if resources.board is not None:
@@ -134,7 +124,7 @@ def _start(
 ) -> tuple[Any, Link]:
     if start_method == "fork" and resources.template is None and can_pass_descriptors():
         # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-        resources.template = Template(new_job, num_workers)
+        resources.template = template.Template(new_job, num_workers)
     # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
     ours, theirs = multiprocess.Pipe(duplex=True)
     link = make_link(ours)
@@ -143,7 +133,7 @@ def _start(
             return resources.template.fork(number, theirs), link
         if start_method == "fork":
             name = f"sharded_loader-worker-{number}"
-            return start_forked(name, worker.main, theirs, number, num_workers, new_job), link
+            return template.start_forked(name, worker.main, theirs, number, num_workers, new_job), link
         return _spawn(number, num_workers, start_method, theirs), link
     except BaseException:
         link.close()
@@ -174,9 +164,9 @@ def _spawn(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
         started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
         if sys.platform != "win32":
             resource_tracker.ensure_running()  # its start would unblock SIGINT again
-    with starting_worker():
+    with template.starting_worker():
         started.start()
-    forget_process(started)
+    template.forget_process(started)
     return started
 
 
@@ -194,7 +184,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
     request = {"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path}
     os.environ[spawned.PRELOAD] = json.dumps(request)
     try:
-        with starting_worker():
+        with template.starting_worker():
             forkserver.ensure_running()
     finally:
         os.environ.pop(spawned.PRELOAD, None)
@@ -217,7 +207,7 @@ if hasattr(os, "register_at_fork"):
 def _preparation_data(name: str) -> dict[str, Any]:
     """``spawn.get_preparation_data``, without the user's script for our own workers."""
     data: dict[str, Any] = _original_preparation_data(name)
-    if is_starting_worker():
+    if template.is_starting_worker():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data

@@ -6,7 +6,7 @@
     Watch.late(workers)        -> those that have stood still for too long
     died, timed_out, ...       -> the errors, with batch, sample, worker, and how to see it again
 
-A batch is made again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
+A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
 only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
 stopped (Ctrl-Z) makes a worker late.
 """
@@ -28,14 +28,14 @@ from sharded_loader.errors import Location, WorkerDiedError, WorkerTimeoutError,
 E = TypeVar("E", bound=BaseException)
 
 IDLE_DEATHS = 10
-"""So many deaths between batches of workers of the same number are too many, if no batch has come from any since."""
+"""Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
 
 PROVEN = 10
-"""So many times more often may a worker be killed in its start, if another has been seen to start."""
+"""How many times more often a worker may be killed in its start, if another one has been seen to start."""
 
 START_SECONDS = 600.0
-"""What a worker is given to start, at least: it may import for minutes from a disk far away. One that hangs is known
-by its silence alone."""
+"""Seconds that a worker gets to start, at least: it may import for minutes from a disk far away. One that hangs is
+known by its silence alone."""
 
 
 class Deaths:
@@ -46,7 +46,7 @@ class Deaths:
     these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been ready.
 
     Args:
-        restarts: so many deaths are too many; 0 counts as 1.
+        restarts: the number of deaths that is too many; 0 counts as 1.
 
     Example:
         >>> deaths = Deaths(2)
@@ -76,7 +76,7 @@ class Deaths:
             self._of_batch.pop((run, seq), None)
 
     def of_nothing(self, worker: int) -> bool:
-        """A worker died between batches; whether so many have, with no batch from any, that it is no use."""
+        """A worker died between batches; whether it is no use to try again."""
         self._of_nothing[worker] += 1
         return self._of_nothing[worker] >= IDLE_DEATHS
 
@@ -112,38 +112,10 @@ _BY_ITSELF = -1
 """Instead of a worker's number."""
 
 
-class Silent:
-    """How long one worker that has something to do has stood still, as far as anybody has looked.
-
-    Also between batches: a worker that was stopped there never begins the one that it has been sent.
-    """
-
-    __slots__ = ("_at", "_words", "seconds")
-
-    def __init__(self) -> None:
-        self._words: Any = None
-        self._at = 0.0
-        self.seconds = 0.0
-
-    def observe(self, words: Sequence[int], now: float, step: float) -> float:
-        """Look at where the worker is; how many seconds it has been there.
-
-        Args:
-            words: its board.
-            now: the time, in seconds.
-            step: no more than this is counted between two looks.
-        """
-        place = tuple(words[: SAMPLE + 1])
-        if place != self._words:
-            self._words, self.seconds = place, 0.0
-        else:
-            self.seconds += min(now - self._at, step)
-        self._at = now
-        return self.seconds
-
-
 class Watch:
     """Looks for workers that stand still.
+
+    Also between batches: a worker that was stopped there never begins the one that it has been sent.
 
     Args:
         timeout: seconds without progress; None: nobody looks.
@@ -155,13 +127,31 @@ class Watch:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.step = None if timeout is None else min(1.0, timeout / 8)
+        self._looked = 0.0
+        self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
 
-    def late(self, workers: Iterable[tuple[Any, Silent, Sequence[int]]]) -> list[Any]:
-        """Those of the workers that have stood still for ``timeout`` seconds; without words, in their start."""
+    def late(self, workers: Iterable[tuple[Any, Sequence[int]]]) -> list[Any]:
+        """Those of the workers that have stood still for ``timeout`` seconds.
+
+        Args:
+            workers: those that have something to do, each with its board. An empty board: it is in its start. The
+                clock of a worker that is left out starts again from 0.
+        """
         if self.timeout is None or self.step is None:
             return []
-        now, given = time.monotonic(), (max(self.timeout, START_SECONDS), self.timeout)
-        return [who for who, silent, at in workers if silent.observe(at, now, 2 * self.step) >= given[len(at) > 0]]
+        now = time.monotonic()
+        # No more is counted between two looks: whoever looks may have been away.
+        passed, self._looked = min(now - self._looked, 2 * self.step), now
+        before, self._seen = self._seen, {}
+        late = []
+        for who, words in workers:
+            at = tuple(words[: SAMPLE + 1])
+            was_at, seconds = before.get(who, (None, 0.0))
+            seconds = seconds + passed if at == was_at else 0.0
+            self._seen[who] = at, seconds
+            if seconds >= (self.timeout if at else max(self.timeout, START_SECONDS)):
+                late.append(who)
+        return late
 
 
 class Death(NamedTuple):

@@ -6,7 +6,8 @@
 Before each sample the main thread notes on the board where it is. So a trainer that finds it dead or silent can say
 which sample it was (`engine.board`).
 
-A message brings the job (the dataset and how to read it), or says to a forked worker, which inherits it, when to begin.
+A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
+to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
 
 The process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code then
 gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`workers.lifeline`), but not on
@@ -85,19 +86,15 @@ class Worker:
             while True:
                 message = receive_message(self._conn)
                 kind, run, seq, content = messages.unpack_head(message.head)
-                if kind == messages.CANCEL:
-                    self._cancelled.add(run)
-                if kind in (
-                    messages.TASKS,
-                    messages.JOB,
-                    messages.CANCEL,
-                ):  # the last one lies behind the tasks that it is about
-                    self._inbox.put((kind, run, content, message.buffers))
+                if kind in (messages.BOARD, messages.DEATH, messages.SEGMENT):
+                    self.open_shared(kind, run, seq, bytes(content).decode())
                 elif kind == messages.STACKS:
                     faulthandler.dump_traceback(2, all_threads=True)
                     os._exit(1)
                 else:
-                    self.open_shared(kind, run, seq, bytes(content).decode())
+                    if kind == messages.CANCEL:  # at once: the message lies behind the last of the tasks
+                        self._cancelled.add(run)
+                    self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
@@ -209,7 +206,7 @@ class Worker:
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
         if task.careful:
             self._reader.probe(task, board)
-        # The same for a batch that is made again, by whichever worker.
+        # A batch that is built again, by whichever worker, gets the same.
         seed_globals(derive_key(self._job.seed, "batch globals", task.epoch, task.position), whole=False)
         slot = SlotWriter(memory)
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)

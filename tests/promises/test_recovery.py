@@ -219,13 +219,13 @@ def random_stream(pool: Any, num_shards: int | None, seconds: float, length: int
 @METHODS
 @pytest.mark.parametrize("num_shards", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_whoever_is_killed_the_stream_is_the_same(method: str, num_shards: int | None) -> None:
-    length = 60 if method == "spawn" else 200  # workers take longer to start than they are left to live
+    length = 60 if method == "spawn" else 100  # workers take longer to start than they are left to live
     whole = list(random_stream(make_pool("fork"), num_shards, 0, length))
     pool = make_pool(method, restarts=100)  # the same batch may be hit again and again
     assert isinstance(pool, ProcessPool)
     with Killer(pool, 0.15) as killer:
         assert list(random_stream(pool, num_shards, 0.01, length)) == whole
-    assert killer.deaths >= 5
+    assert killer.deaths >= 3
 
 
 @METHODS

@@ -177,7 +177,7 @@ def stream(pool, seconds, length):
 if "sigpipe" in sys.argv:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in programs that are made for `| head`
 pool = ProcessPool(2, start_method=sys.argv[1], restarts=100)
-length = 120 if sys.argv[1] == "fork" else 60
+length = 120 if sys.argv[1] == "fork" else 32
 whole = list(stream(ProcessPool(2, start_method="fork"), 0, length))
 found, victims = [], random.Random(0)
 for number, batch in enumerate(stream(pool, 0.004, length)):

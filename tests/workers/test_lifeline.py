@@ -7,17 +7,18 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
 import pytest
 
-from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.workers.lifeline import (
     EXTENDED_LIMIT_INFORMATION,
     FLAGS_OFFSET,
     LIMITS_SIZE,
     JobObject,
+    Lifeline,
     die_with,
     keep_from_children,
 )
@@ -108,17 +109,18 @@ def test_a_job_that_cannot_be_made_is_an_error(fails: str) -> None:
 
 
 @pytest.mark.parametrize("fails", ["", "assign"])
-def test_every_worker_is_put_into_the_job_and_one_that_cannot_be_works_too(fails: str) -> None:
+def test_every_worker_is_put_into_the_job_and_one_that_cannot_be_is_no_error(fails: str) -> None:
     kernel32 = Kernel32(fails)
-    pool = ProcessPool(2, start_method="spawn")
-    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
-        pool._resources.open(2)
-        assert pool._resources.lifeline is not None
-        pool._resources.lifeline.job = JobObject(kernel32)
-        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert kernel32.processes == [handle.process.sentinel for handle in pool._workers]
-        assert "close" not in kernel32.calls
-    assert kernel32.calls[-1] == "close"
+    lifeline = Lifeline()
+    lifeline.job = JobObject(kernel32)
+    link: Any = SimpleNamespace(send=lambda *_, **__: None)
+    for process in (SimpleNamespace(sentinel=5), SimpleNamespace(sentinel=6)):
+        lifeline.tie(process, link)
+    assert kernel32.processes == [5, 6]
+    assert "close" not in kernel32.calls
+    for _ in range(2):
+        lifeline.close()
+    assert kernel32.calls.count("close") == 1
 
 
 # -- Linux ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from conftest import METHODS
 from multiprocess import spawn
 
 from sharded_loader.engine.messages import BOARD, DEATH, JOB, SEGMENT, Job, NewJob, unpack_head
-from sharded_loader.workers import resources, start
+from sharded_loader.workers import resources, start, template
 from sharded_loader.workers.resources import WorkerResources
 from sharded_loader.workers.start import launch, send_segment
 from sharded_loader.workers.template import TemplateGone, is_starting_worker, starting_worker
@@ -85,7 +85,7 @@ def test_templates_that_are_gone_are_replaced_a_few_times(monkeypatch: pytest.Mo
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(start, "Template", Gone)
+    monkeypatch.setattr(template, "Template", Gone)
     owner = WorkerResources(None)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(TemplateGone):
         warnings.simplefilter("always")

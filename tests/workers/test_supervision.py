@@ -8,7 +8,7 @@ import pytest
 
 from sharded_loader.errors import describe_exit
 from sharded_loader.workers import supervision
-from sharded_loader.workers.supervision import IDLE_DEATHS, PROVEN, Deaths, Silent, Watch
+from sharded_loader.workers.supervision import IDLE_DEATHS, PROVEN, Deaths, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -80,10 +80,31 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
 ) -> None:
     seconds = 0.0
     monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: seconds))
-    watch, reading, starting = Watch(timeout), Silent(), Silent()
+    watch = Watch(timeout)
     late: dict[str, float] = {}
     for look in range(1000):
         seconds = float(look)
-        for who in watch.late([("reading", reading, [0, 1, 0, 2]), ("starting", starting, ())]):
+        for who in watch.late([("reading", [0, 1, 0, 2]), ("starting", ())]):
             late.setdefault(who, seconds)
     assert late == {"reading": timeout, "starting": to_start}
+
+
+def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = Watch(4.0)
+    assert watch.step == 0.5
+    still, moves = [0, 1, 0, 2], [0, 1, 0, 0]
+
+    def look(seconds: float, *others: tuple[str, list[int]]) -> list[str]:
+        nonlocal now
+        now += seconds
+        moves[3] += 1
+        return watch.late([("moves", moves), *others])
+
+    assert look(0.5, ("still", still)) == []
+    assert look(3600, ("still", still)) == []  # the trainer was away: it counts as two steps
+    assert [look(0.5, ("still", still)) for _ in range(6)] == [[]] * 5 + [["still"]]
+    assert look(0.5) == []  # it has nothing to do
+    assert [look(0.5, ("still", still)) for _ in range(9)] == [[]] * 8 + [["still"]]
+    assert Watch(None).step is None and Watch(None).late([("still", still)]) == []

@@ -57,7 +57,7 @@ class Trainer:
         send_message(self.conn, pack_head(kind, run, seq, content), (), ())
 
     def send_tasks(self, *tasks: Any) -> None:
-        self.send(messages.TASKS, content=pack_tasks(tasks))
+        send_message(self.conn, pack_tasks(tasks), (), ())
 
     def answer(self) -> tuple[bytes, memoryview, Any]:
         message = receive_message(self.conn)
