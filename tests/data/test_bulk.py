@@ -63,17 +63,17 @@ def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, 
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
-def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, kind: Any) -> None:
-    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=kind()) as loader:
+@pytest.mark.parametrize("new", [InlinePool, lambda: ThreadPool(2), lambda: ProcessPool(2)])
+def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, new: Any) -> None:
+    with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=new()) as loader:
         assert [batch.tolist() for batch in loader][:2] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
         assert loader.stats().samples == 20
 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-@pytest.mark.parametrize("kind", [InlinePool, ThreadPool, ProcessPool])
-def test_the_error_names_the_sample_although_its_index_is_gone(name: str, kind: Any) -> None:
-    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=kind()) as loader:
+@pytest.mark.parametrize("new", [InlinePool, lambda: ThreadPool(2), lambda: ProcessPool(2)])
+def test_the_error_names_the_sample_although_its_index_is_gone(name: str, new: Any) -> None:
+    with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=new()) as loader:
         with pytest.raises(OSError, match="disk") as caught:
             next(iter(loader))
     assert "sample 7" in str(getattr(caught.value, "__notes__", "")) + str(caught.value)
