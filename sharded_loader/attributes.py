@@ -145,6 +145,7 @@ class LoaderAttributes:
             ValueError: ``epoch`` is negative or not an integer.
 
         Example:
+            >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
             >>> loader.set_epoch(3)
             >>> loader.epoch
@@ -167,6 +168,7 @@ class LoaderAttributes:
             ``batch_sampler``), and what `load_state_dict` compares.
 
         Example:
+            >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
             >>> first, state = next(iter(loader)), loader.state_dict()
             >>> state["epoch"], state["samples"]
@@ -191,6 +193,7 @@ class LoaderAttributes:
                 differs. Nothing has changed then.
 
         Example:
+            >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 4)
             >>> first, state = next(iter(loader)), loader.state_dict()
             >>> loader.load_state_dict(state)
@@ -207,6 +210,7 @@ class LoaderAttributes:
         """Samples per second, the share of time spent waiting for data, where the time went.
 
         Example:
+            >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 4)
             >>> for batch in loader: pass
             >>> loader.stats().samples

@@ -129,7 +129,7 @@ class Epochs:
         reading, number = self._progress.begin(), next(self._numbers)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first
-        plan = EpochPlan(number, reading.epoch, reading.batch, size, self._split, may_shard=given)
+        plan = EpochPlan(number, reading.epoch, reading, size, self._split, may_shard=given)
         return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
 
     def _job(self) -> Job:

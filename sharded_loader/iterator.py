@@ -16,12 +16,14 @@ in the batch's place.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
+from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
@@ -86,8 +88,8 @@ class EpochIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self._placement.kinds:
             self._placement.check_not_capturing()
-        if self.run is not None:
-            self._pipeline.check_open()
+        if self.run is not None and os.getpid() != self._pipeline.pid:
+            self._pipeline.check_open()  # before the lock: in a forked child nobody would release it
         with self._pipeline.lock:
             run, mark = self.run, None
             delivered = 0 if run is None else run.delivered
@@ -112,7 +114,7 @@ class EpochIterator(Iterator[Any]):
             mark: the loader's position, if no batch of this iterator has been handed out: its epoch begins with this
                 one.
         """
-        is_first = mark is not None
+        is_first, meter = mark is not None, self._meter
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
@@ -133,7 +135,7 @@ class EpochIterator(Iterator[Any]):
                 run.ended = True
                 if is_first:
                     self._progress.begun(run, self)
-                self._progress.delivered(run)
+                self._progress.shown = run
                 if self._progress.was_over(run):
                     self._epochs.choose(self)
                     self._epochs.open(self)
@@ -144,27 +146,40 @@ class EpochIterator(Iterator[Any]):
                 pipeline.end(inside)
                 return None, StopIteration()
             arrived = time.perf_counter()
-            result, batch = self._place(run, entry)
-            placing = time.perf_counter() - arrived
+            result, batch = entry.result, None
+            assert result is not None  # the pipeline returns finished entries
+            if result.error is None and result.batch is not NOTHING:
+                try:
+                    batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
+                except Exception as raised:
+                    assert entry.task is not None  # it has a batch
+                    result = not_placed(entry.task, raised, "while the batch was placed")
+            placed = time.perf_counter()
             pipeline.take(run)
             run.delivered = entry.seq + 1
             if is_first:
                 self._progress.begun(run, self)
                 is_first = False
-            self._progress.delivered(run)
+            self._progress.shown = run
+            if run.reading.keeps:
+                run.reading.forget(run.delivered)
             if result.skipped:
-                self._meter.skip(result.skipped)
+                meter.skip(result.skipped)
                 if result.error is None and (warning := self._warn_of_lost(run.epoch, entry.seq, result)) is not None:
                     result = Result(result.run, result.seq, error=warning)
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
-            waiting = self._last_ended - began
-            if result.error is not None:
-                self._meter.waited(waiting, working)
-            else:
-                self._meter.handed(batch, result.samples, result.seconds, placing, waiting, working)
+            meter.waiting_seconds += self._last_ended - began
+            meter.seconds += self._last_ended - began + working
+            if result.error is None:
+                meter.batches += 1
+                meter.samples += result.samples
+                meter.reading_seconds += result.seconds
+                meter.placing_seconds += placed - arrived
+                if meter.looks is None:
+                    meter.look(batch)
             return batch, result.error
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
@@ -182,27 +197,26 @@ class EpochIterator(Iterator[Any]):
         if run is None and mark is not None:
             self._epochs.keep(self, mark)
 
-    def _place(self, run: Run, entry: Entry) -> tuple[Result, Any]:
-        """The entry's result and the batch as the user gets it, or the error that came up on the way."""
-        result = entry.result
-        assert result is not None  # the pipeline returns finished entries
-        if result.error is not None or result.batch is NOTHING or entry.task is None:
-            return result, None
-        placement = self._placement
+    def _place(self, run: Run, entry: Entry) -> Any:
+        """The entry's batch where it belongs.
+
+        Raises:
+            Exception: it cannot be put there.
+        """
+        placement, result, task = self._placement, entry.result, entry.task
+        assert result is not None and task is not None  # it has a batch
+        if not placement.asynchronous:
+            return placement.place(result.batch, task.sharded)
         for is_last_try in (False, True):
             try:
-                if not placement.asynchronous:
-                    return result, placement.place(result.batch, entry.task.sharded)
                 if entry.begun is None:
-                    entry.begun = placement.begin(result.batch, entry.task.sharded)
+                    entry.begun = placement.begin(result.batch, task.sharded)
                 if placement.ahead:
                     self._begin_behind(run)
-                return result, placement.finish(entry.begun, entry.task.sharded)
-            except OUT_OF_MEMORY as raised:
+                return placement.finish(entry.begun, task.sharded)
+            except OUT_OF_MEMORY:
                 if is_last_try:
-                    return not_placed(entry.task, raised, "while the batch was placed"), None
-            except Exception as raised:
-                return not_placed(entry.task, raised, "while the batch was placed"), None
+                    raise
             # Not done above: the error's traceback holds the parts that had found room.
             self._make_room(run)
         raise AssertionError("the last try returns")

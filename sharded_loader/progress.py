@@ -2,7 +2,7 @@
 
     iter(loader)                                                       nothing
     the first next(iterator): begin() -> EpochReading -> Run, then begun(run)
-    each next(iterator): delivered(run)                                the position is that run's
+    each next(iterator): shown = its run                               the position is that run's
     load_state_dict: load(state)                                       the position is pending until an epoch begins
 
 The position is the first of these that exists: a loaded position that is pending; the run that began or delivered
@@ -34,12 +34,13 @@ class Progress:
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+        shown: the run that has given a batch, or its end, most recently.
     """
 
     def __init__(self, order: EpochOrder) -> None:
         self._order = order
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._shown: Run | None = None
+        self.shown: Run | None = None
         self._pending: Position | None = None
         self._length: int | None = None
         self._restarts = False
@@ -52,12 +53,12 @@ class Progress:
 
     def mark(self) -> Mark:
         """What `go_back` goes back to."""
-        return self._order.next_epoch, self._pending, self._shown
+        return self._order.next_epoch, self._pending, self.shown
 
     def go_back(self, mark: Mark, run: Run) -> None:
         """The first ``next`` of a run was interrupted: its epoch has not begun."""
         self.live.pop(run.number, None)
-        epoch, self._pending, self._shown = mark
+        epoch, self._pending, self.shown = mark
         self._order.set_epoch(epoch)
 
     def begun(self, run: Run, iterator: Any) -> None:
@@ -65,12 +66,6 @@ class Progress:
         self.live[run.number] = iterator
         self._pending = run.reading.carry
         self._order.set_epoch(run.epoch + 1)
-
-    def delivered(self, run: Run) -> None:
-        """A batch of this run was handed out, or its end was seen. Called for every batch."""
-        self._shown = run
-        if run.reading.keeps:
-            run.reading.forget(run.delivered)
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -125,7 +120,7 @@ class Progress:
 
     def run(self) -> Run | None:
         """The run that is at the position, if one is."""
-        run = self._shown
+        run = self.shown
         if run is None or run.ended or self.resumes:
             return None
         alive = run.epoch + 1 == self._order.next_epoch or self.live.get(run.number) is not None
@@ -156,7 +151,7 @@ class Progress:
             return dump(run.reading.position_after(run.delivered), run.reading.signature)
         reading = self.coming()
         position = reading.position_after(reading.first)
-        ended = self._shown
+        ended = self.shown
         if ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
             position = ended.reading.after(position)
         return dump(position, reading.signature)
@@ -181,7 +176,7 @@ class Progress:
         changed = self._order.adopt(saved)
         position = self._settled(position)
         self._order.set_epoch(position.epoch)
-        self._shown = None
+        self.shown = None
         self._restarts = False
         self._pending = position
         self._length = saved.dataset_length

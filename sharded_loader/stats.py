@@ -1,17 +1,15 @@
 """Where the time of a training loop goes: waiting for data, or the loop itself.
 
-    Meter.waited, handed, skip         called by the iterator for each batch
-    Meter.report() -> LoaderStats      what the user sees
+    the iterator adds to a Meter for each batch -> Meter.report() -> LoaderStats, what the user sees
 
-Counted is the time inside epochs only, from ``iter`` to the last batch; not what happens between epochs. The
+Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
 times of several iterators add up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,66 +57,40 @@ class LoaderStats:
 
 
 class Meter:
-    """Counts for one loader; any thread may add.
+    """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
 
     Attributes:
+        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds: as in `LoaderStats`.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
-        num_skipped: how many in all.
+        num_skipped: how many samples in all.
         looks: what the first batch looked like; None before it.
     """
 
     KEPT = 1000
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may ask for the counts in the middle of a count.
-        self._lock = threading.RLock()
-        self._batches = self._samples = 0
-        self._seconds = self._waiting = self._reading = self._placing = 0.0
+        self.batches = self.samples = 0
+        self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.skipped: list[tuple[Any, BaseException]] = []
         self.num_skipped = 0
         self.looks: str | None = None
 
-    def waited(self, seconds: float, working: float = 0.0) -> None:
-        """The loop waited for data; before that it was ``working`` for so many seconds on the last batch."""
-        with self._lock:
-            self._waiting += seconds
-            self._seconds += seconds + working
+    def look(self, batch: Any) -> None:
+        """Note what the first batch looks like."""
+        try:
+            self.looks = describe(batch)
+        except Exception:  # a batch of the user's own class may not want to be looked at
+            self.looks = type(batch).__name__
 
-    def handed(self, batch: Any, samples: int, reading: float, placing: float, waiting: float, working: float) -> None:
-        """A batch is handed out.
-
-        Args:
-            batch: as the user gets it; the first one is described.
-            samples: how many it holds.
-            reading: seconds that its worker took.
-            placing: seconds that conversion and copies to devices took here.
-            waiting, working: as in `waited`.
-        """
-        with self._lock:
-            self._batches += 1
-            self._samples += samples
-            self._reading += reading
-            self._placing += placing
-            self._waiting += waiting
-            self._seconds += waiting + working
-        if self.looks is None:
-            try:
-                self.looks = describe(batch)
-            except Exception:  # a batch of the user's own class may not want to be looked at
-                self.looks = type(batch).__name__
-
-    def skip(self, skipped: Iterable[tuple[Any, BaseException]]) -> None:
+    def skip(self, skipped: Sequence[tuple[Any, BaseException]]) -> None:
         """Samples were skipped or replaced."""
-        with self._lock:
-            before = len(self.skipped)
-            self.skipped.extend(skipped)
-            self.num_skipped += len(self.skipped) - before
-            del self.skipped[: -self.KEPT]
+        self.skipped.extend(skipped)
+        self.num_skipped += len(skipped)
+        del self.skipped[: -self.KEPT]
 
     def report(self) -> LoaderStats:
         """The counts so far."""
-        with self._lock:
-            return LoaderStats(self._batches, self._samples, self._seconds, self._waiting, self._reading, self._placing)
+        return LoaderStats(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderStats)})
 
 
 def describe(batch: Any) -> str:

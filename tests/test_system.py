@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from sharded_loader import system
-from sharded_loader.devices import pinning
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
@@ -108,16 +107,6 @@ def test_no_descriptors_in_this_moment_is_no_refusal(monkeypatch: pytest.MonkeyP
 
 
 # -- files under /proc that cannot be read --------------------------------------------------------------------
-
-
-def test_a_list_of_mapped_files_that_is_refused_is_an_empty_one(tmp_path: Path) -> None:
-    assert pinning._loaded_runtimes(str(tmp_path)) == []  # there, but no file that can be read
-
-
-def test_a_mapped_file_whose_name_is_no_text_is_none_of_ours(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_bytes(b"7f-80 r-xp 0 08:01 1 /tmp/\xff\xfe.so\n7f-80 r-xp 0 08:01 1 /opt/libcudart.so.12\n")
-    assert pinning._loaded_runtimes(str(maps)) == ["/opt/libcudart.so.12"]
 
 
 def test_a_cgroup_whose_name_is_no_text_sets_no_limit(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class Placement:
         pin_memory: without devices, put batches into pinned host memory.
 
     Attributes:
+        is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
         asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
         kinds: the kinds of accelerators that a batch is copied or pinned for.
         ahead: how many batches to begin behind the next one.
@@ -77,6 +78,7 @@ class Placement:
         elif kinds and devices is None and not self._pins:
             warnings.warn("pin_memory=True has no effect: torch has no pinned memory on mps (a Mac)", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
+        self.is_plain = self._on_host and not self._pins
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
         self._copies: dict[torch.device, CopyStream | None] = {}

@@ -47,6 +47,7 @@ class Pipeline:
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
         closed: `close` was called.
+        pid: the process whose pipeline this is. A forked child has the object, but no workers.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -61,7 +62,7 @@ class Pipeline:
         self._job: Job | None = None
         self._runs: dict[int, Run] = {}
         self._dropped: deque[int] = deque()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Pipeline:
         If a step is under way, or was interrupted, the next step drops the run.
         """
         self._dropped.append(number)
-        if os.getpid() == self._pid and self.lock.acquire(blocking=False):
+        if os.getpid() == self.pid and self.lock.acquire(blocking=False):
             try:
                 if not self.is_open_step and not self.closed:
                     self.is_open_step = True
@@ -263,7 +264,7 @@ class Pipeline:
             number = result.seq - window[0].seq if window else -1
             if 0 <= number < len(window) and window[number].result is None:
                 window[number].result = result
-        if results:
+        if results and (current.waiting or len(self._runs) > 1):
             self._dispatch(current)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ class Pipeline:
 
         A step that a signal handler closes the loader in ends with a `LoaderClosedError`.
         """
-        if os.getpid() != self._pid or self.is_shut:
+        if os.getpid() != self.pid or self.is_shut:
             return  # a forked child has the object, but not the workers
         self.closed = True
         self.pool.wake()
@@ -292,9 +293,9 @@ class Pipeline:
 
     def check_open(self) -> None:
         """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise RuntimeError(
-                f"this loader was made in process {self._pid}, and this is its forked child {os.getpid()}, which has "
+                f"this loader was made in process {self.pid}, and this is its forked child {os.getpid()}, which has "
                 f"no workers: make a loader in the child"
             )
         if self.closed:

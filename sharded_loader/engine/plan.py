@@ -14,7 +14,7 @@ keeps of an iterator, its batches in flight too, is a `Run`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,7 @@ class EpochPlan:
     Args:
         run: which iterator asks.
         epoch: number of the epoch.
-        batch: ``batch number -> (batch, number of its first sample in the global order)``, None after the last one
-            (`EpochReading.batch`).
+        reading: gives the batches.
         length: samples in the dataset, to check indices against; None: not checked.
         split: how batches become shards.
         may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
@@ -63,7 +62,7 @@ class EpochPlan:
         self,
         run: int,
         epoch: int,
-        batch: Callable[[int], tuple[Any, int] | None],
+        reading: EpochReading,
         length: int | None,
         split: Split,
         *,
@@ -71,7 +70,7 @@ class EpochPlan:
     ) -> None:
         self._run = run
         self._epoch = epoch
-        self._batch = batch
+        self._reading = reading
         self._length = length
         self._split = split
         self._may_shard = may_shard
@@ -80,7 +79,7 @@ class EpochPlan:
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
         try:
-            found = self._batch(seq)
+            found = self._reading.ready.get(seq) or self._reading.batch(seq)
         except Exception as raised:
             error = as_batch_error(raised, "by the sampler")
             add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")

@@ -63,7 +63,8 @@ def decode_error(encoded: EncodedError) -> BaseException:
     if encoded.payload is not None:
         with contextlib.suppress(Exception):
             error = decode(encoded.payload)
-    set_notes(error, list(encoded.notes))
+    if encoded.notes:
+        set_notes(error, list(encoded.notes))
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(encoded.traceback))
     return error
 

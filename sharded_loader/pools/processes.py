@@ -33,6 +33,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
@@ -41,6 +43,7 @@ from sharded_loader.engine.messages import (
     FAILED,
     READY,
     Job,
+    NewJob,
     Result,
     Task,
     pack_head,
@@ -119,9 +122,7 @@ class ProcessPool(Pool):
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         self.start_method = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
-        self._workforce = Workforce(
-            self.num_workers, self.start_method, worker_init_fn, self.restarts, self.timeout, max_bytes
-        )
+        self._workforce = Workforce(self.num_workers, self.start_method, self.restarts, self.timeout, max_bytes)
         self._resources = self._workforce.resources
         self._sizes = RecentSizes()
         self._grouping = Grouping()
@@ -162,7 +163,7 @@ class ProcessPool(Pool):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        self._workforce.start(job)
+        self._workforce.start(NewJob(job, self.worker_init_fn))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -174,7 +175,7 @@ class ProcessPool(Pool):
                 if len(handle.tasks) // group < least:
                     chosen, least = handle, len(handle.tasks) // group
             try:
-                own = own_pickle(task, forked=forked)
+                own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
                 slot = self._take_slot(chosen)
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was sent to a worker")

@@ -1,6 +1,6 @@
 """The workers of a process pool: started, given a job, replaced when they end.
 
-    start(job)      workers run, and have the job; those that ran already under fork are replaced
+    start(new_job)  workers run, and have the job; those that ran already under fork are replaced
     bury(handle)    a worker has ended -> another takes its place and its tasks; the error of a batch that is given up
     stop_late()     workers that stand still for too long are killed; `bury` follows
     close()         no worker runs, and nothing that belongs to them is left
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from sharded_loader.engine.board import IN_BULK, SAMPLE, is_at
-from sharded_loader.engine.messages import JOB, Job, NewJob, Result, Task, pack_head
+from sharded_loader.engine.messages import JOB, NewJob, Result, Task, pack_head
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
@@ -42,7 +41,7 @@ class Workforce:
     """Keeps the workers of a pool running.
 
     Args:
-        num_workers, start_method, worker_init_fn, restarts, timeout, max_bytes: of the `ProcessPool`.
+        num_workers, start_method, restarts, timeout, max_bytes: of the `ProcessPool`.
 
     Attributes:
         resources: what the workers own in the system; its `handles` are the workers.
@@ -56,14 +55,12 @@ class Workforce:
         self,
         num_workers: int,
         start_method: str,
-        worker_init_fn: Callable[[int], Any] | None,
         restarts: int,
         timeout: float | None,
         max_bytes: int | None,
     ) -> None:
         self.num_workers = num_workers
         self.start_method = start_method
-        self.worker_init_fn = worker_init_fn
         self.restarts = restarts
         self.resources = WorkerResources(max_bytes)
         self.requeued: deque[Task] = deque()
@@ -75,9 +72,9 @@ class Workforce:
         self._publications = itertools.count(1)
         self._classes: list[type] = []
 
-    def start(self, job: Job) -> None:
+    def start(self, new: NewJob) -> None:
         """Start the workers. Those that run already are sent the new job before any later task."""
-        self._new_job = new = NewJob(job, self.worker_init_fn)
+        self._new_job = new
         self._classes = classes_of_main()
         self.deaths.new_job()
         resources = self.resources

@@ -82,6 +82,7 @@ class EpochReading:
         resumed: whether there was a position.
         first: number of the first batch.
         keeps: whether batches are kept until `forget` (those of a sampler of another library).
+        ready: batches that were made together with one that was asked for; see `batch`.
         carry: where the next epoch begins, if that is not its own beginning.
     """
 
@@ -96,7 +97,7 @@ class EpochReading:
         self.carry = self.following() if self._line.is_behind else None
         self._table: Table | None = None
         self._replay: Replay | None = None
-        self._ready: dict[int, tuple[Any, int]] = {}
+        self.ready: dict[int, tuple[Any, int]] = {}
         self._coming = self.first  # the batch that a sampler of another library is read for next
         self._marks: dict[int, Checkpoint | None] = {self.first: self._position.mark}  # by number: before that batch
         self._ended = sys.maxsize  # no batch of this number, or of a greater one
@@ -115,13 +116,13 @@ class EpochReading:
         Raises:
             Exception: what the sampler raises. The epoch ends there.
         """
-        found = self._ready.get(number)
+        found = self.ready.get(number)
         if found is not None or number >= self._ended:
             return found
         before = noted(nested(self._foreign))
         try:
             if self._foreign is None:
-                self._ready = self._read(number)
+                self.ready = self._read(number)
             else:
                 self._read_foreign(number)
             put_back(before)
@@ -131,7 +132,7 @@ class EpochReading:
             if isinstance(error, Exception) and not is_from_outside(error):
                 self._ended = number + 1
             raise
-        return self._ready.get(number)
+        return self.ready.get(number)
 
     def _read(self, number: int) -> dict[int, tuple[Any, int]]:
         """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
@@ -161,13 +162,13 @@ class EpochReading:
                 self._at_end, self._ended = mark, self._coming
                 return
             self._marks[self._coming + 1] = mark
-            self._ready.update(found)
+            self.ready.update(found)
             self._coming += 1
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for number in [one for one in self._ready if one < delivered - 1]:
-            del self._ready[number]
+        for number in [one for one in self.ready if one < delivered - 1]:
+            del self.ready[number]
             self._marks.pop(number, None)
 
     # -- positions ------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ import numpy as np
 
 from sharded_loader.system import is_on
 from sharded_loader.workers.wire import (
+    NO_PLACES,
     NO_SIGNAL,
     Message,
     head_frame,
@@ -150,7 +151,10 @@ class SocketLink(Link):
         places: Sequence[tuple[int, int]] | None = None,
         descriptor: int | None = None,
     ) -> None:
-        first = head_frame(head, places if places is not None else piped(buffers) if buffers else ())
+        if not buffers and not places:
+            first = NO_PLACES + head
+        else:
+            first = head_frame(head, piped(buffers) if places is None else places)
         for frame in (memoryview(first), *buffers):
             size = frame.nbytes
             prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)

@@ -28,6 +28,8 @@ NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")
+NO_PLACES = _COUNT.pack(0)
+"""How the head frame of a message without buffers begins."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class Message:
 def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
     """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
     if not places:
-        return _COUNT.pack(0) + head
+        return NO_PLACES + head
     return b"".join([_COUNT.pack(len(places)), *[_PLACE.pack(*place) for place in places], head])
 
 

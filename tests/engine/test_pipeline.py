@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -63,6 +63,13 @@ class PoolOfNumbers(Pool):
         return found
 
 
+class Batches:
+    """What a plan needs of an `EpochReading`."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self.batch, self.ready = batch, dict[int, Any]()
+
+
 def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
     """A run of batches of one index each."""
 
@@ -71,7 +78,7 @@ def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] 
             raise KeyError(seq)
         return ([seq], seq) if seq < length else None
 
-    plan = EpochPlan(number, 0, batch, None, Split(), may_shard=False)
+    plan = EpochPlan(number, 0, Batches(batch), None, Split(), may_shard=False)
     return Run(number, 0, plan, None, delivered=first, planned=first)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,13 @@ import pytest
 
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.plan import EpochPlan, Split
+
+
+class Batches:
+    """What a plan needs of an `EpochReading`."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self.batch, self.ready = batch, dict[int, Any]()
 
 
 def plan_of(*batches: Any, length: int | None = 10, split: Split | None = None, may_shard: bool = False) -> EpochPlan:
@@ -21,7 +29,7 @@ def plan_of(*batches: Any, length: int | None = 10, split: Split | None = None, 
             raise batches[number]
         return batches[number], 2 * number
 
-    return EpochPlan(7, 3, batch, length, split or Split(), may_shard=may_shard)
+    return EpochPlan(7, 3, Batches(batch), length, split or Split(), may_shard=may_shard)
 
 
 def task_of(plan: EpochPlan, seq: int) -> Task:

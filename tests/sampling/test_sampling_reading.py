@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.utils.data as torch_data
-from test_order import order, rest
+from test_order import listed, order, rest
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler
 from sharded_loader.sampling.reading import EpochReading
@@ -72,7 +73,7 @@ def whole(one: EpochReading) -> list[Any]:
 def at(one: EpochReading, number: int) -> Any:
     """A batch without the number of its first sample."""
     found = one.batch(number)
-    return None if found is None else found[0]
+    return None if found is None else listed(found[0])
 
 
 @pytest.mark.parametrize("kind", ORDERS)
@@ -103,8 +104,10 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
         position = one.position_after(number)
         assert parse(dump(position, one.signature)) == (position, one.signature)
         again, found = reading(kind, 1, position), one.batch(number)
-        assert found is not None and found[0] == expected[number]
-        assert again.batch(number) == found
+        same = again.batch(number)
+        assert found is not None and same is not None
+        assert listed(found[0]) == listed(same[0]) == expected[number]
+        assert found[1] == same[1]
         assert (again.first, whole(reading(kind, 1, position))) == (number, expected[number:])
     if kind != "reused list" and kind != "reused list, rank":
         assert one.length() == len(expected)
@@ -169,11 +172,20 @@ def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None
     assert read == [0, 1, 2, 3]
 
 
-def test_batches_may_be_arrays() -> None:
-    one = order(23, shuffle=True)
-    one.arrays = True
-    assert [type(batch).__name__ for batch in whole(one.read(0))] == ["ndarray"] * 8
-    assert [batch.tolist() for batch in whole(one.read(0))] == whole(order(23, shuffle=True).read(0))
+@pytest.mark.parametrize("kind", ["shuffle", "rollover", "rank", "rank, rollover"])
+def test_batches_of_our_samplers_are_arrays(kind: str) -> None:
+    one = reading(kind)
+    found = one.batch(one.first)
+    assert found is not None and isinstance(found[0], np.ndarray) and found[0].dtype == np.int64
+
+
+def test_batches_of_other_samplers_are_arrays_if_the_dataset_gathers_by_them() -> None:
+    for arrays in (False, True):
+        one = order(5, sampler=[3, 1, 4, 0, 2])
+        one.arrays = arrays
+        found = one.read(0).batch(0)
+        assert found is not None and isinstance(found[0], np.ndarray) == arrays
+        assert list(found[0]) == [3, 1, 4]
 
 
 def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_there() -> None:
