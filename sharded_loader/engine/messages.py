@@ -216,9 +216,3 @@ def pack_result(result: Result) -> Any:
     if result.error is not None or result.skipped or result.lost_shards:
         return None
     return (result.batch, result.samples, result.seconds) if is_plain(result.batch) else None
-
-
-def unpack_result(run: int, seq: int, packed: Any) -> Result:
-    """What `pack_result` made."""
-    batch, samples, seconds = packed
-    return Result(run, seq, batch, samples, seconds=seconds)

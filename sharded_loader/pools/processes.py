@@ -153,7 +153,7 @@ class ProcessPool(Pool):
 
     @property
     def started(self) -> bool:
-        return bool(self._workers)
+        return bool(self._resources.handles)
 
     @property
     def pids(self) -> list[int]:
@@ -296,5 +296,7 @@ class ProcessPool(Pool):
             buffers = self._resources.arena.lend(slot, buffers)
         result = decode_result(run, seq, pickled, buffers, task)
         self.group = self._grouping.note(result.seconds)
-        self._workforce.deaths.settle(run, seq)
+        deaths = self._workforce.deaths
+        if deaths.unsettled:
+            deaths.settle(run, seq)
         return result, rest

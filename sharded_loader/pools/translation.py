@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.engine.messages import Result, Task, unpack_result
+from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import Location
 from sharded_loader.memory.classes import is_findable
 from sharded_loader.memory.codec import SetApart, decode
@@ -75,7 +75,8 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
     if type(reply) is SetApart:
         reply = reply.reply
     if type(reply) is tuple:
-        return unpack_result(run, seq, reply)
+        batch, samples, seconds = reply  # what `pack_result` has made
+        return Result(run, seq, batch, samples, None, (), (), seconds)
     if reply.error is None and not reply.skipped:
         return reply.result  # type: ignore[no-any-return]
     return reply.result._replace(  # type: ignore[no-any-return]

@@ -48,6 +48,9 @@ class Deaths:
     Args:
         restarts: the number of deaths that is too many; 0 counts as 1.
 
+    Attributes:
+        unsettled: a worker has died, and since then not every batch that it may have died of is done.
+
     Example:
         >>> deaths = Deaths(2)
         >>> deaths.in_start(0, 1), deaths.in_start(1, 1)
@@ -61,23 +64,25 @@ class Deaths:
         self._in_start: Counter[int] = Counter()
         self._proven = False
         self._told: set[str] = set()
+        self.unsettled = False
 
     def of_batch(self, task: Task) -> bool:
         """A worker died over the task; whether it is given up."""
         key = task.run, task.seq
         self._of_batch[key] += 1
+        self.unsettled = True
         return self._of_batch[key] >= self._limit
 
     def settle(self, run: int, seq: int) -> None:
-        """The task is done, or has been given up."""
-        if self._of_nothing:
-            self._of_nothing.clear()
-        if self._of_batch:
-            self._of_batch.pop((run, seq), None)
+        """The task is done, or has been given up. Only needed while there is something `unsettled`."""
+        self._of_nothing.clear()
+        self._of_batch.pop((run, seq), None)
+        self.unsettled = bool(self._of_batch)
 
     def of_nothing(self, worker: int) -> bool:
         """A worker died between batches; whether it is no use to try again."""
         self._of_nothing[worker] += 1
+        self.unsettled = True
         return self._of_nothing[worker] >= IDLE_DEATHS
 
     def in_start(self, worker: int, exitcode: int | None) -> bool:

@@ -20,10 +20,10 @@ from sharded_loader.engine.messages import (
     task_of,
     unpack_head,
     unpack_reply,
-    unpack_result,
     unpack_tasks,
 )
 from sharded_loader.memory.codec import PlainPickler, decode, encode
+from sharded_loader.pools.translation import decode_result
 
 
 def test_a_head_tells_kind_run_and_number() -> None:
@@ -59,7 +59,7 @@ def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> Non
     packed = pack_result(Result(1, 2, batch, 2, seconds=0.5))
     assert packed is not None
     encoded = encode(packed, None, PlainPickler)
-    got = unpack_result(1, 2, decode(encoded.head, list(encoded.buffers)))
+    got = decode_result(1, 2, memoryview(encoded.head), list(encoded.buffers), None)
     assert (got.run, got.seq, got.samples, got.seconds, got.error) == (1, 2, 2, 0.5, None)
     np.testing.assert_equal(got.batch, batch)
 
