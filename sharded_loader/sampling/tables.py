@@ -11,9 +11,8 @@ Every table answers two questions:
     table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
     table.at(positions)      the items at these positions: int64, ascending, below what `upto` said
 
-Batches, ranks, resuming and rollover are all arithmetic on positions. A rank computes only the items at its own.
-
-The reading that opened a table owns it. What can go wrong: an iterator of another library raises an error.
+Batches, ranks, resuming and rollover are arithmetic on positions. A rank computes only the items at its own.
+What can go wrong: an iterator of another library raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ Indices = npt.NDArray[np.int64]
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
-
 BATCHES = 64
 """How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
 
@@ -186,8 +184,7 @@ class Batched(Table):
     Args:
         table, size: the items, and how many make a batch.
         drop_last: leave an incomplete last batch out.
-        arrays: batches of a table of numbers are int64 arrays, not lists.
-        convert: batches of a table of other items become int64 arrays too, if they are ints.
+        arrays, convert: batches of numbers are int64 arrays; batches of other items that are ints become arrays too.
 
     Example:
         >>> list(Batched(Table(5, lambda positions: positions + 10, block=8), 2).items(1))

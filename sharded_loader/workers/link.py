@@ -1,19 +1,16 @@
 """The main process's end of the pipe to one worker process, and the one place where that process waits.
 
-A message is a head (a pickle) and some buffers, each sent as one frame of `multiprocess.connection`, so that
-the worker's end is an ordinary ``Connection`` that blocks. The main process's end must not block: two processes
-that both send 400 KB through one duplex pipe wait for each other for ever. So `SocketLink` frames its own
-messages over a non-blocking socket: what cannot be sent now waits in `outbox`, and what has come in part
-waits in the link until the rest is there.
+The worker's end is an ordinary connection that blocks (`workers.wire`). The main process's end must not block: two
+processes that both send 400 KB through one duplex pipe wait for each other for ever. So `SocketLink` frames its own
+messages over a non-blocking socket. What cannot be sent now waits in `outbox`, and what has come in part waits in the
+link until the rest is there.
 
-`PortableLink` does the same with nothing but ``Connection`` (Windows, where a pipe has no descriptor that
-could be made non-blocking, and wherever there is no ``poll``). Its sends block for as long as the worker's
-receiver thread needs to take them, which is never long, because that thread does nothing else.
-``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
+`PortableLink` does the same with nothing but ``Connection``: on Windows, where a pipe has no descriptor that could be
+made non-blocking, and wherever there is no ``poll``. Its sends block until the worker's receiver thread has taken them,
+which is soon: that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
 
 An exception that strikes between a system call and the note of what it did leaves the stream at an unknown place. The
 pipeline then closes the pool, and with it the link.
-
 Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` must stay unchanged until sent.
 """
 
@@ -37,7 +34,9 @@ from sharded_loader.system import is_on
 from sharded_loader.workers.wire import (
     NO_PLACES,
     NO_SIGNAL,
+    Buffers,
     Message,
+    Places,
     head_frame,
     piped,
     read_head,
@@ -81,12 +80,7 @@ class Link(ABC):
 
     @abstractmethod
     def send(
-        self,
-        head: bytes,
-        buffers: Sequence[memoryview] = (),
-        *,
-        places: Sequence[tuple[int, int]] | None = None,
-        descriptor: int | None = None,
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
     ) -> None:
         """Send a message, or as much of it as goes now. `receive` notices a worker that is gone.
 
@@ -144,12 +138,7 @@ class SocketLink(Link):
         return self._socket.fileno()
 
     def send(
-        self,
-        head: bytes,
-        buffers: Sequence[memoryview] = (),
-        *,
-        places: Sequence[tuple[int, int]] | None = None,
-        descriptor: int | None = None,
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
     ) -> None:
         if not buffers and not places:
             first = NO_PLACES + head
@@ -268,12 +257,7 @@ class PortableLink(Link):
         return self._conn
 
     def send(
-        self,
-        head: bytes,
-        buffers: Sequence[memoryview] = (),
-        *,
-        places: Sequence[tuple[int, int]] | None = None,
-        descriptor: int | None = None,
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
     ) -> None:
         try:
             send_message(self._conn, head, piped(buffers) if places is None else places, buffers)

@@ -26,6 +26,11 @@ import numpy as np
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""
 
+Places = Sequence[tuple[int, int]]
+"""Offset and size of each buffer of a message; offset -1: it is sent."""
+
+Buffers = Sequence[memoryview]
+
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")
 NO_PLACES = _COUNT.pack(0)
@@ -45,7 +50,7 @@ class Message:
     buffers: deque[Any]
 
 
-def head_frame(head: bytes, places: Sequence[tuple[int, int]]) -> bytes:
+def head_frame(head: bytes, places: Places) -> bytes:
     """The first frame of a message: offset and size of each buffer, then the head. Offset -1: a frame follows."""
     if not places:
         return NO_PLACES + head
@@ -61,12 +66,12 @@ def read_head(frame: Any) -> tuple[list[Any], memoryview]:
     return list(_PLACE.iter_unpack(memoryview(frame)[_COUNT.size : end])), memoryview(frame)[end:]
 
 
-def piped(buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
+def piped(buffers: Buffers) -> list[tuple[int, int]]:
     """The places of buffers that are all sent through the pipe."""
     return [(-1, buffer.nbytes) for buffer in buffers]
 
 
-def send_message(conn: Any, head: bytes, places: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+def send_message(conn: Any, head: bytes, places: Places, buffers: Buffers) -> None:
     """Send a message through a blocking connection (the worker's end)."""
     conn.send_bytes(head_frame(head, places))
     for buffer in buffers:
