@@ -7,7 +7,6 @@
     Endless(open, stretch, rank)        epochs one after the other, as ``last_batch="rollover"`` reads them
 
 Every table answers two questions:
-
     table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
     table.at(positions)      the items at these positions: int64, ascending, below what `upto` said
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import sharded_loader
+from benchmarks.imports import imports_of, read_sources
 from sharded_loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,8 +143,32 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_files_that_are_spoken_of_are_there() -> None:
     paths = re.findall(r"`((?:sharded_loader|tests)/[\w/]+\.py)`", PAGES["how-it-works.md"])
-    assert len(paths) > 40
+    assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_every_module_is_listed_once_with_a_sentence() -> None:
+    listed = []
+    for section in PAGES["how-it-works.md"].split("\n### ")[1:]:
+        folder = re.match(r"`(sharded_loader/[\w/]*)`", section)
+        assert folder is not None
+        rows = re.findall(r"^\| `(\w+\.py)` \| (.+) \|$", section, re.MULTILINE)
+        assert [name for name, sentence in rows if not sentence.endswith(".")] == []
+        listed += [f"{folder[1]}{name}" for name, _ in rows]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "sharded_loader").rglob("*.py"))
+
+
+def test_the_drawing_of_the_folders_shows_what_they_import() -> None:
+    drawing = (DOCS / "assets/folders.svg").read_text(encoding="utf-8")
+    shown = dict(re.findall(r">(\w+)/</text>\n<text [^>]*>imports ([^<]*)<", drawing))
+    sources = read_sources(ROOT / "sharded_loader")
+    folders = {path.parent.name for path in (ROOT / "sharded_loader").glob("*/__init__.py")}
+    imported: dict[str, set[str]] = {folder: set() for folder in folders}
+    for found in imports_of(sources):
+        importer, target = (name.split(".")[1] if "." in name else "" for name in (found.importer, found.imported))
+        if importer != target and {importer, target} <= folders:
+            imported[importer].add(target)
+    assert shown == {folder: ", ".join(sorted(names)) or "no other folder" for folder, names in imported.items()}
 
 
 def test_all_ten_promises_are_told() -> None:
