@@ -92,6 +92,8 @@ class EpochIterator(Iterator[Any]):
             self._pipeline.check_open()  # before the lock: in a forked child nobody would release it
         with self._pipeline.lock:
             run, mark = self.run, None
+            if run is not None and self._pipeline.closed:
+                self._pipeline.check_open()  # raises: another loader may have the pool
             delivered = 0 if run is None else run.delivered
             try:
                 if run is None:

@@ -6,16 +6,18 @@
 `call_after_import` serves what a worker has to tell a library, or has to seed in it. Most workers never import torch,
 and nothing here imports it either.
 
-A `Fork` owns a pipe. The child inherits the writing end and passes it on to its own children; the main process keeps
-the reading end. End-of-file means that all of these processes have ended, or are other programs by now (``exec``).
+A `Fork` owns a pipe and a page of shared memory. The child inherits the writing end of the pipe and passes it on to its
+own children; the main process keeps the reading end. Each of these processes notes its id in the page. The fork has
+ended when the pipe has no other end and none of the noted processes lives. The pipe alone is not enough, because a
+daemon closes all its descriptors. The page alone is not enough either: a child of a child may not have noted itself yet.
 
-What can go wrong: there are no descriptors for a pipe. Then the fork counts as alive for ever. A process that closes
-all descriptors that it inherited (a daemon) counts as ended.
+What can go wrong: there are no descriptors for a pipe. Then the fork counts as alive for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import sys
@@ -94,16 +96,23 @@ class Fork:
         self._ends: list[int | None] = [None, None]
         with contextlib.suppress(OSError):
             self._ends = [*os.pipe()]
+        # Shared with the processes that come of the fork.
+        self._processes = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
         self._ended = False
         _this_thread.fork = weakref.ref(self)
 
     def has_ended(self) -> bool:
         """Whether no process is left that came of this fork."""
         reader = self._ends[0]
-        if reader is not None and is_readable(reader):
+        if reader is not None and is_readable(reader) and not any(map(_lives, self._processes)):
             self._ended = True
             self.close(0)
         return self._ended
+
+    def note_process(self) -> None:
+        """This process has come of the fork. If the page is full, the fork counts as alive for ever."""
+        free = next((place for place, pid in enumerate(self._processes) if not pid), None)
+        self._processes[free or 0] = _FOR_EVER if free is None else os.getpid()
 
     def close(self, end: int) -> None:
         """Close the reading end (0) or the writing end (1)."""
@@ -117,7 +126,27 @@ class Fork:
             self.close(1)
 
 
+_FOR_EVER = 1
+"""A process that always lives: the first one."""
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process. One that is dead, but was not reaped, counts."""
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it belongs to somebody else
+        return True
+    return True
+
+
 _this_thread = threading.local()
+
+_came_of: list[Fork] = []
+"""The forks that this process has come of, one after the other."""
 
 
 def _after_fork(end: int) -> None:
@@ -126,7 +155,15 @@ def _after_fork(end: int) -> None:
     fork = reference()
     if fork is not None:
         fork.close(end)
+        if end == 0:
+            _came_of.append(fork)
+
+
+def _in_child() -> None:
+    _after_fork(0)
+    for fork in _came_of:
+        fork.note_process()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_parent=lambda: _after_fork(1), after_in_child=lambda: _after_fork(0))
+    os.register_at_fork(after_in_parent=lambda: _after_fork(1), after_in_child=_in_child)
