@@ -8,8 +8,8 @@ and nothing here imports it either.
 
 A `Fork` owns a pipe and a page of shared memory. The child inherits the writing end of the pipe and passes it on to its
 own children; the main process keeps the reading end. Each of these processes notes its id in the page. The fork has
-ended when the pipe has no other end and none of the noted processes lives. The pipe alone is not enough: a daemon closes
-its descriptors. The page alone is not enough either: a child of a child may not have noted itself yet.
+ended when the pipe has no other end and none of the noted processes lives. The pipe alone is not enough: a daemon
+closes its descriptors. The page alone is not enough either: a child of a child may not have noted itself yet.
 
 What can go wrong: there are no descriptors for a pipe. Then the fork counts as alive for ever.
 """
