@@ -29,3 +29,17 @@ def test_no_module_of_the_package_is_looked_up_at_run_time() -> None:
 def test_every_floor_has_modules(floor: int) -> None:
     """The test above checks nothing of a floor whose names are gone."""
     assert any(name.split(".")[1] in FLOORS[floor] for name in SOURCES if "." in name)
+
+
+def test_every_module_has_its_test_file() -> None:
+    """In ``tests/<folder>/test_<module>.py``; the modules of no folder in ``tests/loader`` or ``tests`` itself."""
+    root = Path(__file__).parents[1]
+    missing = []
+    for path in (root / "sharded_loader").rglob("*.py"):
+        folder, name = path.parent.relative_to(root / "sharded_loader").name, path.stem
+        homes = [f"tests/{folder}/test_{name}.py", f"tests/{folder}/test_{folder}_{name}.py"]
+        if not folder:
+            homes = [f"tests{home}/test_{name}.py" for home in ("", "/loader", "/promises", "/batching")]
+        if not name.startswith("__") and not any((root / home).exists() for home in homes):
+            missing.append(str(path))
+    assert missing == []

@@ -1,0 +1,98 @@
+"""An epoch begins when its first batch is asked for: how an iterator gets its run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.engine.plan import Run
+
+
+class Iterator:
+    """Stands for an iterator: its run is set."""
+
+    run: Run | None = None
+
+
+class Told:
+    """A dataset that is told its epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def test_to_choose_a_run_changes_nothing() -> None:
+    loader = ShardedDataLoader(range(10), 4)
+    iterator = Iterator()
+    loader._epochs.choose(iterator)
+    assert iterator.run is not None
+    assert (iterator.run.epoch, iterator.run.delivered, loader.epoch) == (0, 0, 0)
+    assert not loader.pool.started
+
+
+def test_a_run_whose_beginning_was_interrupted_is_chosen_again() -> None:
+    loader = ShardedDataLoader(range(10), 4)
+    first, second = Iterator(), Iterator()
+    mark = loader._progress.mark()
+    loader._epochs.choose(first)
+    run = first.run
+    loader._epochs.keep(first, mark)
+    assert first.run is None
+    loader._epochs.choose(second)
+    assert second.run is run
+
+
+@pytest.mark.parametrize("change", ["epoch", "dataset"])
+def test_a_kept_run_is_dropped_if_something_else_begins(change: str) -> None:
+    loader = ShardedDataLoader(range(10), 4)
+    iterator = Iterator()
+    mark = loader._progress.mark()
+    loader._epochs.choose(iterator)
+    run = iterator.run
+    loader._epochs.keep(iterator, mark)
+    loader.set_epoch(3) if change == "epoch" else loader.refresh()
+    loader._epochs.choose(iterator)
+    assert iterator.run is not run
+    assert iterator.run is not None and iterator.run.epoch == (3 if change == "epoch" else 0)
+
+
+def test_the_first_batch_is_read_without_an_epoch() -> None:
+    loader = ShardedDataLoader(range(10), 4)
+    assert loader._epochs.first_batch().tolist() == [0, 1, 2, 3]
+    assert (loader.epoch, loader.position, loader.pool.started) == (0, 0, False)
+
+
+def test_an_epoch_without_batches_has_no_first_one() -> None:
+    with pytest.raises(IndexError, match="epoch 0 has no batches"):
+        ShardedDataLoader([], 4)._epochs.first_batch()
+
+
+def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
+    data = Told()
+    loader = ShardedDataLoader(data, 2)
+    assert loader._epochs.sample(3, 7) == 3
+    assert data.epochs == [7, 0]
+
+
+def test_a_dataset_that_all_iterators_share_is_told_and_runs_of_other_epochs_end() -> None:
+    data = Told()
+    loader = ShardedDataLoader(data, 2)
+    first: Any = iter(loader)
+    next(first)
+    second: Any = iter(loader)
+    next(second)
+    assert data.epochs == [0, 1]
+    with pytest.raises(RuntimeError, match="epoch 0 cannot go on: epoch 1 was begun"):
+        next(first)
+    assert next(second).tolist() == [2, 3]

@@ -1,0 +1,85 @@
+"""One way through an epoch: what it gives, what it raises, and what it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader import ShardedDataLoader
+
+
+class Bad:
+    """Sample 5 cannot be read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError(index)
+        return index
+
+
+def test_an_iterator_knows_its_length_and_is_true() -> None:
+    iterator: Any = iter(ShardedDataLoader(range(10), 4))
+    assert (len(iterator), bool(iterator), iter(iterator) is iterator) == (3, True, True)
+    list(iterator)
+    assert (len(iterator), bool(iterator)) == (3, True)
+
+
+def test_an_error_is_raised_once_in_its_place_and_the_epoch_goes_on() -> None:
+    iterator = iter(ShardedDataLoader(Bad(), 4))
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    assert caught.traceback, "its traceback leads to the sample"
+    assert next(iterator).tolist() == [8, 9, 10, 11]
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_a_batch_that_loses_all_its_samples_is_left_out_with_a_warning() -> None:
+    loader = ShardedDataLoader(Bad(), batch_sampler=[[0], [5], [6]], on_error="skip")
+    with pytest.warns(UserWarning, match="epoch 0, batch 1 was left out"):
+        assert [batch.tolist() for batch in loader] == [[0], [6]]
+    assert [index for index, _ in loader.skipped] == [5]
+
+
+def test_batches_and_samples_are_counted_errors_are_not() -> None:
+    loader = ShardedDataLoader(Bad(), 4)
+    iterator = iter(loader)
+    for _ in range(3):
+        try:
+            next(iterator)
+        except KeyError:
+            continue
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (2, 8)
+    assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
+    assert "batch: int64[4]" in repr(loader)
+
+
+def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sharded_loader import iterator as module
+
+    real = module.to_torch
+
+    def fails_once(batch: Any) -> Any:
+        monkeypatch.setattr(module, "to_torch", real)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(module, "to_torch", fails_once)
+    iterator = iter(ShardedDataLoader(np.arange(8), 4))
+    with pytest.raises(RuntimeError, match="no room") as caught:
+        next(iterator)
+    assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)
+    assert torch.equal(next(iterator), torch.arange(4, 8))
+
+
+def test_an_iterator_that_is_dropped_before_its_first_batch_has_changed_nothing() -> None:
+    loader = ShardedDataLoader(range(10), 4)
+    iter(loader)
+    assert (loader.epoch, loader.position, loader.pool.started) == (0, 0, False)
