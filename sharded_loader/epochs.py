@@ -28,6 +28,7 @@ from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.reading import EpochReading
 
 
 class _KeptRun(NamedTuple):
@@ -76,6 +77,7 @@ class Epochs:
         self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
         self._resident = resident
         self._numbers = itertools.count()
+        order.arrays = batchify_fn is None and takes_arrays(dataset)
         self._kept: _KeptRun | None = None
         self.stale = False
 
@@ -87,7 +89,7 @@ class Epochs:
         """
         self._pipeline.check_open()
         self._order.settle_replicas()
-        iterator.run = self._take_kept(self._progress.mark()) or self._new_run()
+        iterator.run = self._take_kept(self._progress.mark()) or self._new_run(self._progress.begin())
 
     def open(self, iterator: Any) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
@@ -124,9 +126,8 @@ class Epochs:
         if self._resident is not None:
             self._resident.forget()
 
-    def _new_run(self) -> Run:
-        self._order.arrays = self._batchify_fn is None and takes_arrays(self.dataset)
-        reading, number = self._progress.begin(), next(self._numbers)
+    def _new_run(self, reading: EpochReading) -> Run:
+        number = next(self._numbers)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first
         plan = EpochPlan(number, reading.epoch, reading, size, self._split, may_shard=given)
@@ -144,7 +145,11 @@ class Epochs:
             IndexError: the epoch has no batches.
         """
         self._placement.check_not_capturing()
-        run = self._new_run()
+        reading = self._progress.begin()
+        while reading.in_mid_epoch and reading.batch(reading.first) is None:  # a sampler without a length: noticed here
+            position = reading.following()
+            reading = self._order.read(position.epoch, position)
+        run = self._new_run(reading)
         with self._in_epoch(run.epoch):
             reader, seq = Reader(self._job()), run.delivered
             while (planned := run.plan.task(seq)) is not None:

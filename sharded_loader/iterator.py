@@ -182,7 +182,10 @@ class EpochIterator(Iterator[Any]):
                 meter.placing_seconds += placed - arrived
                 if meter.looks is None:
                     meter.look(batch)
-            return batch, result.error
+            try:
+                return batch, result.error
+            finally:
+                del result  # as in `__next__`: the error of a batch that was not placed leads to this frame
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
         """An exception has struck: nothing was handed out.

@@ -110,8 +110,8 @@ class Replicas:
         outputs: list[Any] = [None] * len(shards)
         ambient = _Ambient(self.devices[: len(shards)])
 
-        def work(lane: list[int]) -> None:
-            for i in lane:
+        def work(positions: list[int]) -> None:
+            for i in positions:
                 with ambient.set_up_on(self.devices[i]):
                     outputs[i] = fn(self.models[i], shards[i])
 
@@ -120,9 +120,9 @@ class Replicas:
             work(lanes[0])
             return outputs
         with ThreadPoolExecutor(len(lanes), thread_name_prefix="replica") as threads:
-            running = [threads.submit(contextvars.copy_context().run, work, lane) for lane in lanes]
-        for lane in running:
-            lane.result()
+            running = [threads.submit(contextvars.copy_context().run, work, positions) for positions in lanes]
+        for one in running:
+            one.result()
         return outputs
 
     def _follow_modes(self) -> None:

@@ -78,6 +78,19 @@ def test_an_epoch_without_batches_has_no_first_one() -> None:
         ShardedDataLoader([], 4)._epochs.first_batch()
 
 
+def test_after_the_end_of_an_epoch_without_a_length_the_next_one_has_the_first_batch() -> None:
+    class NoLength:
+        def __iter__(self) -> Any:
+            return iter(range(6))
+
+    first, second = (ShardedDataLoader(range(6), 3, sampler=NoLength()) for _ in range(2))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert second.peek().tolist() == [0, 1, 2]
+    assert [batch.tolist() for batch in second] == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
     data = Told()
     loader = ShardedDataLoader(data, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,25 @@ def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error(monkeypatch
         next(iterator)
     assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)
     assert torch.equal(next(iterator), torch.arange(4, 8))
+
+
+def test_an_error_of_placing_does_not_keep_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sharded_loader import iterator as module
+
+    def fails(batch: Any) -> Any:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(module, "to_torch", fails)
+    gc.disable()
+    try:
+        loader = ShardedDataLoader(np.arange(8), 4)
+        freed = weakref.ref(loader)
+        with pytest.raises(RuntimeError, match="no room"):
+            next(iter(loader))
+        del loader
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_an_iterator_that_is_dropped_before_its_first_batch_has_changed_nothing() -> None:
