@@ -99,7 +99,7 @@ class Epochs:
         self._pipeline.use(pool)
         if pool.shares_dataset:
             self._placement.settle()
-            self._tell_epoch(run.epoch)
+            self._tell_epoch(run)
         self._pipeline.open(run, self._job(), renew=self.stale)
         self.stale = False
 
@@ -171,19 +171,19 @@ class Epochs:
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _tell_epoch(self, begins: Run) -> None:
         """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if set_epoch is None:
             return
         for run in self._progress.live_runs():
-            if not run.ended:
+            if run is not begins and not run.ended and run.epoch != begins.epoch:
                 run.dead = (
-                    f"epoch {run.epoch} cannot go on: epoch {epoch} was begun, and the dataset, which has "
+                    f"epoch {run.epoch} cannot go on: epoch {begins.epoch} was begun, and the dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
                     f"use worker processes, or finish one epoch before the next"
                 )
-        set_epoch(epoch)
+        set_epoch(begins.epoch)
 
     @contextmanager
     def _in_epoch(self, epoch: int) -> Iterator[None]:

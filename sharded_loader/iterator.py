@@ -30,7 +30,8 @@ from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.epochs import Epochs
-from sharded_loader.errors import as_batch_error
+from sharded_loader.errors import LoaderClosedError, as_batch_error
+from sharded_loader.interrupts import is_from_outside
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
 
@@ -88,22 +89,28 @@ class EpochIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self._placement.kinds:
             self._placement.check_not_capturing()
-        if self.run is not None and os.getpid() != self._pipeline.pid:
-            self._pipeline.check_open()  # before the lock: in a forked child nobody would release it
-        with self._pipeline.lock:
+        pipeline = self._pipeline
+        if os.getpid() != pipeline.pid:
+            pipeline.check_open()  # before the lock: in a forked child nobody would release it
+        with pipeline.lock:
             run, mark = self.run, None
-            if run is not None and self._pipeline.closed:
-                self._pipeline.check_open()  # raises: another loader may have the pool
+            if run is not None and pipeline.closed:
+                pipeline.check_open()  # raises: another loader may have the pool
             delivered = 0 if run is None else run.delivered
+            pipeline.depth += 1
             try:
                 if run is None:
                     mark = self._progress.mark()
                 batch, error = self._step(mark)
                 if error is None:
                     return batch
-            except BaseException:
+            except BaseException as raised:
                 self._go_back(run, delivered, mark)
+                if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
+                    raise LoaderClosedError from None  # closed in the middle of the step
                 raise
+            finally:
+                pipeline.depth -= 1
         try:
             raise error
         finally:
@@ -139,6 +146,7 @@ class EpochIterator(Iterator[Any]):
                     self._progress.begun(run, self)
                 self._progress.shown = run
                 if self._progress.was_over(run):
+                    pipeline.drop(run.number)
                     self._epochs.choose(self)
                     self._epochs.open(self)
                     run = self.run
@@ -185,7 +193,7 @@ class EpochIterator(Iterator[Any]):
             try:
                 return batch, result.error
             finally:
-                del result  # as in `__next__`: the error of a batch that was not placed leads to this frame
+                del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
         """An exception has struck: nothing was handed out.

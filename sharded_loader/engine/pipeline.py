@@ -46,6 +46,7 @@ class Pipeline:
             handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
+        depth: how many calls of ``next`` are under way, one inside the other.
         closed: `close` was called.
         pid: the process whose pipeline this is. A forked child has the object, but no workers.
     """
@@ -57,6 +58,7 @@ class Pipeline:
         self.min_ready = 2
         self.lock = threading.RLock()
         self.is_open_step = False
+        self.depth = 0
         self.closed = False
         self.is_shut = False
         self._job: Job | None = None
@@ -75,6 +77,11 @@ class Pipeline:
         """
         inside = self.is_open_step and self.pool.waiting
         if self.is_open_step and not inside:
+            if self.depth > 1:
+                raise RuntimeError(
+                    "a signal handler has called next() while the same loader was at work: set a flag there, and call "
+                    "next() in your loop"
+                )
             self._recover()
         self.is_open_step = True
         self.pool.waiting = False
@@ -206,6 +213,8 @@ class Pipeline:
             least: how many batches the window must hold, whatever `prefetch` says.
         """
         window, group = run.window, self.pool.group
+        planned: Task | Exception | None = None
+        entry: Entry | None = None
         depth = least
         if self.pool.num_workers:
             depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
@@ -222,6 +231,7 @@ class Pipeline:
                     entry = Entry(seq, None, Result(run.number, seq, error=planned))
                 window.append(entry)
                 run.planned = seq + 1
+            planned = entry = None  # as in `_wait`
         if run.waiting:
             self._dispatch(run)
 
@@ -258,13 +268,16 @@ class Pipeline:
                 run.forget_window()
             self._runs.clear()
             return
+        result: Result | None = None
         for result in results:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
             number = result.seq - window[0].seq if window else -1
             if 0 <= number < len(window) and window[number].result is None:
                 window[number].result = result
-        if results and (current.waiting or len(self._runs) > 1):
+        # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
+        came, results, result = bool(results), (), None
+        if came and (current.waiting or len(self._runs) > 1):
             self._dispatch(current)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -280,7 +293,8 @@ class Pipeline:
         self.pool.wake()
         turn = self.lock.acquire(timeout=CLOSING_SECONDS)
         try:
-            self.shut()
+            if not self.is_shut:  # in the meantime; another loader may have the pool now
+                self.shut()
         finally:
             if turn:
                 self.lock.release()

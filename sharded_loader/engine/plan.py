@@ -83,7 +83,10 @@ class EpochPlan:
         except Exception as raised:
             error = as_batch_error(raised, "by the sampler")
             add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
-            return error
+            try:
+                return error
+            finally:
+                del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
         if found is None:
             return None
         try:

@@ -58,7 +58,10 @@ class InlinePool(Pool):
         except BaseException:
             self._tasks.appendleft(task)
             raise
-        return (result,)
+        try:
+            return (result,)
+        finally:
+            del result  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
     def cancel(self, run: int) -> None:
         self._tasks = deque(task for task in self._tasks if task.run != run)

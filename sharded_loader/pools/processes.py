@@ -207,11 +207,11 @@ class ProcessPool(Pool):
         handles = resources.handles
         if not handles:
             return ()
-        if resources.poller is None:
-            resources.poller = Poller(handles, resources.wake_reader)
+        # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
+        poller, resources.poller = resources.poller or Poller(handles, resources.wake_reader), None
         self.waiting = True
         try:
-            ready, ended = resources.poller.wait(self._workforce.watch.step if block and not self._refused else 0.0)
+            ready, ended = poller.wait(self._workforce.watch.step if block and not self._refused else 0.0)
         except (OSError, ValueError):
             if handles is resources.handles:
                 raise
@@ -219,7 +219,11 @@ class ProcessPool(Pool):
         if handles is not resources.handles:
             return ()  # a signal handler has closed the pool
         workforce = self._workforce
-        workforce.ended |= ended
+        if poller.handles == handles:
+            resources.poller = poller
+        else:  # a step inside this one has replaced a worker
+            ready = [handle for handle in ready if handle in handles]
+        workforce.ended |= ended.intersection(handle.sentinel for handle in handles) if ended else ended
         results, self._refused = self._refused, []
         for handle in list(handles) if workforce.ended else ready:
             link = handle.link

@@ -17,6 +17,7 @@ import numpy as np
 
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import Location
+from sharded_loader.interrupts import is_from_outside
 from sharded_loader.memory.classes import is_findable
 from sharded_loader.memory.codec import SetApart, decode
 from sharded_loader.memory.exceptions import decode_error
@@ -64,6 +65,8 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
     try:
         reply = decode(pickled, buffers)
     except Exception as error:
+        if is_from_outside(error):
+            raise
         failure = TypeError(
             f"the batch left its worker, but cannot be unpickled in this process ({type(error).__name__}: {error}): "
             f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"

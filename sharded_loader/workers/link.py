@@ -296,7 +296,7 @@ class Poller:
     """
 
     def __init__(self, handles: Sequence[Any], waker: Any) -> None:
-        self._handles, self._waker = list(handles), waker
+        self.handles, self._waker = list(handles), waker
         self._sentinels = {handle.sentinel for handle in handles}
         if not PORTABLE:
             self._by_number = {handle.link.waitable: handle for handle in handles}
@@ -316,7 +316,7 @@ class Poller:
         """
         if PORTABLE:
             return self._wait_portably(timeout)
-        for handle in self._handles:
+        for handle in self.handles:
             link = handle.link
             if link.outbox or link in self._writing:
                 self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
@@ -335,14 +335,14 @@ class Poller:
     def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
         from multiprocess import connection  # which a spawned worker does without
 
-        watched = [*[handle.link.waitable for handle in self._handles], self._waker]
+        watched = [*[handle.link.waitable for handle in self.handles], self._waker]
         # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
         if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
             watched += self._sentinels
         found = connection.wait(watched, timeout)
         if self._waker in found:
             self._calm()
-        return [one for one in self._handles if one.link.waitable in found], self._sentinels.intersection(found)
+        return [one for one in self.handles if one.link.waitable in found], self._sentinels.intersection(found)
 
     def _calm(self) -> None:
         """Take out what the waker was sent: it woke this process."""

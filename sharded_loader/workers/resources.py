@@ -70,7 +70,7 @@ class WorkerResources:
         self.poller: Poller | None = None  # of these handles; made again after one of them was replaced
         self._oom_kills: int | None = None
         self._pid = os.getpid()
-        _in_use.add(self)
+        _in_use[id(self)] = self
 
     def open(self, num_workers: int) -> None:
         """Make what workers need to start. Twice does nothing."""
@@ -92,8 +92,10 @@ class WorkerResources:
         return max(0, now - self._oom_kills)
 
     def wake(self) -> None:
-        if self._wake_writer is not None:
-            self._wake_writer.send_bytes(b"")
+        writer = self._wake_writer
+        if writer is not None:
+            with contextlib.suppress(OSError):  # closed by another thread just now
+                writer.send_bytes(b"")
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -136,14 +138,19 @@ class WorkerResources:
             template.close()
 
 
-_in_use: weakref.WeakSet[WorkerResources] = weakref.WeakSet()
+_in_use: weakref.WeakValueDictionary[int, WorkerResources] = weakref.WeakValueDictionary()
+"""By their ids. Another thread may add to it at any time: `valuerefs` makes its list in one step."""
+
+
+def _live() -> list[WorkerResources]:
+    return [resources for reference in _in_use.valuerefs() if (resources := reference()) is not None]
 
 
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
     if is_starting_worker():
         return
-    arenas = [resources.arena for resources in list(_in_use) if resources.arena.lent]
+    arenas = [resources.arena for resources in _live() if resources.arena.segments]
     if arenas:
         fork = Fork()
         for arena in arenas:
@@ -151,7 +158,7 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    for resources in list(_in_use):
+    for resources in _live():
         resources.arena.close_descriptors()
         if resources.lifeline is not None:
             resources.lifeline.close()
