@@ -92,16 +92,16 @@ class EpochIterator(Iterator[Any]):
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child nobody would release it
+        is_nested = pipeline.lock._is_owned()  # type: ignore[attr-defined]  # of `Condition`'s protocol for locks
         with pipeline.lock:
             run, mark = self.run, None
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
             delivered = 0 if run is None else run.delivered
-            pipeline.depth += 1
             try:
                 if run is None:
                     mark = self._progress.mark()
-                batch, error = self._step(mark)
+                batch, error = self._step(mark, is_nested)
                 if error is None:
                     return batch
             except BaseException as raised:
@@ -109,19 +109,18 @@ class EpochIterator(Iterator[Any]):
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
                     raise LoaderClosedError from None  # closed in the middle of the step
                 raise
-            finally:
-                pipeline.depth -= 1
         try:
             raise error
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
-    def _step(self, mark: Mark | None) -> tuple[Any, BaseException | None]:
+    def _step(self, mark: Mark | None, is_nested: bool) -> tuple[Any, BaseException | None]:
         """The next batch, or the error to raise instead: of the batch, or `StopIteration`.
 
         Args:
             mark: the loader's position, if no batch of this iterator has been handed out: its epoch begins with this
                 one.
+            is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
         is_first, meter = mark is not None, self._meter
         began = time.perf_counter()
@@ -130,7 +129,7 @@ class EpochIterator(Iterator[Any]):
             self._epochs.choose(self)
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
-        inside = pipeline.begin()
+        inside = pipeline.begin(is_nested)
         if is_first:
             self._epochs.open(self)
         while True:

@@ -46,7 +46,6 @@ class Pipeline:
             handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
-        depth: how many calls of ``next`` are under way, one inside the other.
         closed: `close` was called.
         pid: the process whose pipeline this is. A forked child has the object, but no workers.
     """
@@ -58,7 +57,6 @@ class Pipeline:
         self.min_ready = 2
         self.lock = threading.RLock()
         self.is_open_step = False
-        self.depth = 0
         self.closed = False
         self.is_shut = False
         self._job: Job | None = None
@@ -68,16 +66,22 @@ class Pipeline:
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    def begin(self, is_nested: bool = False) -> bool:
         """Begin a step; throw away what an interrupted step has left.
 
         Returns:
             Whether the step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
             over the loader itself. `end` has to be told.
+
+        Args:
+            is_nested: this thread is in another step already.
+
+        Raises:
+            RuntimeError: that step does not wait: it is in the middle of its work.
         """
         inside = self.is_open_step and self.pool.waiting
         if self.is_open_step and not inside:
-            if self.depth > 1:
+            if is_nested:
                 raise RuntimeError(
                     "a signal handler has called next() while the same loader was at work: set a flag there, and call "
                     "next() in your loop"

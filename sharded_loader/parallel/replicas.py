@@ -272,18 +272,30 @@ def _sent(tensors: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
 
 
 def _reduce(parameter: torch.Tensor, grads: Sequence[torch.Tensor | None], shares: Sequence[float]) -> None:
-    """Make the sum of the gradients, each times its share, the gradient of the parameter."""
-    device = parameter.device
+    """Make the sum of the gradients, each times its share, the gradient of the parameter, whose own is the first."""
+    own, device = grads[0], parameter.device
     # In bf16 every step of the sum would round to 8 bits.
     wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-    present = [(grad, share) for grad, share in zip(grads, shares, strict=True) if grad is not None]
-    present.sort(key=lambda pair: pair[0].is_sparse)  # sparse ones can be added to a dense one, but not the reverse
-    total: torch.Tensor | None = None
-    for grad, share in present:
+    # In place, but for those narrow ones.
+    total = None if own is None else own.to(wide).mul_(shares[0])
+    for grad, share in zip(grads[1:], shares[1:], strict=True):
+        if grad is None:
+            continue
         moved = grad.to(device, wide, non_blocking=device.type != "cpu")
-        total = moved * share if total is None else total.add_(moved, alpha=share)
-    if total is not None:
+        if total is None:
+            # Not in place: on one device ``moved`` is still the other replica's own gradient.
+            total = moved * share
+        elif moved.is_sparse == total.is_sparse:
+            total.add_(moved, alpha=share)
+        else:
+            dense, sparse = (moved * share, total) if total.is_sparse else (total, moved * share)
+            total = dense + sparse
+    if total is None or total is own:
+        return
+    if own is None or own.is_sparse or total.is_sparse:
         parameter.grad = total.to(parameter.dtype)
+    else:
+        own.copy_(total)
 
 
 def _shares(sizes: Sequence[float], num_replicas: int) -> list[float]:

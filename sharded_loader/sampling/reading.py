@@ -129,6 +129,8 @@ class EpochReading:
         except BaseException as error:  # also a Ctrl-C that comes while they are put back
             put_back(before)
             self._table = None
+            # A batch that was read, but not counted, is read again: perhaps in another order.
+            self.ready = {one: found for one, found in self.ready.items() if one < self._coming}
             if isinstance(error, Exception) and not is_from_outside(error):
                 self._ended = number + 1
             raise

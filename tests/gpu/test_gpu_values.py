@@ -167,8 +167,8 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host(cuda: torch.device,
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    early, given, copies = [], 0, []
-    give, copy = Arena.give, Streams.copy
+    early, again, copies = [], 0, []
+    take, copy = Arena.take, Streams.copy
 
     def noted(streams: Streams, target: torch.Tensor, source: torch.Tensor) -> None:
         copy(streams, target, source)
@@ -176,24 +176,26 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
         event.record(torch.cuda.current_stream(cuda))
         copies.append((source.data_ptr(), event))
 
-    def watched(arena: Arena, slot: Any) -> None:
-        nonlocal given
-        start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
-        mine = [item for item in copies if start <= item[0] < start + slot.nbytes]
-        given += bool(mine)
-        early.extend(slot for _, event in mine if not event.query())
-        copies[:] = [item for item in copies if item not in mine]
-        give(arena, slot)
+    def watched(arena: Arena, nbytes: int) -> Any:
+        nonlocal again
+        slot = take(arena, nbytes)
+        if slot is not None:
+            start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
+            mine = [item for item in copies if start <= item[0] < start + slot.nbytes]
+            again += bool(mine)
+            early.extend(slot for _, event in mine if not event.query())
+            copies[:] = [item for item in copies if item not in mine]
+        return slot
 
     monkeypatch.setattr(Streams, "copy", noted)
-    monkeypatch.setattr(Arena, "give", watched)
+    monkeypatch.setattr(Arena, "take", watched)
     with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
         for _ in range(5):
             for _ in loader:
                 with torch.cuda.stream(copy_streams_of(loader)[0]._stream):
                     sleep(4_000_000)  # the host is two milliseconds ahead
         torch.cuda.synchronize(cuda)
-    assert given > 20
+    assert again > 20
     assert early == []
 
 
