@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ class Iterator:
     """Stands for an iterator: its run is set."""
 
     run: Run | None = None
+
+
+class NoLength:
+    """A sampler that does not say how much it yields."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
 
 
 class Told:
@@ -79,11 +90,7 @@ def test_an_epoch_without_batches_has_no_first_one() -> None:
 
 
 def test_after_the_end_of_an_epoch_without_a_length_the_next_one_has_the_first_batch() -> None:
-    class NoLength:
-        def __iter__(self) -> Any:
-            return iter(range(6))
-
-    first, second = (ShardedDataLoader(range(6), 3, sampler=NoLength()) for _ in range(2))
+    first, second = (ShardedDataLoader(range(6), 3, sampler=NoLength(range(6))) for _ in range(2))
     iterator = iter(first)
     next(iterator), next(iterator)
     second.load_state_dict(first.state_dict())
@@ -96,6 +103,15 @@ def test_a_sample_is_read_in_its_epoch_which_is_put_back() -> None:
     loader = ShardedDataLoader(data, 2)
     assert loader._epochs.sample(3, 7) == 3
     assert data.epochs == [7, 0]
+
+
+def test_a_state_of_the_end_of_an_epoch_without_a_length_goes_on_with_a_dataset_that_is_told() -> None:
+    first, second = (ShardedDataLoader(Told(), batch_sampler=NoLength([[0, 1], [2, 3]])) for _ in range(2))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [[0, 1], [2, 3]]
+    assert second.dataset.epochs[-1] == 1
 
 
 def test_a_dataset_that_all_iterators_share_is_told_and_runs_of_other_epochs_end() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
 import weakref
 from typing import Any
 
@@ -104,3 +106,87 @@ def test_an_iterator_that_is_dropped_before_its_first_batch_has_changed_nothing(
     loader = ShardedDataLoader(range(10), 4)
     iter(loader)
     assert (loader.epoch, loader.position, loader.pool.started) == (0, 0, False)
+
+
+class Once:
+    """Sample 1 cannot be read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise KeyError(index)
+        return index
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"batch_size": 2}, {"batch_sampler": [[0], [], [9], [2]]}, {"batch_sampler": [[0], 7]}],
+    ids=["sample", "batches", "no batch"],
+)
+def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
+    gc.disable()
+    try:
+        loader = ShardedDataLoader(Once(), **given)
+        freed, iterator = weakref.ref(loader), iter(loader)
+        ended = False
+        while not ended:
+            try:
+                next(iterator)
+            except StopIteration:
+                ended = True
+            except Exception:
+                continue
+        del loader, iterator
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs a timer")
+@pytest.mark.parametrize("method", ["fork", "thread"])
+def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> None:
+    class Slow:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.3)
+            return index
+
+    with ShardedDataLoader(Slow(), 2, num_workers=1, thread_pool=method == "thread", prefetch=1) as loader:
+        inner: list[Any] = []
+        before = signal.signal(signal.SIGALRM, lambda number, frame: inner.extend(next(iter(loader)).tolist()))
+        try:
+            outer: Any = iter(loader)
+            first = next(outer).tolist()
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            rest = [batch.tolist() for batch in outer]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert [first, *rest] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert inner == [0, 1]
+
+
+def test_next_inside_the_work_of_next_is_an_error_that_says_what_to_do() -> None:
+    loader = ShardedDataLoader(range(8), 2)
+    outer: Any = iter(loader)
+    next(outer)
+    plan, real = outer.run.plan, outer.run.plan.task
+    raised: list[str] = []
+
+    def task(seq: int) -> Any:
+        try:
+            next(iter(loader))
+        except RuntimeError as error:
+            raised.append(str(error))
+        return real(seq)
+
+    plan.task = task
+    assert next(outer).tolist() == [2, 3]
+    del plan.task
+    assert [batch.tolist() for batch in outer] == [[4, 5], [6, 7]]
+    assert raised
+    assert "set a flag there" in raised[0]
