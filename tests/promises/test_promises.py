@@ -44,8 +44,6 @@ from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.engine.pool import Pool
 
-pytestmark = pytest.mark.also_spawned
-
 
 def flat(batches: Any) -> list[Any]:
     return [value for batch in batches for value in batch.tolist()]
@@ -54,6 +52,7 @@ def flat(batches: Any) -> list[Any]:
 # -- P1, P2 -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.also_spawned
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 50])
 def test_batches_come_in_the_samplers_order_whatever_finishes_first(pool: Pool, prefetch: int) -> None:
     with ShardedDataLoader(Uneven(), 3, pool=pool, prefetch=prefetch) as loader:
@@ -157,6 +156,7 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 # -- P8 -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.also_spawned
 @pytest.mark.parametrize(("fail", "how"), [(sigkill, "SIGKILL"), (leave, "exit code 3")])
 def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
     process_pool: ProcessPool, fail: Callable[[], Any], how: str
@@ -252,6 +252,7 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
             loader.read(7, epoch=0)
 
 
+@pytest.mark.also_spawned
 @pytest.mark.parametrize(
     ("fail", "kind", "attributes"),
     [

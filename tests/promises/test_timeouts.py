@@ -56,11 +56,11 @@ def expected(where: str) -> list[Any]:
         ("reading", hangs, 1, "reading sample 17", 17),
         pytest.param("reading", hangs, 3, "reading sample 17", 17, marks=pytest.mark.slow),
         ("reading", hangs_with_the_gil, 1, "reading sample 17", 17),
-        ("batchify_fn", hangs, 1, "making the batch (batchify_fn)", None),
+        pytest.param("batchify_fn", hangs, 1, "making the batch (batchify_fn)", None, marks=pytest.mark.slow),
         ("get_batch", hangs, 1, "reading several samples at once", None),
         ("get_batch", hangs, 2, "reading sample 17", 17),  # the second worker reads them one by one
-        ("__getitems__", hangs, 2, "reading sample 17", 17),
-        ("encoding", hangs, 1, "sending the batch", None),
+        pytest.param("__getitems__", hangs, 2, "reading sample 17", 17, marks=pytest.mark.slow),
+        pytest.param("encoding", hangs, 1, "sending the batch", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_that_always_hangs_is_one_error_in_its_place(

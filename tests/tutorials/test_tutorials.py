@@ -152,7 +152,9 @@ def test_the_readme_has_scripts_and_loops() -> None:
     assert SKETCHES
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=pytest.mark.slow) if number else one for number, one in enumerate(SCRIPTS)]
+)
 def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     done = subprocess.run(
