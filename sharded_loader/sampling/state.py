@@ -192,7 +192,12 @@ def parse(state: Any) -> tuple[Position, Signature]:
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
     epoch = _read(state, "epoch", _integer(0))
-    done = _read(state, unit, _integer(-math.inf if signature.last_batch == "rollover" else 0))
+    done = _read(state, unit, _integer(-math.inf))
+    if done < 0 and signature.last_batch != "rollover":
+        raise ValueError(
+            f"the state's {unit!r} must be at least 0, got {brief(done)}: only with 'last_batch' \"rollover\" "
+            f"it may be less: {_ADVICE}"
+        )
     if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
         raise ValueError(f"the state has {found}: {_ADVICE}")
     passed = state.get("passed")
