@@ -69,22 +69,22 @@ class Pipeline:
     def begin(self, is_nested: bool = False) -> bool:
         """Begin a step; throw away what an interrupted step has left.
 
+        Args:
+            is_nested: this thread is in another step already.
+
         Returns:
             Whether the step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
             over the loader itself. `end` has to be told.
 
-        Args:
-            is_nested: this thread is in another step already.
-
         Raises:
-            RuntimeError: that step does not wait: it is in the middle of its work.
+            RuntimeError: the other step does not wait: it is in the middle of its work.
         """
         inside = self.is_open_step and self.pool.waiting
         if self.is_open_step and not inside:
             if is_nested:
                 raise RuntimeError(
-                    "a signal handler has called next() while the same loader was at work: set a flag there, and call "
-                    "next() in your loop"
+                    "next() was called inside next() of the same loader, by a signal handler or a sampler, while the "
+                    "loader was at work: set a flag there, and call next() in your loop"
                 )
             self._recover()
         self.is_open_step = True

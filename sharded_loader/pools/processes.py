@@ -77,11 +77,11 @@ class ProcessPool(Pool):
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: what was set with
             ``multiprocessing.set_start_method``, else fork on Linux and spawn elsewhere.
         worker_init_fn: called with the worker's number, once in each, before it reads.
-        timeout: seconds without progress on one sample, after which its worker is killed and the batch made again.
+        timeout: seconds without progress on one sample, after which its worker is killed and the batch built again.
             Counted while the loop waits for a batch. None: never. A worker that starts is given ten minutes, if
             that is longer.
-        restarts: a batch that kills so many workers is given up: `WorkerDiedError`, or `WorkerTimeoutError`, in its
-            place. 0 and 1: at the first death.
+        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError`, or
+            `WorkerTimeoutError`, in the batch's place. 0 and 1: at the first death.
         max_bytes: bound on the shared memory that batches lie in. None: a quarter of what is free at the first
             epoch, divided by LOCAL_WORLD_SIZE. Past it batches are copied out, and the loader goes on.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
-import time
+import threading
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import make_pool
 
 from sharded_loader import ShardedDataLoader
 
@@ -144,28 +146,48 @@ def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
         gc.enable()
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs a timer")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the gate is a pipe that workers inherit")
 @pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> None:
-    class Slow:
+    gate, opener = os.pipe()
+
+    class Gated:
+        """Sample 2 waits at the gate."""
+
         def __len__(self) -> int:
             return 8
 
         def __getitem__(self, index: int) -> int:
-            time.sleep(0.3)
+            if index == 2:
+                os.read(gate, 1)
             return index
 
-    with ShardedDataLoader(Slow(), 2, num_workers=1, thread_pool=method == "thread", prefetch=1) as loader:
-        inner: list[Any] = []
-        before = signal.signal(signal.SIGALRM, lambda number, frame: inner.extend(next(iter(loader)).tolist()))
+    inner: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        os.write(opener, bytes(8))
+        inner.extend(next(iter(loader)).tolist())
+
+    pool = make_pool(method, 1)
+    with ShardedDataLoader(Gated(), 2, pool=pool, prefetch=1) as loader:
+        before = signal.signal(signal.SIGUSR1, handler)
         try:
             outer: Any = iter(loader)
             first = next(outer).tolist()
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+            def interrupt() -> None:
+                while not pool.waiting:
+                    os.sched_yield()
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+            striker = threading.Thread(target=interrupt)
+            striker.start()
             rest = [batch.tolist() for batch in outer]
+            striker.join()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGUSR1, before)
+    for descriptor in (gate, opener):
+        os.close(descriptor)
     assert [first, *rest] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert inner == [0, 1]
 
