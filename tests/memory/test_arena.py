@@ -129,6 +129,10 @@ def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
     arena.close()
 
 
+KEPT_BY_PROFILER = int(sys.version_info < (3, 11))
+"""Before Python 3.11 the last frame that a profiler saw keeps its batch until the next one."""
+
+
 @pytest.mark.parametrize("held", [0, 3])
 def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: int) -> None:
     """The road of a batch: `note`, `take`, `lend` and `decode`, once each."""
@@ -148,13 +152,13 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
         assert slot is not None
         batch = decode(encoded.head, arena.lend(slot, encoded.places))
         sys.setprofile(None)
-        if number > held:
+        if number > held + KEPT_BY_PROFILER:
             assert calls == ["note", "take", "lend", "decode"]
         calls.clear()
         if number < held:
             kept.append(batch)
         del batch
-    assert arena.lent == held
+    assert arena.lent == held + KEPT_BY_PROFILER
 
 
 # -- exhaustion -----------------------------------------------------------------------------------------------
