@@ -155,6 +155,7 @@ class Arena:
             slot = self._returned.popleft().slot
             del self._out[slot]
             if slot in self._forks:
+                self._revive()  # also where there is room: each fork that has ended still has a descriptor
                 self._retired.append(slot)
             elif slot.nbytes == wanted:
                 return slot  # as it is, where all batches are equally large
