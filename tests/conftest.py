@@ -25,6 +25,8 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import LoaderClosedError
 from sharded_loader.workers.start import start_forkserver
 
+collect_ignore = ["frameworks/recorder.py"]  # it imports Lightning, which takes four seconds
+
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")
 # Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.

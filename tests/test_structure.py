@@ -9,26 +9,20 @@ import pytest
 from benchmarks.imports import HIDDEN, circles, imports_of, read_sources, upward
 from benchmarks.sizes import FLOORS
 
-SOURCES = read_sources(Path(__file__).parents[1] / "sharded_loader")
-IMPORTS = imports_of(SOURCES)
 
-
-def test_no_modules_import_each_other() -> None:
-    assert circles(SOURCES, IMPORTS) == []
-
-
-def test_no_import_goes_upwards() -> None:
-    assert upward(IMPORTS, FLOORS) == []
-
-
-def test_no_module_of_the_package_is_looked_up_at_run_time() -> None:
-    assert [one for one in IMPORTS if one.kind == HIDDEN] == []
+def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden() -> None:
+    sources = read_sources(Path(__file__).parents[1] / "sharded_loader")
+    imports = imports_of(sources)
+    assert circles(sources, imports) == []
+    assert upward(imports, FLOORS) == []
+    assert [one for one in imports if one.kind == HIDDEN] == []
 
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_every_floor_has_modules(floor: int) -> None:
     """The test above checks nothing of a floor whose names are gone."""
-    assert any(name.split(".")[1] in FLOORS[floor] for name in SOURCES if "." in name)
+    sources = read_sources(Path(__file__).parents[1] / "sharded_loader")
+    assert any(name.split(".")[1] in FLOORS[floor] for name in sources if "." in name)
 
 
 def test_every_module_has_its_test_file() -> None:

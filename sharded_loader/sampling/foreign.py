@@ -204,8 +204,8 @@ class ReplayTable(Streamed):
     """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
     Raises:
-        ValueError: the items before the checkpoint are not those of then; or an item before it is asked for, and the
-            sampler goes on by a state of its own.
+        ValueError: the items before the checkpoint are not those of then; or an item before it is asked for, which the
+            sampler does not yield again.
     """
 
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
@@ -214,7 +214,6 @@ class ReplayTable(Streamed):
         self._rank, self._known_length = _rank_of(sampler), known_length(sampler, epoch)
         self._checksum = 0
         self._head: list[Any] = []
-        self._first = 0  # items before this position cannot be read: the sampler goes on by a state of its own
         self._stateful: Any = None
         mark = checkpoint or Checkpoint(epoch, 0, 0)
         if mark.finished and mark.state is not None and mark.epoch <= epoch:
@@ -229,18 +228,9 @@ class ReplayTable(Streamed):
         self._good = self._own_state()
         if state is not None and self._stateful is not None:
             self._base, self._checksum = mark.items, mark.checksum
-            self._first = self._base
         elif resumes:
             self._jump(mark.items)
             self._check(mark)
-
-    def upto(self, begin: int, end: int) -> int:
-        if begin < self._first:
-            raise ValueError(
-                f"the state cannot be resumed: its position is item {begin} of epoch {self._epoch}, but its 'passed' "
-                f"says that {self._first} items were read. Load a state as state_dict() returned it"
-            )
-        return super().upto(begin, end)
 
     def _check(self, mark: Checkpoint) -> None:
         if mark.rank != self._rank or (self._base, self._checksum) == (mark.items, mark.checksum):
@@ -293,7 +283,13 @@ class ReplayTable(Streamed):
     def _again(self, positions: Indices) -> list[Any]:
         if positions[-1] < len(self._head):
             return [self._head[position] for position in positions.tolist()]
-        return ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
+        found = ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
+        if len(found) < len(positions):  # it goes on by a state of its own
+            raise ValueError(
+                f"the state cannot be resumed: it goes on at item {positions[0]} of epoch {self._epoch}, which the "
+                f"sampler, a {type(self._sampler).__name__}, has passed by its 'passed' and does not yield again"
+            )
+        return found
 
 
 class Replay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -25,8 +26,13 @@ PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def messages() -> Iterator[str]:
+@functools.cache
+def messages() -> list[str]:
     """The texts in the library's code, docstrings apart; what is filled in is a NUL."""
+    return list(_messages())
+
+
+def _messages() -> Iterator[str]:
     for path in (ROOT / "sharded_loader").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -37,13 +43,10 @@ def messages() -> Iterator[str]:
                 yield node.value
 
 
-MESSAGES = list(messages())
-
-
 def is_said(quoted: str) -> bool:
     """Whether the code has a message like this, in which ``…`` stands for anything."""
     pattern = re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
-    return any(pattern.search(message) for message in MESSAGES)
+    return any(pattern.search(message) for message in messages())
 
 
 def rows(page: str) -> list[str]:

@@ -16,9 +16,6 @@ from conftest import PROCESS_POOLS, covering, make_pool
 
 from sharded_loader import RandomSampler, ShardedDataLoader
 
-lightning = pytest.importorskip("lightning")
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-
 LENGTH, BATCH, EPOCHS = 24, 4, 3
 STEPS = LENGTH // BATCH
 
@@ -35,27 +32,13 @@ class Ordered:
         return float(index)
 
 
-class Recorder(lightning.LightningModule):
-    """A model that notes the batches it is trained on."""
+@pytest.fixture
+def recorder() -> Any:
+    """The module with the model."""
+    pytest.importorskip("lightning")
+    import recorder
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[tuple[int, int, list[int]]] = []
-        self._stop_at = stop_at
-
-    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
-        if self._stop_at is not None and self.global_step == self._stop_at:
-            raise KilledError
-        self.seen.append((self.current_epoch, self.global_step, [int(index) for index in batch]))
-        return self.layer(batch.float().reshape(-1, 1)).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class KilledError(Exception):
-    """The program ends here, as if it had been killed."""
+    return recorder
 
 
 def make_loader(pool: str = "inline", **options: Any) -> ShardedDataLoader:
@@ -75,9 +58,9 @@ def plain_loop(steps: int = STEPS, **options: Any) -> list[tuple[int, int, list[
     return seen
 
 
-def fit(
-    model: Recorder, loader: Any, root: Path, *, validation: Any = None, resume: Any = None, **options: Any
-) -> None:
+def fit(model: Any, loader: Any, root: Path, *, validation: Any = None, resume: Any = None, **options: Any) -> None:
+    import lightning
+
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
@@ -94,26 +77,19 @@ def fit(
 
 
 @covering(1, pool=["inline", "thread", *PROCESS_POOLS[:1]], sampler=["shuffle", "given"])
-def test_the_model_sees_the_epochs_of_a_plain_loop(pool: str, sampler: str, tmp_path: Path) -> None:
+def test_the_model_sees_the_epochs_of_a_plain_loop(recorder: Any, pool: str, sampler: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {}
     if sampler == "given":
         options = {"shuffle": False, "sampler": RandomSampler(LENGTH, seed=5)}
-    model = Recorder()
+    model = recorder.Recorder()
     with make_loader(pool, **options) as loader:
         fit(model, loader, tmp_path)
     assert model.seen == plain_loop(**options)
 
 
 @pytest.mark.parametrize("sanity", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_validation_in_between_changes_nothing(sanity: int, tmp_path: Path) -> None:
-    class Validated(Recorder):
-        validated: list[list[int]]
-
-        def validation_step(self, batch: torch.Tensor, batch_index: int) -> None:
-            self.validated.append([int(index) for index in batch])
-
-    model = Validated()
-    model.validated = []
+def test_validation_in_between_changes_nothing(recorder: Any, sanity: int, tmp_path: Path) -> None:
+    model = recorder.Recorder()
     fit(
         model,
         make_loader(),
@@ -128,8 +104,10 @@ def test_validation_in_between_changes_nothing(sanity: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("limit", [1, STEPS - 1, 0.5])
-def test_a_limit_of_batches_begins_every_epoch_at_its_own_beginning(limit: float, tmp_path: Path) -> None:
-    model = Recorder()
+def test_a_limit_of_batches_begins_every_epoch_at_its_own_beginning(
+    recorder: Any, limit: float, tmp_path: Path
+) -> None:
+    model = recorder.Recorder()
     fit(model, make_loader(), tmp_path, limit_train_batches=limit)
     assert model.seen == plain_loop(int(limit * STEPS) if isinstance(limit, float) else limit)
 
@@ -144,22 +122,24 @@ PLACES = {
 
 
 @covering(1, place=PLACES, stop_at=[4, STEPS - 1, STEPS, STEPS + 1, STEPS + 4, 2 * STEPS])
-def test_a_run_that_was_killed_trains_every_step_once(place: str, stop_at: int, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_trains_every_step_once(recorder: Any, place: str, stop_at: int, tmp_path: Path) -> None:
     """From the last checkpoint on, the steps are those of a run that was never interrupted."""
-    check_resume(place, stop_at, tmp_path, make_loader)
+    check_resume(recorder, place, stop_at, tmp_path, make_loader)
 
 
-def check_resume(place: str, stop_at: int, root: Path, make: Any, **options: Any) -> None:
+def check_resume(recorder: Any, place: str, stop_at: int, root: Path, make: Any, **options: Any) -> None:
     steps = options.get("limit_train_batches", STEPS)
-    model = Recorder(stop_at)
+    from lightning.pytorch import callbacks
+
+    model = recorder.Recorder(stop_at)
     saving = callbacks.ModelCheckpoint(root / "saved", save_top_k=-1, filename="{step}", **PLACES[place])
-    with pytest.raises(KilledError):
+    with pytest.raises(recorder.KilledError):
         fit(model, make(), root, enable_checkpointing=True, callbacks=[saving], **options)
     saved = sorted((root / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     last = saved[-1] if saved else None
     done = torch.load(last, weights_only=False)["global_step"] if last else 0
     assert done or stop_at < max(PLACES[place].get("every_n_train_steps", 0), STEPS)
-    resumed = Recorder()
+    resumed = recorder.Recorder()
     fit(resumed, make(), root, resume=last, **options)
     assert model.seen[:done] + resumed.seen == plain_loop(steps), (done, resumed.seen[:2])
 
@@ -167,6 +147,8 @@ def check_resume(place: str, stop_at: int, root: Path, make: Any, **options: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["after every step", "after every second step", "in mid-epoch"])
 @pytest.mark.parametrize("stop_at", range(1, 3 * 4))
-def test_a_killed_run_with_a_limit_of_batches_trains_every_step_once(place: str, stop_at: int, tmp_path: Path) -> None:
+def test_a_killed_run_with_a_limit_of_batches_trains_every_step_once(
+    recorder: Any, place: str, stop_at: int, tmp_path: Path
+) -> None:
     """Four of six batches per epoch: a checkpoint after the fourth is at an epoch's end for Lightning alone."""
-    check_resume(place, stop_at, tmp_path, make_loader, limit_train_batches=4)
+    check_resume(recorder, place, stop_at, tmp_path, make_loader, limit_train_batches=4)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import pickle
 import sys
+import threading
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -462,6 +466,24 @@ def test_a_tensor_that_requires_grad_is_refused_with_advice(tensor: Any) -> None
 @pytest.mark.parametrize("obj", [lambda: None, Plain(open)], ids=["lambda", "builtin"])
 def test_functions_travel(obj: Any) -> None:
     assert type(through(obj, None)) is type(obj)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_pickled_does_not_wait_for_the_collector(fails: bool) -> None:
+    class Watched(np.ndarray[Any, Any]):
+        def __reduce__(self) -> Any:
+            return len, (threading.Lock() if fails else "",)
+
+    array = np.zeros(100_000).view(Watched)
+    gone = weakref.ref(array)
+    gc.disable()
+    try:
+        with contextlib.suppress(TypeError):
+            encode([array, np.zeros(100_000)])
+        del array
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_does_not_pickle_raises_what_pickle_raises() -> None:

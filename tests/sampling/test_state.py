@@ -384,14 +384,13 @@ def test_a_spoilt_state_is_refused_by_name_or_read_but_never_half_taken(kind: st
         assert "cannot be resumed" in str(error) or inside, str(error)
 
 
-@pytest.mark.parametrize("samples", [0, 1, 6])
-def test_a_place_before_that_of_a_sampler_with_a_state_is_refused(samples: int) -> None:
-    state = {**states_of("stateful")[3], "samples": samples}
+def test_a_place_that_its_sampler_has_passed_by_its_own_state_is_refused() -> None:
+    state = {**states_of("stateful")[3], "samples": 0}
     assert state["passed"]["items"] == 9
     loader = ALL_KINDS["stateful"]()
     loader.load_state_dict(state)
-    with pytest.raises(ValueError, match=f"cannot be resumed: its position is item {samples} of epoch 0"):
-        next(iter(loader))
+    with pytest.raises(ValueError, match="cannot be resumed: it goes on at item"):
+        list(loader)
 
 
 @pytest.mark.parametrize("kind", ["rollover", "ranks", "foreign rollover", "rollover, a batch of several epochs"])
