@@ -74,7 +74,7 @@ def test_descriptors_above_what_select_takes_can_be_asked_too() -> None:
 
 
 @posix
-@pytest.mark.parametrize("daemon", [False, True])
+@pytest.mark.parametrize("daemon", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_fork_has_ended_when_no_process_is_left_that_came_of_it(daemon: bool) -> None:
     go, began, gone = os.pipe(), os.pipe(), os.pipe()
     child = Fork()

@@ -166,12 +166,12 @@ def encode(obj: Any, slot: SlotWriter | None = None, pickler: Any = None) -> Enc
         places.append((offset, nbytes))
         return False
 
-    made = (pickler or ReplyPickler)(stream, protocol=5, buffer_callback=take)
+    made: Any = (pickler or ReplyPickler)(stream, protocol=5, buffer_callback=take)
     try:
         made.dump(obj)
         return Encoded(stream.getvalue(), tuple(places), tuple(buffers), frozenset(getattr(made, "modules", ())))
     finally:
-        del made  # otherwise made -> take -> made: what was pickled would wait for the collector
+        made = None  # otherwise made -> take -> made: what was pickled would wait for the collector
 
 
 def decode(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:

@@ -333,7 +333,8 @@ def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: 
             assert batch[-1] == (number + 1) * size - 1
 
 
-@SPAWN_FIRST
+@pytest.mark.slow  # the quick one over these pipes is in tests/promises/test_storms.py
+@METHODS
 def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -> None:
     run_script(
         tmp_path / "script.py",

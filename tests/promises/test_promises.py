@@ -53,7 +53,7 @@ def flat(batches: Any) -> list[Any]:
 
 
 @pytest.mark.also_spawned
-@pytest.mark.parametrize("prefetch", [0, 1, 3, 50])
+@pytest.mark.parametrize("prefetch", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 50)], 3])
 def test_batches_come_in_the_samplers_order_whatever_finishes_first(pool: Pool, prefetch: int) -> None:
     with ShardedDataLoader(Uneven(), 3, pool=pool, prefetch=prefetch) as loader:
         assert flat(loader) == list(range(60))

@@ -78,12 +78,8 @@ def outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-# The first in the quick run, the others, five to twenty seconds each, in `make test-all`.
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=pytest.mark.slow) if number else path for number, path in enumerate(NOTEBOOKS)],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow  # five to twenty seconds each
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> None:
     execute(path, tmp_path / path.name, tmp_path)
     for output in outputs(nbformat.read(tmp_path / path.name, as_version=4)):
@@ -211,6 +207,7 @@ def test_nothing_is_left_out_in_blocks_of_the_documentation() -> None:
     assert [name for name, block in DOCS.items() if not promised(block)] == []
 
 
+@pytest.mark.slow
 def test_blocks_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
     ran = run_blocks(tmp_path)
     assert {name: err for name, (_, err) in ran.items() if err} == {}
