@@ -23,8 +23,6 @@ What can go wrong: a sampler that draws from global generators after its first i
 pure function. If it yields other items on the way back, it is rejected by name. An iterator that is its own ``iter()``
 serves one epoch. A sampler with ``state_dict`` keeps one position, so two live iterators disturb each other. Before the
 first batch of an epoch there is no checkpoint: interrupted there, a sampler is started again.
-
-Source of the idea: ``StatefulDataLoader`` of torchdata.
 """
 
 from __future__ import annotations
@@ -204,8 +202,7 @@ class ReplayTable(Streamed):
     """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
     Raises:
-        ValueError: the items before the checkpoint are not those of then; or an item before it is asked for, which the
-            sampler does not yield again.
+        ValueError: the items before the checkpoint are not those of then, or are asked for and not yielded again.
     """
 
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
@@ -235,11 +232,9 @@ class ReplayTable(Streamed):
     def _check(self, mark: Checkpoint) -> None:
         if mark.rank != self._rank or (self._base, self._checksum) == (mark.items, mark.checksum):
             return
-        if self._base < mark.items:
-            found = f"yields only {self._base} items in epoch {mark.epoch}, where it had yielded {mark.items}"
-        else:
-            then = f"the {mark.items} that were read before the state was saved"
-            found = f"yields other indices in epoch {mark.epoch} than {then}"
+        found = f"yields only {self._base} items in epoch {mark.epoch}, where it had yielded {mark.items}"
+        if self._base >= mark.items:
+            found = f"yields other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
         raise ValueError(
             f"the state cannot be resumed: the sampler, a {type(self._sampler).__name__}, {found}. Make it with the "
             f"same arguments and the same seed as then; if its order depends on what it yielded before, give it "
@@ -284,12 +279,10 @@ class ReplayTable(Streamed):
         if positions[-1] < len(self._head):
             return [self._head[position] for position in positions.tolist()]
         found = ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
-        if len(found) < len(positions):  # it goes on by a state of its own
-            raise ValueError(
-                f"the state cannot be resumed: it goes on at item {positions[0]} of epoch {self._epoch}, which the "
-                f"sampler, a {type(self._sampler).__name__}, has passed by its 'passed' and does not yield again"
-            )
-        return found
+        if len(found) == len(positions):
+            return found
+        where = f"item {positions[0]} of epoch {self._epoch}, which the sampler, a {type(self._sampler).__name__}"
+        raise ValueError(f"the state cannot be resumed: it goes on at {where}, has passed and does not yield again")
 
 
 class Replay:
