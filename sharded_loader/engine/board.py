@@ -1,10 +1,13 @@
 """Where a worker is, written so that it can be read when the worker is dead.
 
-    worker, before it touches a sample:   board[SHARD], board[SAMPLE] = ...        40 ns
-    trainer, over a dead or silent one:   where_in(task, words) -> index | phase
+    worker, at each step of a batch:      board[SHARD], board[SAMPLE] = ...        40 ns
+    trainer, over a dead or silent one:   sample_in(task, words) -> index, or phase(words)
 
 A board is a few integers: in shared memory for a process, a list for a thread. They name the task (run, seq), the
 shard, and the place of the sample in it; not the index, which may be any object: the trainer has the task.
+
+Each sample is noted only where somebody has to know (`Reader`): under ``timeout=``, where a batch is given up at its
+first death, and in a task that is read again because a worker has died over it. Otherwise the board says `ONE_BY_ONE`.
 
 Nothing is locked. A worker that dies between two writes leaves a place that is one sample old.
 """
@@ -21,7 +24,7 @@ from sharded_loader.engine.messages import Task
 RUN, SEQ, SHARD, SAMPLE = range(4)
 
 # Instead of a sample's place:
-IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING = -1, -2, -3, -4, -5
+IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE = -1, -2, -3, -4, -5, -6
 
 WORDS = 8
 """int64 words per worker: a cache line, so that workers do not share one."""
@@ -67,6 +70,7 @@ _PHASES = {
     IN_BATCHIFY: "making the batch (batchify_fn)",
     SENDING: "sending the batch",
     IDLE: "between batches",
+    ONE_BY_ONE: "reading its samples",
     BEGINNING: "beginning (indices, generators, dataset.set_epoch)",
 }
 

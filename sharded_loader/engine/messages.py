@@ -125,8 +125,8 @@ class Task(NamedTuple):
         shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them); of the whole
             batch, in a tuple of one, if it has no shards.
         sharded: whether the batch is a list of shards.
-        careful: a worker has died while it read several samples at once: read each alone first, so that the next
-            one tells which.
+        careful: a worker has died, and it is not known over which sample. Note each one; read each alone first, if the
+            dataset reads several at once.
     """
 
     run: int
@@ -192,10 +192,17 @@ class Job:
 
 @dataclass(frozen=True)
 class NewJob:
-    """What a worker process is to read: inherited under fork, else published."""
+    """What a worker process is to read: inherited under fork, else published.
+
+    Attributes:
+        job: what all workers are told.
+        worker_init_fn: the user's.
+        notes_samples: see `Reader`.
+    """
 
     job: Job
     worker_init_fn: Callable[[int], Any] | None
+    notes_samples: bool = False
 
 
 class Reply(NamedTuple):

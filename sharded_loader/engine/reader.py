@@ -7,9 +7,9 @@ batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. 
 read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
 ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
 
-The board and a `_Reading` say at every moment where the reader is. `sample_rng()`, the notes of an error, and the main
-process over a dead worker look there. All samples that are read alone pass the loop of `_read_one_by_one`. What fails,
-fails in the user's code, and is caught in `Reader.read`.
+A `_Reading` says at every moment where the reader is: `sample_rng()` and the notes of an error look there. The main
+process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,
+which do nothing for a sample but read it. What fails, fails in the user's code, and is caught in `Reader.read`.
 
 A reader keeps nothing of a batch, so several threads may use one. Nothing here imports torch.
 """
@@ -17,7 +17,6 @@ A reader keeps nothing of a batch, so several threads may use one. Nothing here 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy as np
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, UNUSED, Board
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.errors import Location, SampleError, add_note, as_exception, notes_of, set_notes, without_frames
 from sharded_loader.interrupts import is_from_outside
@@ -44,7 +43,6 @@ class _Reading(SampleScope):
 
     Attributes:
         task, worker, empty, board: what `Reader.read` was given.
-        indices: those of the shard that is being read or batchified.
         misfit: positions of the sample that ``batchify_fn`` cannot use, or of two that do not fit together.
         skipped: the index and the error of each sample that was left out or replaced.
         dropped: how many samples were left out and not replaced.
@@ -55,7 +53,6 @@ class _Reading(SampleScope):
     worker: str | None
     empty: Empty
     board: Board
-    indices: Sequence[Any] = ()
     misfit: tuple[int, ...] = ()
     skipped: list[tuple[Any, BaseException]]
     dropped = 0
@@ -70,7 +67,7 @@ class _Reading(SampleScope):
         task, indices, board = self.task, self.indices, self.board
         error = as_exception(error, "by the dataset or batchify_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
-        found = [indices[position] for position in ((board[SAMPLE],) if board[SAMPLE] >= 0 else self.misfit)]
+        found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
         if len(found) == 2:
             place.note(error, misfit=(found[0], found[1]))
         else:
@@ -85,9 +82,10 @@ class Reader:
         job: dataset, batchify function, seed, what to do about bad samples.
         tells_epoch: call the dataset's ``set_epoch`` when a task's epoch differs from the last one's (where
             the dataset is this reader's own).
+        notes_samples: note each sample on the board before it is read, not only those of careful tasks.
     """
 
-    def __init__(self, job: Job, *, tells_epoch: bool = False) -> None:
+    def __init__(self, job: Job, *, tells_epoch: bool = False, notes_samples: bool = False) -> None:
         self._job = job
         self._dataset = job.dataset
         self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
@@ -98,6 +96,7 @@ class Reader:
         self._in_bulk = self._gather is not None or self._get_items is not None
         self._set_epoch = getattr(job.dataset, "set_epoch", None) if tells_epoch else None
         self._epoch: int | None = None
+        self._notes_samples = notes_samples
 
     def read(
         self, task: Task, worker: str | None = None, empty: Empty = np.empty, board: Board | None = None
@@ -184,7 +183,7 @@ class Reader:
         given = at.task.shards[number]
         at.indices = indices = given if self._takes_arrays else _as_list(given)
         at.board[SHARD], at.board[SAMPLE] = number, IN_BULK
-        at.index, at.drawn = NO_SAMPLE, None
+        at.set_index(NO_SAMPLE)
         try:
             if self._gather is not None:
                 batch = self._gather(indices, at.empty)
@@ -202,31 +201,39 @@ class Reader:
         except BaseException as error:
             if not self._tolerant and not at.passes(error):
                 self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
+                at.set_index(NO_SAMPLE)
                 at.board[SAMPLE] = IN_BULK
             raise
         return self._make_batch(samples, at)
 
     def _read_one_by_one(self, number: int, at: _Reading) -> list[Any]:
-        """The samples of a shard; `_BAD` where one could not be read, if that is no error of the batch."""
+        """The samples of a shard; `_BAD` where one could not be read, if that is no error of the batch.
+
+        Measured (256 images of 3 KB, warm): 36 us; 85 with an index, a place and a generator noted for each sample.
+        """
         dataset, board = self._dataset, at.board
         at.indices = indices = _as_list(at.task.shards[number])
-        board[SHARD] = number
-        samples = []
-        for ordinal, index in enumerate(indices):
-            board[SAMPLE] = ordinal  # 40 ns in shared memory, 15 in a list
-            at.index = index
-            at.drawn = None
+        at.items, at.drawn = items, _ = iter(indices), None
+        board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
+        notes = self._notes_samples or at.task.careful
+        if not (notes or self._tolerant):
+            return [dataset[index] for index in items]
+        samples: list[Any] = []
+        while True:
             try:
-                samples.append(dataset[index])
+                for index in items:
+                    if notes:
+                        board[SAMPLE] = len(samples)
+                    samples.append(dataset[index])
+                return samples
             except Exception as error:
                 if not self._tolerant or at.passes(error):
                     raise
                 samples.append(self._in_place_of(index, error, at))
-        return samples
 
     def _make_batch(self, samples: list[Any], at: _Reading) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
-        at.index, at.drawn = OfBatch(at.task.seq, at.board[SHARD]), None
+        at.set_index(OfBatch(at.task.seq, at.board[SHARD]))
         at.misfit = ()
         try:
             return self._assemble(list(samples), at.empty)  # a list that it may change

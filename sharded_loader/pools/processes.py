@@ -163,7 +163,8 @@ class ProcessPool(Pool):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        self._workforce.start(NewJob(job, self.worker_init_fn))
+        notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
+        self._workforce.start(NewJob(job, self.worker_init_fn, notes_samples))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:

@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from typing import Any
 
-from sharded_loader.engine.board import IN_BULK, SAMPLE, is_at
+from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
 from sharded_loader.engine.messages import JOB, NewJob, Result, Task, pack_head
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.interrupts import uninterrupted
@@ -192,7 +192,7 @@ class Workforce:
             return None
         if self.deaths.of_batch(task):
             return Result(task.run, task.seq, error=self._blame(handle, death, task, words))
-        if words[SAMPLE] == IN_BULK:
+        if words[SAMPLE] in (IN_BULK, ONE_BY_ONE):
             handle.tasks[task.run, task.seq] = task._replace(careful=True)
         return None
 

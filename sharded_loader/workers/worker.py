@@ -3,8 +3,8 @@
     receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
     main thread:      inbox -> Reader -> slot, encode -> pipe
 
-Before each sample the main thread notes on the board where it is. So a trainer that finds it dead or silent can say
-which sample it was (`engine.board`).
+The main thread notes on the board where it is. So a trainer that finds it dead or silent can say in which batch, and
+over which sample, if somebody has to know that (`engine.board`).
 
 A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
 to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
@@ -168,7 +168,7 @@ class Worker:
             if first and new.worker_init_fn is not None:
                 seed_globals(key)
                 new.worker_init_fn(self._number)
-            self._reader = Reader(new.job, tells_epoch=True)
+            self._reader = Reader(new.job, tells_epoch=True, notes_samples=new.notes_samples)
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")

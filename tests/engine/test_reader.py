@@ -13,7 +13,7 @@ from calls import calls_of
 
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, SAMPLE, SHARD, new_board
+from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.errors import notes_of
@@ -26,8 +26,10 @@ def task_of(*shards: Any, sharded: bool = False, epoch: int = 0, seq: int = 4) -
     return Task(0, seq, epoch, 0, shards, sharded or len(shards) > 1)
 
 
-def read(dataset: Any, *shards: Any, worker: str | None = WORKER, board: Any = None, **job: Any) -> Result:
-    reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, **job))
+def read(
+    dataset: Any, *shards: Any, worker: str | None = WORKER, board: Any = None, notes: bool = False, **job: Any
+) -> Result:
+    reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, **job), notes_samples=notes)
     return reader.read(task_of(*shards), worker, board=board)
 
 
@@ -304,6 +306,39 @@ def test_samples_that_do_not_fit_are_named_among_those_that_are_left() -> None:
     assert error is not None and "sample 5 (it does not fit sample 4)" in notes_of(error)[0]
 
 
+# -- where it is -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("notes", [False, True])
+def test_which_sample_is_read_is_known_at_every_moment(on_error: str, notes: bool) -> None:
+    seen: list[Any] = []
+
+    class Asks(Squares):
+        def sample(self, index: int) -> Any:
+            scope = reading.scope
+            assert scope is not None
+            seen.append((scope.indices[scope.place], scope.place, sample_rng() is sample_rng()))
+            inner = Reader(Job(range(50), None, 7)).read(task_of([7, 8]), WORKER)  # a loader inside the dataset
+            assert inner.error is None and reading.scope is scope
+            seen.append((scope.indices[scope.place], scope.place, sample_rng().integers(1 << 60)))
+            return index
+
+    assert read(Asks(), [5, 3, 5], [9], notes=notes, on_error=on_error).error is None
+    assert [one[:2] for one in seen] == [one for one in [(5, 0), (3, 1), (5, 2), (9, 0)] for _ in range(2)]
+    assert all(one[2] is True for one in seen[::2])
+    drawn = [one[2] for one in seen[1::2]]
+    assert drawn[0] == drawn[2] and len(set(drawn)) == 3  # by the index, not by the place
+
+
+def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
+    def calls(count: int) -> list[str]:
+        reader, task = Reader(Job(Squares(), len, 7)), task_of(list(range(count)))
+        return calls_of(lambda: reader.read(task, WORKER))
+
+    assert calls(200) == calls(100)
+
+
 # -- the board, the epoch -------------------------------------------------------------------------------------------
 
 
@@ -322,8 +357,21 @@ def test_the_board_says_where_the_reader_is() -> None:
         seen.append((board[SHARD], board[SAMPLE]))
         return samples
 
-    read(Looks(), [3, 1], [2], board=board, batchify_fn=batchify)
-    assert seen == [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
+    def seen_with(**options: Any) -> list[tuple[int, int]]:
+        seen.clear()
+        read(Looks(), [3, 1], [2], board=board, batchify_fn=batchify, **options)
+        return seen
+
+    not_noted = [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]
+    assert seen_with() == not_noted
+    assert sorted(seen_with(on_error="skip")) == sorted(not_noted)  # every sample before the first batch
+    noted = [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
+    assert seen_with(notes=True) == noted
+    assert sorted(seen_with(notes=True, on_error="skip")) == sorted(noted)
+    seen.clear()
+    careful = task_of([3, 1], [2])._replace(careful=True)
+    Reader(Job(Looks(), batchify, 7)).read(careful, WORKER, board=board)
+    assert seen == noted
     seen.clear()
     read(LooksInItems(), [3, 1], [2], board=board, batchify_fn=batchify)
     assert seen == [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
