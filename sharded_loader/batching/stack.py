@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _dtype_of = attrgetter("dtype")
+_shape_of_array = attrgetter("shape")
 
 
 def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
@@ -72,8 +73,13 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
     """Stack NumPy arrays; see `stack`."""
     first, count = arrays[0], len(arrays)
     shape, target = first.shape, first.dtype if dtype is None else dtype
-    if dtype is None and (len(set(map(_dtype_of, arrays))) > 1 or not target.isnative):
-        target = common_dtype(arrays)
+    if dtype is None:
+        if len(set(map(_dtype_of, arrays))) > 1 or not target.isnative:
+            target = common_dtype(arrays)
+        elif empty is new_array and 0 < first.nbytes <= JOINED_BYTES and target.num in _JOINED:
+            joined = _join(arrays)
+            if joined is not None:
+                return joined
     try:
         if len(set(map(len, arrays))) > 1:
             raise ValueError
@@ -89,6 +95,27 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         out = empty((count,), target)
         out[...] = np.array(arrays)
     return out
+
+
+JOINED_BYTES = 16384
+"""Samples up to this size are joined as bytes where the batch lies in new memory.
+
+Measured (256 images of 3 KB at random places of 150 MB, reading included, medians of 14): joined 199 us, concatenated
+246. Into a slot, from where the bytes have to be copied once more, joined 275 and concatenated 258."""
+
+_JOINED = {np.dtype(char).num for char in "?bBhHiIlLqQefdgFDG"}
+"""NumPy's numbers for the dtypes of numbers, which are only bytes."""
+
+
+def _join(arrays: Sequence[Any]) -> Array | None:
+    """Stack arrays of one native dtype by their bytes; None if their shapes differ, or they have gaps in memory."""
+    first, count = arrays[0], len(arrays)
+    if list(map(_shape_of_array, arrays)).count(first.shape) < count:
+        return None
+    try:
+        return np.frombuffer(bytearray().join(arrays), first.dtype).reshape((count, *first.shape))
+    except TypeError:  # not C-contiguous
+        return None
 
 
 def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:

@@ -5,9 +5,9 @@
     Replay(sampler, seed, checkpoint)   one sampler of another library, from a checkpoint on
     with undisturbed(samplers):         read them; afterwards they are what they were before
 
-There are three kinds. A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and
-jumps to any item (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain
-iterables, lists, and subclasses of `Sampler` that override ``__iter__`` alone.
+A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and jumps to any item
+(`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
+of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.reading`).
 
 A foreign sampler is started, with its first item, under these conditions. What was there before is put back.
 
@@ -15,9 +15,9 @@ A foreign sampler is started, with its first item, under these conditions. What 
     2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
     3. ``random``, NumPy and torch are seeded by (seed, epoch).
 
-The first item belongs to the start because a generator function runs nothing before it. Then the sampler is read once,
-no further than the batch that is asked for. A `Checkpoint` says how far. The sampler gets back there by its own
-``load_state_dict``, or is started again and passes over the items before. A checksum says whether they are the same.
+The first item belongs to the start: a generator function runs nothing before it. Then the sampler is read no further
+than the batch that is asked for. A `Checkpoint` says how far. The sampler gets back there by ``load_state_dict``, or is
+started again and passes over the items before. A checksum says whether they are the same.
 
 What can go wrong: a sampler that draws from global generators after its first item, or counts epochs by itself, is no
 pure function. If it yields other items on the way back, it is rejected by name. An iterator that is its own ``iter()``
@@ -84,10 +84,6 @@ def len_epoch(sampler: Any, epoch: int) -> int:
     Raises:
         TypeError: if a foreign sampler has no ``__len__``, or one that raises: whatever it raises means that the
             length is unknown.
-
-    Example:
-        >>> len_epoch([4, 5, 6], 0)
-        3
     """
     if is_own(sampler):
         length: int = sampler.len_epoch(epoch)
@@ -134,7 +130,7 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
 
 
 def is_stateful(one: Any) -> bool:
-    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_torch_generator(value: Any) -> bool:
@@ -198,11 +194,23 @@ def _apart(value: Any) -> Any:
     return value
 
 
+def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> None:
+    """Reject a sampler that does not get to a checkpoint: it has yielded so many ``items``, with this ``checksum``."""
+    if mark.rank != _rank_of(sampler) or (items, checksum) == (mark.items, mark.checksum):
+        return
+    found = f"other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
+    if items < mark.items:
+        found = f"only {items} items in epoch {mark.epoch}, where it had yielded {mark.items}"
+    raise ValueError(
+        f"the state cannot be resumed: the sampler, a {type(sampler).__name__}, yields {found}. Make it with the same "
+        "arguments and seed as then; if its order depends on earlier epochs, give it state_dict() and load_state_dict()"
+    )
+
+
 class ReplayTable(Streamed):
     """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
-    Raises:
-        ValueError: the items before the checkpoint are not those of then, or are asked for and not yielded again.
+    Raises ValueError if the items before the checkpoint are not those of then, or are asked for and not yielded again.
     """
 
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
@@ -227,19 +235,7 @@ class ReplayTable(Streamed):
             self._base, self._checksum = mark.items, mark.checksum
         elif resumes:
             self._jump(mark.items)
-            self._check(mark)
-
-    def _check(self, mark: Checkpoint) -> None:
-        if mark.rank != self._rank or (self._base, self._checksum) == (mark.items, mark.checksum):
-            return
-        found = f"yields only {self._base} items in epoch {mark.epoch}, where it had yielded {mark.items}"
-        if self._base >= mark.items:
-            found = f"yields other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
-        raise ValueError(
-            f"the state cannot be resumed: the sampler, a {type(self._sampler).__name__}, {found}. Make it with the "
-            f"same arguments and the same seed as then; if its order depends on what it yielded before, give it "
-            f"state_dict() and load_state_dict()"
-        )
+            check_passed(sampler, mark, self._base, self._checksum)
 
     def checkpoint(self) -> Checkpoint:
         """The position after what has been read."""
@@ -263,7 +259,7 @@ class ReplayTable(Streamed):
         found = list(map(_copied, islice(items, 1)))
         is_index = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
         found += items if is_index else map(_copied, items)
-        self._checksum = zlib.crc32(_encode(found), self._checksum)
+        self._checksum = zlib.crc32(bytes_of(found), self._checksum)
         if not self._head and not self._base:
             self._head = found  # for the padding of ranks, which wraps round to the epoch's beginning
         return found
@@ -331,7 +327,7 @@ def _copied(item: Any) -> Any:
     return item.copy() if isinstance(item, np.ndarray) else item
 
 
-def _encode(items: Any) -> bytes:
+def bytes_of(items: Any) -> bytes:
     """Bytes that depend on the items, not on where one list of them ends and the next begins."""
     try:
         return struct.pack(f"<{len(items)}q", *items)
@@ -343,7 +339,7 @@ def _encode_one(item: Any) -> bytes:
     if hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
-        return len(item).to_bytes(8, "little") + _encode(item)
+        return len(item).to_bytes(8, "little") + bytes_of(item)
     try:
         return struct.pack("<q", item)
     except struct.error:

@@ -16,15 +16,20 @@ Without a position an epoch is the sampler's own. From a position on:
 Batches keep their numbers: after k whole ones the next is number k, also where batches were of another size.
 
 A reading owns the epoch's table, the batches that are ready, and the checkpoints of a sampler of another library.
-Samplers of ours are read in blocks, at any number. A sampler of another library is read batch after batch, and its
-batches are kept until `forget`. `batch` may be interrupted between any two lines: it then drops the table, and the next
-call opens it again. What can go wrong: an error of the sampler, which comes at its batch and ends the epoch; a sampler
-of another library that cannot get back to its checkpoint (`sharded_loader.sampling.foreign`).
+Samplers of ours, and lists, are read in blocks, at any number. A sampler of another library is read batch after batch,
+and its batches are kept until `forget`. `batch` may be interrupted between any two lines: it then drops the table, and
+the next call opens it again.
+
+What can go wrong: an error of the sampler, which comes at its batch and ends the epoch; a sampler of another library
+that cannot get back to its checkpoint (`sharded_loader.sampling.foreign`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,9 +39,20 @@ import numpy as np
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
 from sharded_loader.sampling.batch_samplers import Rolling
-from sharded_loader.sampling.foreign import Replay, len_epoch, name_of, over_replay, table_of
+from sharded_loader.sampling.foreign import (
+    Replay,
+    bytes_of,
+    check_passed,
+    len_epoch,
+    name_of,
+    over_replay,
+    table_of,
+)
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
-from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
+from sharded_loader.sampling.tables import Batched, Dealt, Indices, Table, parts
+
+BLOCK = 4096
+"""Items of a list that are read at once."""
 
 
 @dataclass
@@ -90,6 +106,9 @@ class EpochReading:
         self.epoch, self.signature, self.resumed = epoch, source.signature, position is not None
         self._source, self._position = source, position or Position(epoch)
         self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
+        self._listed: _Listed | None = None
+        if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
+            self._foreign, self._listed = None, _Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
         self._line: _Separate | _Rolling
         self._line = _Rolling(source, epoch, position) if source.rollover else _Separate(source, self._position)
@@ -149,7 +168,7 @@ class EpochReading:
         return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in zip(wanted, batches, strict=True)}
 
     def _open(self, number: int) -> Table:
-        items = self._source.items
+        items = self._listed or self._source.items
         if self._foreign is not None:
             self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number])
             items = over_replay(items, self._replay)
@@ -210,7 +229,10 @@ class EpochReading:
 
     def position_after(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
-        return Position(self.epoch, self._line.done(delivered - self.first), self._marks.get(delivered))
+        done, mark = self._line.done(delivered - self.first), self._marks.get(delivered)
+        if self._listed is not None and mark is None and delivered > self.first:
+            mark = self._listed.checkpoint(self.epoch, done)
+        return Position(self.epoch, done, mark)
 
     def after(self, begin: Position) -> Position:
         """The position that the next epoch begins at, as a sampler of another library gets there after this epoch.
@@ -221,6 +243,50 @@ class EpochReading:
         if mark is None or begin.mark is not None or (mark.state is None and not self._source.rollover):
             return begin
         return replace(begin, mark=mark)
+
+
+class _Listed:
+    """A list, a tuple or a range as the sampler: read in blocks, at any place, with a foreign sampler's checkpoints.
+
+    Args:
+        items: what was given.
+        mark: the epoch goes on here; None: it begins.
+    """
+
+    def __init__(self, items: Sequence[Any], mark: Checkpoint | None) -> None:
+        self._items, self._mark = items, mark
+        self._passed = 0, 0  # so many items have this checksum: the next one goes on from there
+
+    def epoch_table(self, epoch: int) -> Table:
+        mark = self._mark
+        if mark is not None and mark.epoch == epoch and mark.items:
+            check_passed(self._items, mark, min(mark.items, len(self._items)), self._checksum(mark.items))
+        return Table(len(self._items), self._at, BLOCK)
+
+    def len_epoch(self, epoch: int) -> int:
+        return len(self._items)
+
+    def _at(self, positions: Indices) -> Any:
+        first, last = int(positions[0]), int(positions[-1])
+        if last - first + 1 == len(positions):
+            found = self._items[first : last + 1]
+        else:
+            found = [self._items[position] for position in positions.tolist()]
+        if set(map(type, found)) == {int}:
+            with contextlib.suppress(OverflowError):  # out of any range: the plan says so
+                return np.array(found, np.int64)
+        return list(found)
+
+    def checkpoint(self, epoch: int, items: int) -> Checkpoint:
+        """The position after so many items, or after all of them."""
+        items = min(items, len(self._items))
+        return Checkpoint(epoch, items, self._checksum(items), finished=items == len(self._items))
+
+    def _checksum(self, items: int) -> int:
+        count, checksum = self._passed if self._passed[0] <= items else (0, 0)
+        checksum = zlib.crc32(bytes_of(self._items[count:items]), checksum)
+        self._passed = items, checksum
+        return checksum
 
 
 class _Separate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserList
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_an_interrupted_batch_comes_at_the_next_call(
     one = reading(kind)
     assert at(one, 0) == expected[0]
     with monkeypatch.context() as patched, pytest.raises(error):
-        patched.setattr(foreign, "_encode", lambda items: (_ for _ in ()).throw(error()))
+        patched.setattr(foreign, "bytes_of", lambda items: (_ for _ in ()).throw(error()))
         one.batch(1)
     if error is KeyboardInterrupt:
         assert rest(one, 1) == expected[1:]
@@ -181,7 +182,7 @@ def test_batches_of_our_samplers_are_arrays(kind: str) -> None:
 
 def test_batches_of_other_samplers_are_arrays_if_the_dataset_gathers_by_them() -> None:
     for arrays in (False, True):
-        one = order(5, sampler=[3, 1, 4, 0, 2])
+        one = order(5, sampler=UserList([3, 1, 4, 0, 2]))
         one.arrays = arrays
         found = one.read(0).batch(0)
         assert found is not None and isinstance(found[0], np.ndarray) == arrays
@@ -224,3 +225,49 @@ def test_a_batch_says_where_its_first_sample_lies() -> None:
     assert firsts(num_replicas=3, rank=2, batch_size=2) == [2, 8]
     assert firsts(batch_sampler=[[1], [2, 3], [4]]) == [0, 1, 2]
     assert firsts(sampler=[1, 2, 3, 4, 5]) == [0, 3]
+
+
+LISTED = {"list": list, "tuple": tuple, "range": lambda items: range(len(items))}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_list_is_read_as_any_sampler_of_another_library_and_has_its_checkpoints(kind: str, replicas: int) -> None:
+    given = LISTED[kind](list(range(11)))
+    options: dict[str, Any] = {"num_replicas": replicas, "rank": 0} if replicas > 1 else {}
+    listed, foreign = (order(11, sampler=one, **options).read(0) for one in (given, UserList(given)))
+    assert not listed.keeps and foreign.keeps
+    for number in range(6):
+        found, wanted = listed.batch(number), foreign.batch(number)
+        assert (found is None) == (wanted is None)
+        if found is None or wanted is None:
+            break
+        assert list(found[0]) == list(wanted[0]) and found[1] == wanted[1]
+        position = listed.position_after(number + 1)
+        assert position == foreign.position_after(number + 1)
+        again = order(11, sampler=given, **options).read(0, position)
+        assert whole(again) == whole(foreign)[number + 1 :] if not again.is_over() else True
+
+
+def test_a_list_is_read_in_blocks() -> None:
+    class Counted(list[int]):
+        pass
+
+    one = order(5000, sampler=list(range(5000)))
+    reading = one.read(0)
+    assert reading.batch(0) is not None
+    assert len(reading.ready) > 1000
+    slow = order(5000, sampler=Counted(range(5000))).read(0)  # a subclass may do as it likes
+    assert slow.batch(0) is not None
+    assert len(slow.ready) == 1
+
+
+@pytest.mark.parametrize("changed", [[3, 1, 4, 1, 5, 0, 2, 6], [3, 1]])
+def test_a_list_that_is_another_than_when_the_state_was_saved_is_rejected(changed: list[int]) -> None:
+    saved = order(10, sampler=[3, 1, 4, 1, 5, 9, 2, 6]).read(0)
+    position = saved.position_after(2) if saved.batch(1) else None
+    again = order(10, sampler=[3, 1, 4, 1, 5, 9, 7, 7, 7]).read(0, position)  # what lies behind is another matter
+    assert again.batch(again.first) is not None
+    other = order(10, sampler=changed).read(0, position)
+    with pytest.raises(ValueError, match="the sampler, a list, yields (other indices|only 2 items)"):
+        other.batch(other.first)
