@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, new_array, ragged, some
+from sharded_loader.batching.protocol import (
+    Array,
+    BatchifyError,
+    Empty,
+    check_not_empty,
+    is_new,
+    new_array,
+    ragged,
+    some,
+)
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
 
 if TYPE_CHECKING:
@@ -76,7 +85,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
     if dtype is None:
         if len(set(map(_dtype_of, arrays))) > 1 or not target.isnative:
             target = common_dtype(arrays)
-        elif empty is new_array and 0 < first.nbytes <= JOINED_BYTES and target.num in _JOINED:
+        elif 0 < first.nbytes <= JOINED_BYTES and target.num in _JOINED and is_new(empty, count * first.nbytes):
             joined = _join(arrays)
             if joined is not None:
                 return joined

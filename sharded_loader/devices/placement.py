@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
@@ -40,6 +40,7 @@ from sharded_loader.devices.pinning import Registrar, Undo, pinned_empty
 from sharded_loader.devices.streams import is_capturing, note_late, streams_of
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import Location, add_note, as_batch_error
+from sharded_loader.memory.reused import ReusedMemory
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""
@@ -83,6 +84,7 @@ class Placement:
         self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
         self._copies: dict[torch.device, CopyStream | None] = {}
         self._registrar: Registrar | None = None
+        self._reused = ReusedMemory()
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
@@ -129,8 +131,11 @@ class Placement:
 
     @property
     def empty(self) -> Empty:
-        """Gives memory for the batches of threads and of the main process: pinned, if they are going to be copied."""
-        return self._empty if self.asynchronous else new_array
+        """Gives memory for the batches of threads and of the main process: pinned, if they are going to be copied.
+
+        Other large batches lie in memory that is used again.
+        """
+        return self._empty if self.asynchronous else self._reused
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         return pinned_empty(self.copies(self.asynchronous[0]).streams, shape, dtype)
@@ -212,7 +217,7 @@ class Placement:
 
         It returns whether they are done. If not, the memory that they read must stay as it is.
         """
-        return functools.partial(_close, self._copies, os.getpid())
+        return functools.partial(_close, self._copies, self._reused, os.getpid())
 
 
 class Placed:
@@ -241,7 +246,8 @@ def _note(error: Exception, device: torch.device) -> None:
         add_note(error, f"raised while the batch was copied to {device}")
 
 
-def _close(streams: dict[torch.device, CopyStream | None], pid: int) -> bool:
+def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pid: int) -> bool:
+    reused.clear()
     if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS

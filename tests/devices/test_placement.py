@@ -10,6 +10,7 @@ from simulated import Machine
 from sharded_loader.devices import placement
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placed, Placement, not_placed
 from sharded_loader.engine.messages import Task
+from sharded_loader.memory.reused import ReusedMemory
 
 CPU = torch.device("cpu")
 
@@ -98,7 +99,7 @@ def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
 
 
 def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
-    assert Placement(None, pin_memory=False).empty is np.empty
+    assert isinstance(Placement(None, pin_memory=False).empty, ReusedMemory)
     array = Placement([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
