@@ -18,16 +18,8 @@ import numpy as np
 
 from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
-from sharded_loader.batching.stack import (
-    as_array,
-    check_no_grad,
-    common_dtype,
-    empty_tensor,
-    is_numbers,
-    is_plain,
-    numpy_can,
-    to_numpy_dtype,
-)
+from sharded_loader.batching.stack import as_array, common_dtype, is_numbers, to_numpy_dtype
+from sharded_loader.batching.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
 
 _SMALL_ROW = 16 * 1024  # bytes

@@ -3,22 +3,18 @@
     samples (numbers | number lists | arrays | tensors) + empty(shape, dtype) -> one array of shape (n, ...)
 
 ``empty`` is the caller's allocator (`numpy.empty`, or a slot of shared memory), and the result is written into its
-memory once, in place. NumPy dtypes give a NumPy array. Tensors of a dtype that NumPy lacks (bfloat16, float8) give a
-tensor over memory from ``empty``; tensors that do not lie in plain host memory (CUDA, sparse, quantised, subclasses)
-are stacked by torch, in torch's memory. torch is looked up in ``sys.modules``: where a tensor is, it is loaded.
+memory once, in place. NumPy dtypes give a NumPy array; for tensors see `sharded_loader.batching.tensors`.
 
 What can go wrong is a `BatchifyError`, a ValueError: different shapes, nothing to stack, numbers too large, masked
-values, tensors that require grad (autograd cannot follow them between processes).
+values, tensors that require grad.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
-from functools import reduce
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +28,8 @@ from sharded_loader.batching.protocol import (
     ragged,
     some,
 )
+from sharded_loader.batching.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
-
-if TYPE_CHECKING:
-    import torch
 
 _dtype_of = attrgetter("dtype")
 _shape_of_array = attrgetter("shape")
@@ -51,7 +45,7 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
             ints are int64, floats float64).
 
     Returns:
-        An array of shape (n, *shape of a sample), or a tensor as the module's docstring says.
+        An array of shape (n, *shape of a sample), or a tensor where NumPy lacks the dtype.
 
     Raises:
         BatchifyError: shapes differ, no samples, an int beyond 64 bits, tensors that require grad.
@@ -199,7 +193,7 @@ def to_numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(_dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
@@ -279,103 +273,3 @@ def _shape_of(sample: Any) -> tuple[int, ...]:
     if not isinstance(sample, (list, tuple)):
         return ()
     return (len(sample), *(_shape_of(sample[0]) if sample else ()))
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-_NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
-    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
-}
-
-
-def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
-    """Stack torch tensors; see `stack`. Returns a NumPy array where NumPy has the dtype."""
-    torch: Any = sys.modules["torch"]
-    check_no_grad(tensors)
-    if dtype is not None:
-        target = torch.from_numpy(np.empty(0, dtype)).dtype
-        tensors = [tensor.to(target) for tensor in tensors]
-    first = tensors[0]
-    if any(tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo) for tensor in tensors):
-        raise BatchifyError(
-            "nested tensors and tensors of a compressed sparse layout cannot be stacked",
-            "leave them apart with sharded_loader.batchify.List, or make the batch in a batchify_fn of your own",
-        )
-    try:
-        if not is_plain(tensors):
-            return torch.stack(tuple(tensors))
-        joint = reduce(torch.promote_types, map(_dtype_of, tensors))
-        out, tensor_out = empty_tensor((len(tensors), *first.shape), joint, empty)
-        torch.stack(tuple(tensors), out=tensor_out)
-    except RuntimeError:
-        if any(tensor.shape != first.shape for tensor in tensors):
-            raise ragged([tuple(tensor.shape) for tensor in tensors]) from None
-        raise
-    return tensor_out if out is None else out
-
-
-def check_no_grad(tensors: Sequence[Any]) -> None:
-    """Reject tensors that require grad with a `BatchifyError`: a batch is data."""
-    if any(map(attrgetter("requires_grad"), tensors)):
-        position = [bool(tensor.requires_grad) for tensor in tensors].index(True)
-        raise BatchifyError(
-            f"a tensor that requires grad (sample {position}) cannot go into a batch",
-            "return it from the dataset with .detach()",
-        )
-
-
-def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are torch's own dense tensors in host memory, so that their bytes can be written anywhere."""
-    torch: Any = sys.modules["torch"]
-    first = tensors[0]
-    return (
-        set(map(type, tensors)) == {torch.Tensor}
-        and bool(first.is_cpu)
-        and first.layout is torch.strided
-        and not first.is_quantized
-        and not first.is_nested
-    )
-
-
-def is_column(tensor: Any) -> bool:
-    """Whether this is a tensor whose rows can be copied as they lie in memory."""
-    if not is_tensor(tensor) or not is_plain([tensor]):
-        return False
-    return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-
-
-def numpy_can(tensors: Sequence[Any]) -> bool:
-    """Whether these tensors can be read as NumPy arrays without a copy."""
-    return all(_dtype_name(tensor.dtype) in _NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")  # as NumPy would spell it
-
-
-def as_numpy(tensor: torch.Tensor) -> Array:
-    """The memory of a plain host tensor as an array; as integers of the same size where NumPy lacks the dtype.
-
-    Example:
-        >>> import torch
-        >>> as_numpy(torch.ones(2, dtype=torch.bfloat16))
-        array([16256, 16256], dtype=int16)
-    """
-    if _dtype_name(tensor.dtype) in _NUMPY_NAMES:
-        return tensor.numpy()
-    torch: Any = sys.modules["torch"]
-    array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
-    return array
-
-
-def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:
-    """A host tensor over memory from ``empty``, and the array that is the same memory where NumPy has the dtype."""
-    torch: Any = sys.modules["torch"]
-    name = _dtype_name(dtype)
-    if name in _NUMPY_NAMES:
-        array = empty(shape, np.dtype(name))
-        return array, torch.from_numpy(array)
-    # bfloat16, float8, complex32: integers of the same size lend their memory.
-    memory = empty(shape, np.dtype(f"i{dtype.itemsize}"))
-    # Of size 0 the strides are torch's own: NumPy has others, by how an array was made.
-    return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype)

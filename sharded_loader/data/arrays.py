@@ -34,7 +34,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, in_fields, new_array
-from sharded_loader.batching.stack import is_column
+from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.bulk import (
     Gather,

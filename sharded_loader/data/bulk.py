@@ -31,7 +31,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
-from sharded_loader.batching.stack import as_numpy, check_no_grad, empty_tensor, is_column
+from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.seeding import each_by_its_key, handed_out
 

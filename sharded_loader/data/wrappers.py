@@ -35,7 +35,7 @@ import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.batching.stack import as_numpy, is_column
+from sharded_loader.batching.tensors import as_numpy, is_column
 from sharded_loader.batching.tree import is_tensor, map_leaves
 from sharded_loader.data.bulk import (
     Indices,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sharded_loader.batching.stack import is_column
+from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.bulk import checked_indices, is_gathered

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import given
+from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from sharded_loader.batchify import default_batchify_fn
+from sharded_loader.batching.stack import JOINED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -34,42 +37,6 @@ def test_numbers_get_the_dtype_that_holds_them(samples, dtype, values):
     assert batch.tolist() == values
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int32, torch.bool])
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2)])
-def test_tensors_keep_their_dtype_in_memory_that_was_given(dtype, shape):
-    given = []
-
-    def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
-        return given[-1]
-
-    tensors = [torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)]
-    batch = default_batchify_fn(tensors)
-    assert batch.dtype == dtype and batch.float().tolist() == torch.stack([t.float() for t in tensors]).tolist()
-    result = default_batchify_fn.assemble(tensors, empty)
-    pointer = result.data_ptr() if isinstance(result, torch.Tensor) else result.ctypes.data
-    assert len(given) == 1 and (pointer == given[0].ctypes.data or not given[0].size)
-
-
-class Labelled(torch.Tensor):
-    pass
-
-
-def test_views_and_subclasses_of_tensors_stack():
-    base = torch.arange(6).reshape(2, 3).t()
-    assert default_batchify_fn([base, base]).tolist() == [base.tolist()] * 2
-    sparse = torch.eye(2).to_sparse()
-    assert default_batchify_fn([sparse, sparse]).is_sparse
-    labelled = torch.ones(2).as_subclass(Labelled)
-    assert type(default_batchify_fn([labelled, labelled])) is Labelled
-
-
-@pytest.mark.slow  # torch imports for seconds
-def test_tensors_on_a_device_stack_there():
-    meta = torch.zeros(2, device="meta")
-    assert default_batchify_fn([meta, meta]).shape == (2, 2)
-
-
 @given(
     npst.arrays(
         npst.scalar_dtypes().filter(lambda d: d.kind in "biufc" and d.itemsize <= 16 and d.char not in "gG"),
@@ -94,8 +61,91 @@ def test_rows_whose_sizes_add_up_by_chance_are_still_ragged():
         default_batchify_fn([np.zeros((2,)), np.zeros(())])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
-def test_nested_and_compressed_sparse_tensors_are_refused_with_advice():
-    for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
-        with pytest.raises(ValueError, match="List"):
-            default_batchify_fn([sample, sample])
+# -- memory that is new, and memory that was given: the same batch, and the same errors -------------------------------
+
+
+def given_memory(shape, dtype):
+    """As a slot: not `numpy.empty` itself."""
+    return np.empty(shape, dtype)
+
+
+def outcome(samples, empty):
+    try:
+        return default_batchify_fn.assemble(samples, empty)
+    except ValueError as error:
+        return str(error)
+
+
+def check_alike(samples):
+    new, given = outcome(samples, np.empty), outcome(samples, given_memory)
+    assert type(new) is type(given)
+    if isinstance(new, str):
+        assert new == given
+        return
+    assert (new.dtype, new.shape, type(new)) == (given.dtype, given.shape, np.ndarray)
+    np.testing.assert_array_equal(new, given)
+    assert new.flags.writeable and new.flags.c_contiguous
+    assert not any(np.shares_memory(new, sample) for sample in samples if isinstance(sample, np.ndarray))
+
+
+ROW = np.arange(12, dtype=np.int16).reshape(3, 4)
+ODD = {
+    "alike": [ROW, ROW + 1],
+    "another dtype": [ROW, ROW.astype(np.int32)],
+    "another dtype of the same size": [ROW, ROW.view(np.uint16)],
+    "another byte order": [ROW, ROW.astype(">i2")],
+    "all of the other byte order": [ROW.astype(">i2"), ROW.astype(">i2")],
+    "another shape of the same size": [ROW, ROW.reshape(4, 3)],
+    "another number of axes": [ROW, ROW.reshape(12)],
+    "another size": [ROW, ROW[:2]],
+    "a column": [ROW.reshape(12), ROW.reshape(12, 1)],
+    "transposed": [ROW.T, ROW.T],
+    "transposed, the second one": [ROW, np.asfortranarray(ROW)],
+    "gaps": [ROW[:, ::2], ROW[:, ::2]],
+    "backwards": [ROW[::-1], ROW],
+    "repeated": [np.broadcast_to(ROW[:1], (3, 4)), ROW],
+    "read-only": [np.frombuffer(ROW.tobytes(), np.int16).reshape(3, 4), ROW],
+    "no axes": [ROW[0, 0:1].reshape(()), np.array(7, np.int16)],
+    "no axes, and one": [np.array(7, np.int16), np.array([7], np.int16)],
+    "empty": [ROW[:0], ROW[:0]],
+    "empty, another shape": [ROW[:0], ROW[:, :0]],
+    "a subclass": [ROW.view(np.matrix), ROW],
+    "a subclass of recarray": [ROW.view(np.recarray), ROW],
+    "dates": [np.array(["2020-01-01"], "M8[D]"), np.array(["2021-01-01"], "M8[D]")],
+    "dates of another unit": [np.array(["2020-01-01"], "M8[D]"), np.array(["2021-01-01"], "M8[s]")],
+    "structures": [np.zeros(2, [("x", "i4"), ("y", "f8")]), np.ones(2, [("x", "i4"), ("y", "f8")])],
+    "strings": [np.array(["a", "bc"]), np.array(["d", "ef"])],
+    "strings of another width": [np.array(["a", "bc"]), np.array(["def", "g"])],
+    "objects": [np.array([1, "x"], object), np.array([2, "y"], object)],
+    "bool": [ROW > 3, ROW > 5],
+    "complex": [ROW + 1j, ROW - 1j],
+    "long double": [ROW.astype("g"), ROW.astype("g")],
+    "an int beside an array": [ROW[0], [1, 2, 3, 4]],
+    "a masked array": [np.ma.masked_array([1, 2], [True, False]), np.array([1, 2])],
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("first", [0, 1])
+def test_new_and_given_memory_get_the_same_batch_or_the_same_error(odd, first):
+    check_alike([*ODD[odd][first:], *ODD[odd][:first]])
+    check_alike([*ODD[odd][:1] * 20, *ODD[odd][first:]])
+
+
+@given(st.data())
+def test_arrays_of_any_kind_get_the_same_in_both(data):
+    shapes = st.sampled_from([(), (0,), (3,), (3, 1), (1, 3), (2, 3), (3, 2)])
+    dtypes = st.sampled_from(["u1", "i1", "i8", ">i8", "f4", "f2", "c8", "?"])
+    turned = st.sampled_from([lambda a: a, lambda a: a.T, lambda a: a[..., ::-1] if a.ndim else a, np.asfortranarray])
+    one = st.builds(lambda shape, dtype, turn: turn(np.ones(shape, dtype)), shapes, dtypes, turned)
+    alike = st.builds(lambda array, count: [array] * count, one, st.integers(1, 5))
+    check_alike(data.draw(st.lists(one, min_size=1, max_size=5) | alike))
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, JOINED_BYTES, JOINED_BYTES + 1])
+def test_samples_of_any_size_are_stacked_alike(nbytes):
+    samples = [np.full(nbytes, number, np.uint8) for number in range(40)]
+    check_alike(samples)
+    names = calls_of(lambda: default_batchify_fn.assemble(samples, np.empty))
+    assert ("_join" in names) == (nbytes <= JOINED_BYTES)  # the fast path is noticed if it is lost
+    assert "_join" not in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))
