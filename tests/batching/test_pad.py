@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.batchify import Pad
+from sharded_loader.batching.stack import JOINED_BYTES
 
 
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31), max_size=9), min_size=1, max_size=6), st.integers(1, 8))
@@ -65,3 +67,43 @@ def test_pad_of_every_axis_refuses_other_numbers_of_axes():
         Pad(axis=None)([1, 2])
     with pytest.raises(ValueError, match=r"along every axis with Pad\(axis=None\)"):
         Pad()([np.zeros((2, 3)), np.zeros((3, 2))])
+
+
+# -- rows joined as bytes, and rows written one by one -------------------------------------------------------------
+
+ROWS = {
+    "int64": lambda n: np.arange(n),
+    "float16": lambda n: np.arange(n, dtype=np.float16),
+    "bool": lambda n: np.arange(n) % 2 == 0,
+    "complex64": lambda n: np.arange(n, dtype=np.complex64),
+    "long double": lambda n: np.arange(n, dtype="g"),
+    "big-endian": lambda n: np.arange(n, dtype=">i4"),
+    "with gaps": lambda n: np.arange(2 * n)[::2],
+    "backwards": lambda n: np.arange(n)[::-1],
+    "read-only": lambda n: np.frombuffer(np.arange(n).tobytes(), np.int64) if n else np.zeros(0, np.int64),
+    "mixed": lambda n: np.arange(n, dtype=(np.int32, np.int64)[n % 2]),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("lengths", [[3, 1, 0, 5], [4, 4], [0, 0], [0], [700, 5, 2999]])
+@pytest.mark.parametrize("round_to", [None, 8])
+def test_rows_of_any_kind_are_padded_alike_in_new_and_in_given_memory(kind, lengths, round_to):
+    rows = [ROWS[kind](length) for length in lengths]
+    fn = Pad(pad_val=1, round_to=round_to)
+    wanted = np.ones((len(rows), -(-max(lengths) // (round_to or 1)) * (round_to or 1)), np.result_type(*rows))
+    for row, values in zip(wanted, rows, strict=True):
+        row[: len(values)] = values
+    for empty in (np.empty, lambda shape, dtype: np.empty(shape, dtype)):
+        found = fn.assemble(rows, empty)
+        assert found.dtype == wanted.dtype.newbyteorder("=") and found.flags.writeable and found.flags.c_contiguous
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_short_rows_of_one_dtype_are_joined():
+    def functions(length, dtype=None):
+        rows = [np.arange(length), np.arange(3)]
+        return calls_of(lambda: Pad(dtype=dtype).assemble(rows, np.empty))
+
+    assert "_write" not in functions(100)
+    assert "_write" in functions(100, "int32") and "_write" in functions(JOINED_BYTES)
