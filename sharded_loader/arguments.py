@@ -45,7 +45,7 @@ TORCH_SPELLING = {
 GLUON_SPELLING = {
     "pin_device_id": "device= or devices=; pinning is the loader's affair",
     "try_nopython": "no argument for it",
-    "auto_reload": "no argument for it: an epoch's reading begins when its first batch is asked for",
+    "auto_reload": "prefetch_epochs= (True by default)",
 }
 """Likewise of MXNet Gluon's."""
 
@@ -214,6 +214,13 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
 def check_prefetch(prefetch: Any, num_workers: int) -> int:
     """Batches in flight; None is twice the workers."""
     return check_count("prefetch", 2 * num_workers if prefetch is None else prefetch)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely looks like one of them."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def check_count(name: str, count: Any) -> int:

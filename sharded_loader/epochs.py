@@ -3,7 +3,12 @@
     next(iterator), the first time:   choose -> Run      which batches; changes nothing in the loader
                                       open               the pool is started, or told, and reads
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
+    all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     peek, read                        one batch or one sample, read here and now
+
+While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
+is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
+one by then, what was read ahead is dropped.
 
 Owns the run that is kept. The pipeline owns the runs that are open, the order knows which epoch is next.
 
@@ -32,15 +37,17 @@ from sharded_loader.sampling.reading import EpochReading
 
 
 class _KeptRun(NamedTuple):
-    """A run that has given no batch, because its beginning was interrupted.
+    """A run that has given no batch: its beginning was interrupted, or it is read ahead.
 
     Attributes:
         run: the run, perhaps opened, perhaps with batches in flight.
         mark: where the loader was before it began.
+        order: of a run that is read ahead, what decided its batches; None: they are what they are.
     """
 
     run: Run
     mark: Mark
+    order: Any = None
 
 
 class Epochs:
@@ -54,6 +61,7 @@ class Epochs:
         pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
         progress: the loader's position.
         resident: gathers batches on the devices, if they have room.
+        prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed.
 
     Attributes:
         dataset: as above.
@@ -71,11 +79,12 @@ class Epochs:
         pipeline: Pipeline,
         progress: Progress,
         resident: ResidentPool | None,
+        prefetch_epochs: bool,
     ) -> None:
         self.dataset, self._batchify_fn, self._on_error = dataset, batchify_fn, on_error
         self._order, self._split, self._placement = order, split, placement
         self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
-        self._resident = resident
+        self._resident, self._prefetch_epochs = resident, prefetch_epochs
         self._numbers = itertools.count()
         order.arrays = batchify_fn is None and takes_arrays(dataset)
         self._kept: _KeptRun | None = None
@@ -108,16 +117,42 @@ class Epochs:
         run, iterator.run = iterator.run, None
         if run is not None:
             self._progress.go_back(mark, run)
-            self._kept = _KeptRun(run, mark)
+            before, self._kept = self._kept, _KeptRun(run, mark)
+            if before is not None:
+                self._pipeline.drop(before.run.number)
+
+    def read_ahead(self, run: Run) -> None:
+        """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
+
+        Not if that would show: where the sampler of another library would be asked too early, or a dataset that threads
+        share would be told of two epochs.
+        """
+        pool = self._pipeline.pool
+        told = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
+        if not (self._prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
+            return
+        mark = self._progress.mark()
+        facts = self._order.facts(mark[0])
+        if facts is None:
+            return
+        ahead = self._new_run(self._progress.begin())
+        ahead.is_ahead = True
+        self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
+        self._pipeline.open(ahead, self._job())
+        run.next = ahead
+        self._pipeline.fill_next(run)
 
     def _take_kept(self, mark: Mark) -> Run | None:
-        """The run whose beginning was interrupted, if it is what begins now; otherwise it is dropped."""
+        """The run that is kept, if it is what begins now; otherwise it is dropped."""
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        if kept.mark == mark and not self.stale and kept.run.dead is None:
-            return kept.run
-        self._pipeline.drop(kept.run.number)
+        run = kept.run
+        is_wanted = kept.mark == mark and not self.stale and run.dead is None
+        if is_wanted and kept.order in (None, (self._order.facts(run.epoch), self._split.weights)):
+            run.is_ahead = False
+            return run
+        self._pipeline.drop(run.number)
         return None
 
     def forget(self) -> None:

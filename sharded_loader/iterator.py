@@ -170,6 +170,8 @@ class EpochIterator(Iterator[Any]):
                 self._progress.begun(run, self)
                 is_first = False
             self._progress.shown = run
+            if run.exhausted and run.next is None:
+                self._epochs.read_ahead(run)
             if run.reading.keeps:
                 run.reading.forget(run.delivered)
             if result.skipped:

@@ -32,6 +32,10 @@ CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
 
 
+_FAR = 1 << 40
+"""Farther than any batch of a run whose epoch has begun."""
+
+
 class Pipeline:
     """The windows of all live iterators of one loader, over one pool.
 
@@ -203,18 +207,25 @@ class Pipeline:
         """The head of the window is going to be handed out: put another batch in flight."""
         run.window.popleft()
         self._fill(run, 0)
+        self.fill_next(run)
+
+    def fill_next(self, run: Run) -> None:
+        """Put batches of the run that is read ahead in flight, where this one has no more."""
+        if run.next is not None:
+            self._fill(run.next, 0, before=len(run.window))
 
     def finished(self, run: Run, count: int) -> list[Entry]:
         """Of the ``count`` batches behind the head, those that are finished up to the first that is not."""
         behind = itertools.islice(run.window, 1, 1 + count)
         return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
-    def _fill(self, run: Run, least: int) -> None:
+    def _fill(self, run: Run, least: int, before: int = 0) -> None:
         """Fill the window, a group of batches at a time, and dispatch. A small window is filled one at a time.
 
         Args:
             run: whose window.
             least: how many batches the window must hold, whatever `prefetch` says.
+            before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
         planned: Task | Exception | None = None
@@ -222,11 +233,12 @@ class Pipeline:
         depth = least
         if self.pool.num_workers:
             depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
-        missing = depth - len(window)
+        missing = depth - before - len(window)
         if missing > 0 and (missing >= min(group, depth // 4) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
                 planned = run.plan.task(seq)
                 if planned is None:
+                    run.exhausted = True
                     break
                 if isinstance(planned, Task):
                     entry = Entry(seq, planned)
@@ -321,5 +333,7 @@ class Pipeline:
 
 
 def _distance(run: Run) -> float:
-    """How many batches of a run come before the first one that waits to be dispatched."""
-    return run.waiting[0].seq - run.delivered if run.waiting else math.inf
+    """How many batches of a run come before the first one that waits to be dispatched. A run that is ahead is last."""
+    if not run.waiting:
+        return math.inf
+    return run.waiting[0].seq - run.delivered + (_FAR if run.is_ahead else 0)

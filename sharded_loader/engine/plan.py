@@ -190,6 +190,9 @@ class Run:
         dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
         failure: the error of the pool that ended the run, until the run's iterator has raised it.
         ended: the user has seen the end.
+        exhausted: all its batches have been planned.
+        is_ahead: its epoch has not begun; it is read while the one before it is consumed.
+        next: the run that is read ahead behind this one.
     """
 
     number: int
@@ -203,9 +206,13 @@ class Run:
     dead: str | None = None
     failure: Exception | None = None
     ended: bool = False
+    exhausted: bool = False
+    is_ahead: bool = False
+    next: Run | None = None
 
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""
+        self.exhausted = False
         self.window.clear()
         self.waiting.clear()
         self.planned = self.delivered

@@ -223,15 +223,15 @@ class EpochOrder:
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
 
-    # -- reading --------------------------------------------------------------------------------------------
-
     def read(self, epoch: int, position: Position | None = None) -> EpochReading:
-        """The epoch's batches for this rank, from a position on.
-
-        What it reads is settled now, not when it is read: `resize` may come in between.
-        """
+        """The epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
         source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
         return EpochReading(source, epoch, position)
+
+    def facts(self, epoch: int) -> Any:
+        """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
+        own = all(type(one).__module__.startswith(__package__) for one in nested(self.batch_sampler))
+        return (self.signature(epoch), arguments_of(self._given), self.replicas(), self.arrays) if own else None
 
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""

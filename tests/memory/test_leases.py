@@ -54,8 +54,9 @@ def is_batch(batch: torch.Tensor, first: int, size: int = BATCH) -> bool:
 
 @contextlib.contextmanager
 def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
-    # So many in flight, however cheap the batches are: the tests count slots.
-    with ShardedDataLoader(Filled(length), BATCH, pool=pool, **{"prefetch": 4, **options}) as loader:
+    # So many in flight, however cheap the batches are, and none at the end of the epoch: the tests count slots.
+    given = {"prefetch": 4, "prefetch_epochs": False, **options}
+    with ShardedDataLoader(Filled(length), BATCH, pool=pool, **given) as loader:
         yield loader
 
 

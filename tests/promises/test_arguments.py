@@ -108,7 +108,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(
         ("pin_memory_device", "device"),
         ("in_order", "order"),
         ("snapshot_every_n_steps", "state_dict"),
-        ("auto_reload", "Gluon's; here: no argument for it"),
+        ("auto_reload", "Gluon's; here: prefetch_epochs="),
         ("pin_device_id", "device"),
         ("try_nopython", "no argument for it"),
         ("collate_fnn", "did you mean 'collate_fn', which is torch's; here: batchify_fn="),

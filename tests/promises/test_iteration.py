@@ -211,7 +211,7 @@ def test_a_loader_is_freed_without_the_garbage_collector(new_pool: Callable[...,
 
 def test_break_cancels_what_has_not_begun() -> None:
     gate = Gate(free=0)
-    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50)
+    loader = ShardedDataLoader(gate, 1, pool=ThreadPool(2), prefetch=50, prefetch_epochs=False)
     iterator = iter(loader)
     next(iterator)
     for _ in range(3):  # the first sample, and the one at which each thread now waits

@@ -69,8 +69,9 @@ def test_a_batch_that_always_fails_is_one_error_in_its_place(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
     fail = Fails(how, tmp_path / "count")
+    arguments = loader_arguments(where, fail)
     with ShardedDataLoader(
-        **loader_arguments(where, fail), batch_size=BATCH_SIZE, seed=2, pool=make_pool(method)
+        **arguments, batch_size=BATCH_SIZE, seed=2, pool=make_pool(method), prefetch_epochs=False
     ) as loader:
         batches, errors = until_the_end(iter(loader))
         whole = expected(where)
@@ -130,9 +131,8 @@ def test_a_dataset_that_kills_who_unpickles_it_is_one_error(method: str, tmp_pat
 @pytest.mark.parametrize(("restarts", "deaths"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_restarts_is_how_many_workers_a_batch_may_kill(restarts: int, deaths: int, tmp_path: Path) -> None:
     fail = Fails(killed, tmp_path / "count")
-    with ShardedDataLoader(
-        **loader_arguments("reading", fail), batch_size=BATCH_SIZE, pool=make_pool("fork", restarts=restarts)
-    ) as loader:
+    arguments, pool = loader_arguments("reading", fail), make_pool("fork", restarts=restarts)
+    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, pool=pool, prefetch_epochs=False) as loader:
         batches, errors = until_the_end(iter(loader))
     assert (len(batches), len(errors), fail.count) == (7, 1, deaths)
 
@@ -321,7 +321,7 @@ def is_over(pid: int) -> bool:
 def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:
     data, pool = Parents(), make_pool("fork")
     assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(data, 2, pool=pool) as loader:
+    with ShardedDataLoader(data, 2, pool=pool, prefetch_epochs=False) as loader:
         before = np.concatenate([np.asarray(batch) for batch in loader])
         data.value = 2
         for pid in pool.pids:

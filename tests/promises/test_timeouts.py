@@ -75,7 +75,8 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
 ) -> None:
     fail = Fails(how, tmp_path / "count")
     pool = make_pool(method, timeout=TIMEOUT, restarts=restarts)
-    with ShardedDataLoader(**loader_arguments(where, fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+    arguments = loader_arguments(where, fail)
+    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool, prefetch_epochs=False) as loader:
         batches, errors = until_the_end(iter(loader))
     whole = expected(where)
     assert batches == whole[:BAD] + whole[BAD + 1 :]

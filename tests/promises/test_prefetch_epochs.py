@@ -1,0 +1,357 @@
+"""While the last batches of an epoch are consumed, the first of the next are read. Nobody sees it but the clock."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROCESS_POOLS, begin, covering, make_pool
+from samples import Gate
+
+from sharded_loader import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    ThreadPool,
+    WeightedRandomSampler,
+)
+from sharded_loader.engine.plan import Run
+
+POOLS = ["thread", *PROCESS_POOLS]
+LENGTH = 22
+
+
+class Noted:
+    """Notes which samples are read, in this process. Those above ``upto`` wait until `go`."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.read: list[int] = []
+        self.come = threading.Condition()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        with self.come:
+            self.read.append(index)
+            self.come.notify_all()
+        return index
+
+    def wait_for(self, count: int) -> None:
+        with self.come:
+            assert self.come.wait_for(lambda: len(self.read) >= count, 30)
+
+
+def lists(batches: Any) -> list[Any]:
+    return [[part.tolist() for part in one] if isinstance(one, list) else one.tolist() for one in batches]
+
+
+def ahead(loader: ShardedDataLoader) -> Run | None:
+    """The run that is read ahead."""
+    return next((run for run in loader._pipeline._runs.values() if run.is_ahead), None)
+
+
+ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": lambda: {"batch_size": 4},
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "discard": lambda: {"batch_size": 4, "shuffle": True, "last_batch": "discard"},
+    "rollover": lambda: {"batch_size": 4, "shuffle": True, "last_batch": "rollover"},
+    "rank": lambda: {"batch_size": 4, "shuffle": True, "num_replicas": 3, "rank": 1},
+    "rank, rollover": lambda: {
+        "batch_size": 3, "shuffle": True, "num_replicas": 2, "rank": 1, "last_batch": "rollover",
+    },
+    "given": lambda: {"batch_size": 4, "sampler": RandomSampler(LENGTH, seed=2)},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=2), 4, "rollover")},
+    "shards": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=2), 4), 2)},
+    "split": lambda: {"batch_size": 4, "shuffle": True, "num_shards": 2},
+    "a list": lambda: {"batch_size": 4, "sampler": list(range(LENGTH))[::-1]},
+    "one batch": lambda: {"batch_size": 40, "shuffle": True},
+}  # fmt: skip
+
+
+@covering(pool=POOLS, order=ORDERS, prefetch=[1, None, 50])
+def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: int | None) -> None:
+    expected = ShardedDataLoader(range(LENGTH), seed=5, **ORDERS[order]())
+    with ShardedDataLoader(range(LENGTH), seed=5, prefetch=prefetch, pool=make_pool(pool), **ORDERS[order]()) as loader:
+        for _ in range(4):
+            assert lists(loader) == lists(expected)
+            assert (loader.epoch, loader.position, loader.state_dict()) == (
+                expected.epoch,
+                expected.position,
+                expected.state_dict(),
+            )
+
+
+def test_the_next_epoch_is_read_before_it_begins() -> None:
+    data = Noted()
+    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch=4) as loader:
+        iterator = iter(loader)
+        for _ in range(LENGTH // 2):
+            next(iterator)
+        data.wait_for(LENGTH + 8)  # the last batch is in the user's hands: all that is in flight is of the next epoch
+        assert data.read[LENGTH:].count(0) == 1 and (loader.epoch, loader.position) == (0, LENGTH // 2)
+        assert next(iterator, None) is None
+        assert (loader.epoch, loader.position) == (1, 0)
+        assert lists(loader) == [[i, i + 1] for i in range(0, LENGTH, 2)]
+        data.wait_for(2 * LENGTH + 8)
+        assert data.read.count(0) == 3  # what was read ahead is not read again
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
+    gate = Gate()
+    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch=prefetch)
+    iterator = iter(loader)
+    for number in range(10):
+        for _ in range(10):
+            gate.opened.release()
+        next(iterator)
+        in_flight = sum(len(run.window) for run in loader._pipeline._runs.values())
+        assert in_flight <= prefetch, number
+    found = ahead(loader)
+    assert found is not None and len(found.window) == prefetch
+    gate.open_for_all()
+    loader.close()
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_without_workers_or_if_told_so_nothing_is_read_ahead(pool: str, wanted: bool) -> None:
+    data = Noted()
+    if pool == "thread" and wanted:
+        return
+    with ShardedDataLoader(data, 2, pool=make_pool(pool), prefetch_epochs=wanted) as loader:
+        lists(loader)
+        assert ahead(loader) is None
+        assert sorted(data.read) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "yes", 2.0])
+def test_wrong_values_are_rejected(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"prefetch_epochs is {wrong!r}; it must be True or False"):
+        ShardedDataLoader(range(4), 2, prefetch_epochs=wrong)
+
+
+# -- what was read ahead is dropped ---------------------------------------------------------------------------------
+
+
+def shuffled(epoch: int, seed: int = 5, **options: Any) -> list[Any]:
+    loader = ShardedDataLoader(range(LENGTH), 4, True, seed=seed, **options)
+    loader.set_epoch(epoch)
+    return lists(loader)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_another_epoch_is_another_epoch(pool: str) -> None:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)) as loader:
+        assert lists(loader) == shuffled(0)
+        loader.set_epoch(7)
+        assert lists(loader) == shuffled(7)
+        loader.set_epoch(8)
+        assert ahead(loader) is not None
+        assert lists(loader) == shuffled(8)
+        loader.sampler.set_epoch(3)
+        assert lists(loader) == shuffled(3)
+        assert lists(loader) == shuffled(4)
+        assert len(loader._pipeline._runs) <= 1
+
+
+@pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
+def test_a_state_that_is_loaded_counts(pool: str) -> None:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)) as loader:
+        iterator = iter(loader)
+        first = lists([next(iterator), next(iterator)])
+        state = loader.state_dict()
+        rest = lists(iterator)
+        assert first + rest == shuffled(0)
+        loader.load_state_dict(state)
+        assert lists(loader) == rest
+        assert lists(loader) == shuffled(1)
+        other = ShardedDataLoader(range(LENGTH), 4, True, seed=9)
+        loader.load_state_dict(other.state_dict())
+        assert lists(loader) == shuffled(0, seed=9)
+
+
+@pytest.mark.parametrize("pool", ["thread", *PROCESS_POOLS])
+def test_refresh_shows_the_dataset_as_it_is(pool: str) -> None:
+    data = [np.zeros(2) for _ in range(12)]
+    with ShardedDataLoader(data, 4, pool=make_pool(pool)) as loader:
+        assert {value for batch in lists(loader) for row in batch for value in row} == {0}
+        data[:] = [np.ones(2) for _ in range(12)]
+        loader.refresh()
+        assert {value for batch in lists(loader) for row in batch for value in row} == {1}
+        data += [np.ones(2)] * 4
+        loader.refresh()
+        assert sum(map(len, lists(loader))) == 16
+
+
+def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
+    weights = np.ones(LENGTH)
+    batches = BatchSampler(WeightedRandomSampler(weights, 12, seed=1), 4)
+    with ShardedDataLoader(range(LENGTH), batch_sampler=batches, pool=ThreadPool(2), num_shards=2) as loader:
+        assert [[len(part) for part in batch] for batch in lists(loader)] == [[2, 2]] * 3
+        assert ahead(loader) is not None
+        loader.shard_weights = [3, 1]
+        assert [[len(part) for part in batch] for batch in lists(loader)] == [[3, 1]] * 3
+        batches.batch_size = 6
+        assert [len(batch[0]) for batch in lists(loader)] == [5, 5]
+        batches.sampler.seed = 2  # type: ignore[attr-defined]
+        fresh = ShardedDataLoader(
+            range(LENGTH),
+            batch_sampler=BatchSampler(WeightedRandomSampler(weights, 12, seed=2), 6),
+            num_shards=2,
+            shard_weights=[3, 1],
+        )
+        fresh.set_epoch(3)
+        assert lists(loader) == lists(fresh)
+
+
+# -- whom it is kept from -------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A sampler of another library that notes when it is asked."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun.append(self.epoch)
+        return iter(range(8))
+
+
+class Curriculum(Sampler[int]):
+    """A user's sampler, whose order the training loop decides on between epochs."""
+
+    count = 8
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return iter(range(start, self.count))
+
+    def len_epoch(self, epoch: int) -> int:
+        return self.count
+
+
+def test_samplers_of_others_are_not_asked_before_their_epoch() -> None:
+    sampler = Counted()
+    with ShardedDataLoader(range(8), 2, sampler=sampler, pool=ThreadPool(2)) as loader:
+        for epoch in range(3):
+            lists(loader)
+            assert sampler.begun == list(range(epoch + 1)) and ahead(loader) is None
+    order = list(range(8))
+    with ShardedDataLoader(range(8), 2, sampler=order, pool=ThreadPool(2)) as loader:
+        lists(loader)
+        order.reverse()
+        assert lists(loader) == [[7, 6], [5, 4], [3, 2], [1, 0]]
+    own = Curriculum()
+    with ShardedDataLoader(range(8), 2, sampler=own, pool=ThreadPool(2)) as loader:
+        lists(loader)
+        own.count = 4
+        assert lists(loader) == [[0, 1], [2, 3]]
+
+
+class Told:
+    """Its samples are the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None:
+    data = Told()
+    with ShardedDataLoader(data, 2, pool=make_pool(pool)) as loader:
+        for epoch in range(4):
+            assert lists(loader) == [[epoch] * 2] * 6
+        assert (ahead(loader) is None) == (pool == "thread")
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+class Fails(Noted):
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            raise ValueError(f"bad {index}")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
+def test_an_error_comes_at_its_batch_once_in_each_epoch(pool: str) -> None:
+    with ShardedDataLoader(Fails(), 4, pool=make_pool(pool)) as loader:
+        for epoch in range(3):
+            iterator = iter(loader)
+            with pytest.raises(ValueError, match="bad 0") as caught:
+                next(iterator)
+            assert any(f"epoch {epoch}, batch 0" in note for note in caught.value.__notes__)
+            assert sum(map(len, lists(iterator))) == LENGTH - 4
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -> None:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(method)) as loader:
+        for epoch in range(3):
+            assert lists(loader) == shuffled(epoch)
+            for pid in loader._pipeline.pool.pids:  # type: ignore[attr-defined]
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_two_iterators_do_not_disturb_each_other() -> None:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2)) as loader:
+        one, other = iter(loader), iter(loader)
+        found: dict[Any, list[Any]] = {one: [], other: []}
+        for _ in range(6):
+            for iterator in (one, other):
+                found[iterator] += lists([next(iterator)])
+        assert list(found.values()) == [shuffled(0), shuffled(1)]
+        assert lists(loader) == shuffled(2)
+        assert loader.peek().tolist() == shuffled(3)[0]
+        assert lists(loader) == shuffled(3)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_loader_that_is_not_closed_goes_with_what_it_reads_ahead(pool: str) -> None:
+    loader = ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool))
+    lists(loader)
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None  # and nothing of it is left: the fixture looks
+
+
+def test_a_loader_is_closed_while_the_next_epoch_hangs() -> None:
+    gate = Gate()
+    for _ in range(100):
+        gate.opened.release()
+    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(2))
+    lists(loader)
+    waits = begin(loader)
+    loader.close()
+    gate.open_for_all()
+    waits.join()
