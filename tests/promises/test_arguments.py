@@ -127,7 +127,7 @@ def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
     assert [line.split("'")[1] for line in lines[1:]] == ["collate_fn", "auto_reload", "shufle", "zzz", "timeout"]
     for line, advice in zip(
         lines[1:],
-        ("batchify_fn=", "no argument for it", "did you mean 'shuffle'?", "help(", "ProcessPool"),
+        ("batchify_fn=", "prefetch_epochs=", "did you mean 'shuffle'?", "help(", "ProcessPool"),
         strict=True,
     ):
         assert advice in line
