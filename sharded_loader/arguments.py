@@ -45,7 +45,7 @@ TORCH_SPELLING = {
 GLUON_SPELLING = {
     "pin_device_id": "device= or devices=; pinning is the loader's affair",
     "try_nopython": "no argument for it",
-    "auto_reload": "prefetch_epochs= (True by default)",
+    "auto_reload": "prefetch_epochs= (by default worker processes do this)",
 }
 """Likewise of MXNet Gluon's."""
 
@@ -216,11 +216,13 @@ def check_prefetch(prefetch: Any, num_workers: int) -> int:
     return check_count("prefetch", 2 * num_workers if prefetch is None else prefetch)
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely looks like one of them."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
-    return bool(value)
+def check_prefetch_epochs(wanted: Any, pool: Pool) -> bool:
+    """Whether the pool reads the next epoch ahead."""
+    if wanted is None:
+        return not pool.shares_dataset
+    if not isinstance(wanted, bool | np.bool_):
+        raise TypeError(f"prefetch_epochs is {wanted!r}; it must be True, False or None")
+    return bool(wanted)
 
 
 def check_count(name: str, count: Any) -> int:

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from sharded_loader.arguments import (
     check_batchify_fn,
-    check_bool,
     check_dataset,
     check_on_error,
+    check_prefetch_epochs,
     claim,
     length,
     make_pool,
@@ -64,8 +64,9 @@ class ShardedDataLoader(LoaderAttributes):
         prefetch: how many batches are read ahead. Default ``2 * num_workers``, more while a batch takes a worker less
             than 1 ms.
         prefetch_epochs: while the last batches of an epoch are consumed, workers read the first ones of the next, so
-            there is no gap. Default: yes. They are dropped if you ask for another epoch, or call `refresh`. Samplers of
-            other libraries and of your own are not read ahead.
+            there is no gap. They are dropped if you ask for another epoch, or call `refresh`. Samplers of other
+            libraries and of your own are not read ahead. None: processes do this. Threads share the dataset and the
+            global random generators with you, so between epochs they leave both alone.
         thread_pool: threads instead of processes.
         pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
             object, which has its own.
@@ -138,7 +139,7 @@ class ShardedDataLoader(LoaderAttributes):
         seed: int | None = None,
         on_error: OnError = "raise",
         resident: bool | str = False,
-        prefetch_epochs: bool = True,
+        prefetch_epochs: bool | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(unknown, type(self).__init__)
@@ -184,7 +185,7 @@ class ShardedDataLoader(LoaderAttributes):
             self._pipeline,
             self._progress,
             self._resident,
-            check_bool("prefetch_epochs", prefetch_epochs),
+            check_prefetch_epochs(prefetch_epochs, self._workers),
         )
         self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
 

@@ -82,7 +82,9 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 @covering(pool=POOLS, order=ORDERS, prefetch=[1, None, 50])
 def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: int | None) -> None:
     expected = ShardedDataLoader(range(LENGTH), seed=5, **ORDERS[order]())
-    with ShardedDataLoader(range(LENGTH), seed=5, prefetch=prefetch, pool=make_pool(pool), **ORDERS[order]()) as loader:
+    with ShardedDataLoader(
+        range(LENGTH), seed=5, prefetch=prefetch, pool=make_pool(pool), prefetch_epochs=True, **ORDERS[order]()
+    ) as loader:
         for _ in range(4):
             assert lists(loader) == lists(expected)
             assert (loader.epoch, loader.position, loader.state_dict()) == (
@@ -94,7 +96,7 @@ def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: 
 
 def test_the_next_epoch_is_read_before_it_begins() -> None:
     data = Noted()
-    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch=4) as loader:
+    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch_epochs=True, prefetch=4) as loader:
         iterator = iter(loader)
         for _ in range(LENGTH // 2):
             next(iterator)
@@ -110,7 +112,7 @@ def test_the_next_epoch_is_read_before_it_begins() -> None:
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
     gate = Gate()
-    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch=prefetch)
+    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(1), prefetch_epochs=True, prefetch=prefetch)
     iterator = iter(loader)
     for number in range(10):
         for _ in range(10):
@@ -136,9 +138,16 @@ def test_without_workers_or_if_told_so_nothing_is_read_ahead(pool: str, wanted: 
         assert sorted(data.read) == list(range(LENGTH))
 
 
-@pytest.mark.parametrize("wrong", [None, 1, "yes", 2.0])
+def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
+    for pool, expected in (("inline", False), ("thread", False), (PROCESS_POOLS[0], True)):
+        with ShardedDataLoader(range(8), 2, pool=make_pool(pool)) as loader:
+            lists(loader)
+            assert (ahead(loader) is not None) == expected
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", 2.0])
 def test_wrong_values_are_rejected(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"prefetch_epochs is {wrong!r}; it must be True or False"):
+    with pytest.raises(TypeError, match=f"prefetch_epochs is {wrong!r}; it must be True, False or None"):
         ShardedDataLoader(range(4), 2, prefetch_epochs=wrong)
 
 
@@ -153,7 +162,7 @@ def shuffled(epoch: int, seed: int = 5, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_another_epoch_is_another_epoch(pool: str) -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)) as loader:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool), prefetch_epochs=True) as loader:
         assert lists(loader) == shuffled(0)
         loader.set_epoch(7)
         assert lists(loader) == shuffled(7)
@@ -168,7 +177,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
 def test_a_state_that_is_loaded_counts(pool: str) -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)) as loader:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool), prefetch_epochs=True) as loader:
         iterator = iter(loader)
         first = lists([next(iterator), next(iterator)])
         state = loader.state_dict()
@@ -185,7 +194,7 @@ def test_a_state_that_is_loaded_counts(pool: str) -> None:
 @pytest.mark.parametrize("pool", ["thread", *PROCESS_POOLS])
 def test_refresh_shows_the_dataset_as_it_is(pool: str) -> None:
     data = [np.zeros(2) for _ in range(12)]
-    with ShardedDataLoader(data, 4, pool=make_pool(pool)) as loader:
+    with ShardedDataLoader(data, 4, pool=make_pool(pool), prefetch_epochs=True) as loader:
         assert {value for batch in lists(loader) for row in batch for value in row} == {0}
         data[:] = [np.ones(2) for _ in range(12)]
         loader.refresh()
@@ -198,7 +207,9 @@ def test_refresh_shows_the_dataset_as_it_is(pool: str) -> None:
 def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
     weights = np.ones(LENGTH)
     batches = BatchSampler(WeightedRandomSampler(weights, 12, seed=1), 4)
-    with ShardedDataLoader(range(LENGTH), batch_sampler=batches, pool=ThreadPool(2), num_shards=2) as loader:
+    with ShardedDataLoader(
+        range(LENGTH), batch_sampler=batches, pool=ThreadPool(2), prefetch_epochs=True, num_shards=2
+    ) as loader:
         assert [[len(part) for part in batch] for batch in lists(loader)] == [[2, 2]] * 3
         assert ahead(loader) is not None
         loader.shard_weights = [3, 1]
@@ -251,17 +262,17 @@ class Curriculum(Sampler[int]):
 
 def test_samplers_of_others_are_not_asked_before_their_epoch() -> None:
     sampler = Counted()
-    with ShardedDataLoader(range(8), 2, sampler=sampler, pool=ThreadPool(2)) as loader:
+    with ShardedDataLoader(range(8), 2, sampler=sampler, pool=ThreadPool(2), prefetch_epochs=True) as loader:
         for epoch in range(3):
             lists(loader)
             assert sampler.begun == list(range(epoch + 1)) and ahead(loader) is None
     order = list(range(8))
-    with ShardedDataLoader(range(8), 2, sampler=order, pool=ThreadPool(2)) as loader:
+    with ShardedDataLoader(range(8), 2, sampler=order, pool=ThreadPool(2), prefetch_epochs=True) as loader:
         lists(loader)
         order.reverse()
         assert lists(loader) == [[7, 6], [5, 4], [3, 2], [1, 0]]
     own = Curriculum()
-    with ShardedDataLoader(range(8), 2, sampler=own, pool=ThreadPool(2)) as loader:
+    with ShardedDataLoader(range(8), 2, sampler=own, pool=ThreadPool(2), prefetch_epochs=True) as loader:
         lists(loader)
         own.count = 4
         assert lists(loader) == [[0, 1], [2, 3]]
@@ -286,7 +297,7 @@ class Told:
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None:
     data = Told()
-    with ShardedDataLoader(data, 2, pool=make_pool(pool)) as loader:
+    with ShardedDataLoader(data, 2, pool=make_pool(pool), prefetch_epochs=True) as loader:
         for epoch in range(4):
             assert lists(loader) == [[epoch] * 2] * 6
         assert (ahead(loader) is None) == (pool == "thread")
@@ -304,7 +315,7 @@ class Fails(Noted):
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
 def test_an_error_comes_at_its_batch_once_in_each_epoch(pool: str) -> None:
-    with ShardedDataLoader(Fails(), 4, pool=make_pool(pool)) as loader:
+    with ShardedDataLoader(Fails(), 4, pool=make_pool(pool), prefetch_epochs=True) as loader:
         for epoch in range(3):
             iterator = iter(loader)
             with pytest.raises(ValueError, match="bad 0") as caught:
@@ -323,7 +334,7 @@ def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -
 
 
 def test_two_iterators_do_not_disturb_each_other() -> None:
-    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2)) as loader:
+    with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2), prefetch_epochs=True) as loader:
         one, other = iter(loader), iter(loader)
         found: dict[Any, list[Any]] = {one: [], other: []}
         for _ in range(6):
@@ -337,7 +348,7 @@ def test_two_iterators_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_loader_that_is_not_closed_goes_with_what_it_reads_ahead(pool: str) -> None:
-    loader = ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool))
+    loader = ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool), prefetch_epochs=True)
     lists(loader)
     gone = weakref.ref(loader)
     del loader
@@ -349,7 +360,7 @@ def test_a_loader_is_closed_while_the_next_epoch_hangs() -> None:
     gate = Gate()
     for _ in range(100):
         gate.opened.release()
-    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(2))
+    loader = ShardedDataLoader(gate, 10, pool=ThreadPool(2), prefetch_epochs=True)
     lists(loader)
     waits = begin(loader)
     loader.close()
