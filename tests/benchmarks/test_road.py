@@ -192,7 +192,7 @@ def test_the_package_is_measured_beside_itself() -> None:
     assert road.main(["--against", str(road.ROOT), "--walk", "--rounds", "1"], said.append) == 0
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in said[0].splitlines()}
     assert float(rows["next(), inline: calls"][0]) > 10
-    assert float(rows["next(), process: files"][0]) > 3
+    assert float(rows["next(), process: files"][0]) > 1
     assert float(rows["main process: CPU us per batch"][0]) > 0
     assert any("__next__" in line for line in said)
 
