@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharded_loader.arguments import check_count, check_prefetch, check_shard_weights, length
+from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
@@ -89,6 +89,15 @@ class LoaderAttributes:
     def prefetch(self, prefetch: int | None) -> None:
         self._pipeline.scale_by_group = prefetch is None
         self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
+
+    @property
+    def prefetch_epochs(self) -> bool:
+        """Whether workers read the next epoch's first batches while the last ones of an epoch are consumed."""
+        return self._epochs.prefetch_epochs
+
+    @prefetch_epochs.setter
+    def prefetch_epochs(self, wanted: bool | None) -> None:
+        self._epochs.prefetch_epochs = check_prefetch_epochs(wanted, self._workers)
 
     @property
     def device_prefetch(self) -> int:

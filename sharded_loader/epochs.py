@@ -66,6 +66,7 @@ class Epochs:
     Attributes:
         dataset: as above.
         stale: the dataset or the seed has changed since the workers were told.
+        prefetch_epochs: as above. May be set at any time.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Epochs:
         self.dataset, self._batchify_fn, self._on_error = dataset, batchify_fn, on_error
         self._order, self._split, self._placement = order, split, placement
         self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
-        self._resident, self._prefetch_epochs = resident, prefetch_epochs
+        self._resident, self.prefetch_epochs = resident, prefetch_epochs
         self._numbers = itertools.count()
         order.arrays = batchify_fn is None and takes_arrays(dataset)
         self._kept: _KeptRun | None = None
@@ -129,7 +130,7 @@ class Epochs:
         """
         pool = self._pipeline.pool
         told = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
-        if not (self._prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
+        if not (self.prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
             return
         mark = self._progress.mark()
         facts = self._order.facts(mark[0])

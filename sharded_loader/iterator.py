@@ -140,7 +140,7 @@ class EpochIterator(Iterator[Any]):
                     self._epochs.keep(self, mark)
                 return None, entry
             if entry is None:
-                run.ended = True
+                run.ended, run.next = True, None  # or a run that is held would hold all later ones
                 if is_first:
                     self._progress.begun(run, self)
                 self._progress.shown = run

@@ -93,6 +93,7 @@ class ShardedDataLoader(LoaderAttributes):
 
     Attributes:
         prefetch: as above. May be set while iterating.
+        prefetch_epochs: as above, True or False. May be set while iterating.
         device_prefetch: of the batches read ahead, how many are copied to the devices ahead of the one that is handed
             out (2; 0 without accelerators). May be set while iterating.
         shard_weights: shares of the shards, None for equal ones. May be set while iterating.

@@ -157,6 +157,7 @@ class Case:
             method = "thread"
         workers = rng.choice([1, 2, 3])
         options |= {"on_error": self.on_error, "prefetch": rng.choice([None, None, 0, 1, 3, 20])}
+        options |= {"prefetch_epochs": rng.choice([None, True, False])}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         self.steps.append(f"loader: {method}({workers}), {shown}")
         options["pool"] = conftest.make_pool(method, workers)

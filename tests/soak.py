@@ -111,7 +111,8 @@ class Round:
         self.dataset = self.recipe.dataset()
         self.dataset.version = self.version
         pool = conftest.make_pool(method, workers, **options)
-        self.loader = self.recipe.loader(self.dataset, pool=pool, prefetch=prefetch)
+        ahead = rng.choice([None, True, False])
+        self.loader = self.recipe.loader(self.dataset, pool=pool, prefetch=prefetch, prefetch_epochs=ahead)
         self.tally.pools[method] += 1
         self.tally.now = f"{self.name}: {self.recipe}, {pool!r}, prefetch {prefetch}"
 

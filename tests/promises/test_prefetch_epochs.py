@@ -141,8 +141,12 @@ def test_without_workers_or_if_told_so_nothing_is_read_ahead(pool: str, wanted: 
 def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
     for pool, expected in (("inline", False), ("thread", False), (PROCESS_POOLS[0], True)):
         with ShardedDataLoader(range(8), 2, pool=make_pool(pool)) as loader:
+            assert loader.prefetch_epochs == expected
             lists(loader)
             assert (ahead(loader) is not None) == expected
+            loader.prefetch_epochs = not expected
+            lists(loader)
+            assert (ahead(loader) is not None) == (not expected and pool != "inline")
 
 
 @pytest.mark.parametrize("wrong", [1, "yes", 2.0])
