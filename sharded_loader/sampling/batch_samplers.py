@@ -16,7 +16,7 @@ What can go wrong: with rollover, a sampler of another library yields more or fe
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,58 +25,14 @@ import numpy.typing as npt
 
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
+from sharded_loader.sampling.rollover import Rolling
 from sharded_loader.sampling.shuffle import shuffled, sort_order, sortable
-from sharded_loader.sampling.tables import BATCHES, Batched, Endless, Indices, Stretch, Table, parts
+from sharded_loader.sampling.tables import BATCHES, Batched, Indices, Table, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
 
 LAST_BATCH = ("keep", "discard", "rollover")
-
-
-class Rolling:
-    """The batches of one epoch with rollover: a stretch of the endless sequence of epochs.
-
-    Args:
-        length, replicas: items in an epoch, and how many ranks there are.
-        size: items of a batch, for each rank.
-        epoch: which epoch. It begins where the whole batches of the epochs before it end.
-        total: begin after so many items of all epochs instead, and end where epoch + 1 begins.
-
-    Attributes:
-        first: number of the first batch.
-        is_begun: some of the epoch's own items come before ``total``.
-        is_behind: ``total`` lies behind the beginning of epoch + 1, so there is no batch.
-
-    Example:
-        Of 5 items in twos epoch 0 has 2 batches, and epoch 1 begins at item 4.
-
-        >>> one, rest = Rolling(5, 2, epoch=1), Rolling(5, 2, epoch=1, total=6)
-        >>> one.length(), one.total(0), rest.first, rest.length()
-        (3, 4, 1, 2)
-    """
-
-    def __init__(self, length: int, size: int, epoch: int, replicas: int = 1, total: int | None = None) -> None:
-        whole = Stretch(length, replicas, 0, 0)
-        begin, end = (whole.total(e * whole.steps // size * size) for e in (epoch, epoch + 1))
-        total = begin if total is None else total
-        self._size, self._end = size, max(end, total)
-        self._stretch = Stretch(length, replicas, *divmod(total, max(length, 1)))
-        self._count = self._stretch.steps_before(self._end) if total < end else 0
-        self.is_begun, self.is_behind = total > begin, total > end
-        self.first = max(0, (whole.steps_before(total, cut=True) - whole.steps_before(begin)) // size)
-
-    def table(self, open: Callable[[int], Table], rank: int, name: str, **arrays: bool) -> Table:
-        """The batches of one rank. Arguments as `Endless` and `Batched` have them."""
-        return Batched(Endless(open, self._stretch, rank, self._count, name), self._size, **arrays)
-
-    def length(self) -> int:
-        """How many batches there are from the beginning on."""
-        return parts(self._count, self._size, cut=False)
-
-    def total(self, batches: int) -> int:
-        """Items of all epochs that are done after so many of these batches."""
-        return min(self._stretch.total(batches * self._size), self._end)
 
 
 class BatchSampler(WrapperSampler[list[int]]):

@@ -38,7 +38,6 @@ import numpy as np
 
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
-from sharded_loader.sampling.batch_samplers import Rolling
 from sharded_loader.sampling.foreign import (
     Replay,
     bytes_of,
@@ -48,6 +47,7 @@ from sharded_loader.sampling.foreign import (
     over_replay,
     table_of,
 )
+from sharded_loader.sampling.rollover import Rolling
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
 from sharded_loader.sampling.tables import Batched, Dealt, Indices, Table, parts
 
@@ -110,6 +110,7 @@ class EpochReading:
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
             self._foreign, self._listed = None, _Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
+        self._told = [one for one, _ in noted(nested(self._foreign))]
         self._line: _Separate | _Rolling
         self._line = _Rolling(source, epoch, position) if source.rollover else _Separate(source, self._position)
         self.first = self._line.first
@@ -138,7 +139,7 @@ class EpochReading:
         found = self.ready.get(number)
         if found is not None or number >= self._ended:
             return found
-        before = noted(nested(self._foreign))
+        before = noted(self._told)
         try:
             if self._foreign is None:
                 self.ready = self._read(number)
@@ -159,13 +160,9 @@ class EpochReading:
         """A batch, and those behind it that come with it at no cost: a block of indices is made at once."""
         if self._table is None:
             self._table = self._open(number)
-        begin = number - self.first
-        end = self._table.upto(begin, begin + self._table.block)
-        if end <= begin:
-            return {}
-        wanted, rank = range(begin, end), self._source.rank
-        batches = self._table.at(np.arange(begin, end))
-        return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in zip(wanted, batches, strict=True)}
+        begin, rank = number - self.first, self._source.rank
+        batches = self._table.slice(begin, begin + self._table.block)
+        return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in enumerate(batches, begin)}
 
     def _open(self, number: int) -> Table:
         items = self._listed or self._source.items

@@ -4,13 +4,15 @@
     Streamed(open)                      an iterator: it is read as far as somebody asks
     Dealt(table, replicas, rank)        what one rank gets of a table: every R-th item
     Batched(table, size)                batches of a table's items
-    Endless(open, stretch, rank)        epochs one after the other, as ``last_batch="rollover"`` reads them
 
-Every table answers two questions:
+Every table answers two questions, and both in one:
     table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
     table.at(positions)      the items at these positions: int64, ascending, below what `upto` said
+    table.slice(begin, end)  the items from ``begin`` up to where they end
 
-Batches, ranks, resuming and rollover are arithmetic on positions. A rank computes only the items at its own.
+Batches, ranks, resuming and rollover (`sharded_loader.sampling.rollover`) are arithmetic on positions. A rank computes
+only the items at its own.
+
 What can go wrong: an iterator of another library raises an error.
 """
 
@@ -77,12 +79,16 @@ class Table:
     def at(self, positions: Indices) -> Any:
         return self._at(positions)
 
+    def slice(self, begin: int, end: int) -> Any:
+        """The items at these positions, in one step; fewer at the end of the epoch."""
+        end = self.upto(begin, end)
+        return self.at(np.arange(begin, end)) if end > begin else []
+
     def items(self, start: int = 0) -> Iterator[Any]:
         """The items from position ``start`` on, indices as Python ints."""
-        while (end := self.upto(start, start + self.block)) > start:
-            block = self.at(np.arange(start, end))
+        while len(block := self.slice(start, start + self.block)):
             yield from block.tolist() if isinstance(block, np.ndarray) else block
-            start = end
+            start += len(block)
 
 
 class Streamed(Table):
@@ -121,6 +127,15 @@ class Streamed(Table):
             found = [self._buffer[position] for position in (positions - self._base).tolist()]
         del self._buffer[: last + 1 - self._base]
         self._base = last + 1
+        return found
+
+    def slice(self, begin: int, end: int) -> list[Any]:
+        if begin < self._base:
+            return list(super().slice(begin, end))
+        end = self.upto(begin, end) - self._base
+        found = self._buffer[begin - self._base : end]
+        del self._buffer[:end]
+        self._base += end
         return found
 
     def _read(self, count: int) -> list[Any]:
@@ -174,7 +189,7 @@ class Dealt(Table):
             return self._table.at(wanted)
         # Only the last one can lie past the end.
         found = [self._table.at(part) for part in (wanted[:-1], wanted[-1:] % end) if len(part)]
-        return _joined(found)
+        return joined(found)
 
 
 class Batched(Table):
@@ -211,7 +226,14 @@ class Batched(Table):
         else:
             wanted = (positions[:, None] * size + np.arange(size)).ravel()
             wanted = wanted[wanted < end]
-        items = self._table.at(wanted)
+        return self._cut(self._table.at(wanted))
+
+    def slice(self, begin: int, end: int) -> list[Any]:
+        items = self._table.slice(begin * self._size, end * self._size)
+        return self._cut(items[: len(items) // self._size * self._size] if self._drop_last else items)
+
+    def _cut(self, items: Any) -> list[Any]:
+        size = self._size
         if not isinstance(items, np.ndarray):
             return [self._batch(items[begin : begin + size]) for begin in range(0, len(items), size)]
         whole = len(items) // size * size
@@ -232,119 +254,8 @@ class Batched(Table):
         return items
 
 
-class Stretch:
-    """A stretch of the endless sequence of epochs, in steps. One step is one item per rank.
-
-    Args:
-        length: items in an epoch.
-        replicas: how many ranks there are. ``ceil(length / replicas)`` steps are an epoch.
-        epoch, offset: where the stretch begins: after ``offset`` items of this epoch.
-
-    Attributes:
-        steps: steps in a whole epoch.
-        left: steps in the first epoch, after its ``offset``.
-
-    Example:
-        10 items on 3 ranks give 4 steps per epoch. After 4 items of epoch 0 two steps are left. Steps 2 to 5 are
-        epoch 1.
-
-        >>> stretch = Stretch(10, 3, 0, 4)
-        >>> [stretch.where(step) for step in (1, 2, 6)], [stretch.total(step) for step in (1, 2, 3)]
-        ([(0, 0), (1, 2), (2, 6)], [7, 10, 13])
-    """
-
-    def __init__(self, length: int, replicas: int, epoch: int, offset: int) -> None:
-        self.length, self.replicas, self.epoch, self.offset = length, replicas, epoch, offset
-        self.steps = parts(length, replicas, cut=False)
-        self.left = parts(length - offset, replicas, cut=False)
-
-    def where(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the first step of that epoch."""
-        if step < self.left or not self.steps:
-            return self.epoch, 0
-        later = (step - self.left) // self.steps
-        return self.epoch + 1 + later, self.left + later * self.steps
-
-    def steps_before(self, total: int, cut: bool = False) -> int:
-        """How many steps come before item ``total`` of all epochs; an incomplete last step counts unless ``cut``."""
-        epoch, offset = divmod(total, max(self.length, 1))
-        if epoch == self.epoch:
-            return parts(offset - self.offset, self.replicas, cut)
-        return self.left + (epoch - self.epoch - 1) * self.steps + parts(offset, self.replicas, cut)
-
-    def total(self, step: int) -> int:
-        """How many items of all epochs, from epoch 0 on, come before a step."""
-        epoch, first = self.where(step)
-        offset = self.offset if epoch == self.epoch else 0
-        return epoch * self.length + offset + (step - first) * self.replicas
-
-
-class Endless(Table):
-    """What one rank gets of a stretch of epochs.
-
-    Args:
-        open: epoch -> its table. Each epoch is opened when it is needed.
-        stretch, count: where to begin, and how many steps there are.
-        rank: which rank this is.
-        name: what an error calls the sampler.
-
-    Raises:
-        ValueError: an epoch of the sampler has not ``stretch.length`` items.
-    """
-
-    def __init__(
-        self, open: Callable[[int], Table], stretch: Stretch, rank: int, count: int, name: str = "sampler"
-    ) -> None:
-        self._open, self._stretch, self._rank, self._count, self._name = open, stretch, rank, count, name
-        self._epoch = -1  # none is open
-        self._items: Table
-        self._dealt: Table
-
-    @property
-    def block(self) -> int:
-        return 1 if self._epoch < 0 else self._items.block
-
-    def upto(self, begin: int, end: int) -> int:
-        return min(end, self._count)
-
-    def at(self, positions: Indices) -> Any:
-        found = []
-        while len(positions):
-            epoch, first = self._stretch.where(int(positions[0]))
-            self._go_to(epoch)
-            steps = self._stretch.left if epoch == self._stretch.epoch else self._stretch.steps
-            here = positions[: np.searchsorted(positions, first + steps)]
-            self._check(int(here[0]) - first, int(here[-1]) + 1 - first)
-            found.append(self._dealt.at(here - first))
-            positions = positions[len(here) :]
-        return _joined(found)
-
-    def _go_to(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        length = self._stretch.length
-        if epoch > self._epoch >= 0 and self._items.upto(length, length + 1) > length:
-            self._refuse(f"more than {length}")
-        self._items, self._offset = self._open(epoch), self._stretch.offset if epoch == self._stretch.epoch else 0
-        self._dealt = Dealt(self._items, self._stretch.replicas, self._rank, self._offset)
-        self._epoch = epoch
-
-    def _check(self, begin: int, end: int) -> None:
-        """Whether the sampler yields as many items as its length says, as far as these steps of the epoch reach."""
-        replicas = self._stretch.replicas
-        wanted = min(self._offset + end * replicas, self._stretch.length)
-        found = self._items.upto(self._offset + begin * replicas, wanted)
-        if found < wanted:
-            self._refuse(found)
-
-    def _refuse(self, found: Any) -> None:
-        raise ValueError(
-            f"the sampler, a {self._name}, yielded {found} items in epoch {self._epoch}, but its length is "
-            f"{self._stretch.length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
-        )
-
-
-def _joined(found: list[Any]) -> Any:
+def joined(found: list[Any]) -> Any:
+    """Items that were found in parts, as one array or list."""
     if len(found) == 1:
         return found[0]
     return np.concatenate(found) if isinstance(found[0], np.ndarray) else list(chain.from_iterable(found))

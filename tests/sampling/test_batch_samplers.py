@@ -22,7 +22,6 @@ from sharded_loader.sampling import (
     ShardedBatchSampler,
     SortedBucketSampler,
 )
-from sharded_loader.sampling.batch_samplers import Rolling
 from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)
@@ -289,27 +288,3 @@ ONE = SequentialSampler(1)
 def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-def test_rollover_is_arithmetic_on_the_items_of_all_epochs() -> None:
-    # 5 items in twos: epoch 0 owns the batches of items 0 to 3, epoch 1 those of items 4 to 9.
-    epochs = [Rolling(5, 2, epoch) for epoch in range(3)]
-    assert [(one.total(0), one.length(), one.first) for one in epochs] == [(0, 2, 0), (4, 3, 0), (10, 2, 0)]
-    # 10 items on 3 ranks are 4 steps: in threes epoch 0 owns one batch of 9 items, epoch 1 begins at item 9.
-    ranks = [Rolling(10, 3, epoch, replicas=3) for epoch in range(2)]
-    assert [(one.total(0), one.length()) for one in ranks] == [(0, 1), (9, 1)]
-    assert [ranks[1].total(batches) for batches in (0, 1)] == [9, 16]
-
-
-def test_rollover_goes_on_from_any_item() -> None:
-    begun = Rolling(5, 2, epoch=1, total=6)
-    assert (begun.first, begun.length(), begun.is_begun, begun.is_behind) == (1, 2, True, False)
-    # Another batch size left 7 items: the next whole batch is number 2, and the last batch has one item.
-    odd = Rolling(5, 2, epoch=1, total=7)
-    assert (odd.first, odd.length(), [odd.total(batches) for batches in range(3)]) == (1, 2, [7, 9, 10])
-    behind = Rolling(5, 3, epoch=0, total=4)
-    assert (behind.length(), behind.is_behind, behind.total(0)) == (0, True, 4)
-
-
-def test_an_empty_sampler_rolls_over_to_nothing() -> None:
-    assert (Rolling(0, 4, epoch=3).length(), Rolling(0, 4, epoch=3).total(0)) == (0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Endless, Streamed, Stretch, Table, parts, plain_index
+from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Streamed, Table, parts, plain_index
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -107,9 +106,6 @@ def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None
     assert Batched(numbers(10**6, block=BLOCK), 64).block == 512
     assert Batched(Dealt(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
     assert Batched(streamed(10**6), 64).block == 1
-    endless = Batched(Endless(lambda epoch: numbers(10, block=BLOCK), Stretch(10, 1, 0, 0), 0, 100), 4)
-    endless.at(asked(0))
-    assert endless.block == BLOCK // 4
 
 
 def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
@@ -119,45 +115,13 @@ def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
     assert [list(batch) for batch in table.items()] == [[3, 4, 1], ["key", 2**70, (1, 2)]]
 
 
-def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
-    """What each rank gets of epochs of different numbers."""
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    for epoch in range(epochs):
-        for rank, share in enumerate(shares):
-            share += Dealt(numbers(length, 100 * epoch), replicas, rank).items()
-    return shares
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @quick
-@given(
-    length=st.integers(1, 13),
-    replicas=st.integers(1, 5),
-    size=st.integers(1, 30),
-    skip=st.integers(0, 40),
-)
-def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
-    for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
-        stretch = Stretch(length, replicas, 0, 0)
-        endless = Endless(lambda epoch: KINDS[kind](length, 100 * epoch), stretch, rank, 80)
-        got = list(Batched(endless, size).items(skip // size))
-        assert list(itertools.chain(*got)) == share[skip // size * size : 80]
-        for step in range(0, 80, 7):
-            epoch, first = stretch.where(step)
-            assert share[step] // 100 == epoch and first <= step < first + stretch.steps
-            assert stretch.steps_before(stretch.total(step)) == step
-
-
-def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
-    stretch = Stretch(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
-    assert [stretch.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
-    assert [stretch.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
-    endless = Endless(lambda epoch: numbers(10, 100 * epoch), stretch, 1, 7)
-    assert endless.at(np.arange(7)).tolist() == [105, 108, 201, 204, 207, 200, 301]
-
-
-@pytest.mark.parametrize(("yields", "found"), [(3, "yielded 3 items in epoch 0"), (7, "more than 5 items in epoch 0")])
-def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found: str) -> None:
-    endless = Batched(Endless(lambda epoch: streamed(yields), Stretch(5, 1, 0, 0), 0, 20, "Short"), 2)
-    with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
-        list(endless.items())
+@given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), step=st.integers(1, 5))
+def test_a_slice_is_what_the_two_questions_answer(kind: str, length: int, size: int, drop: bool, step: int) -> None:
+    one, other = (Batched(KINDS[kind](length), size, drop) for _ in range(2))
+    for begin in range(0, 12, step):
+        end = one.upto(begin, begin + step)
+        expected = one.at(np.arange(begin, end)) if end > begin else []
+        assert other.slice(begin, begin + step) == expected
+    assert other.slice(0, 1) == Batched(KINDS[kind](length), size, drop).slice(0, 1)  # again from the beginning
