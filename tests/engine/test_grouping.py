@@ -50,7 +50,7 @@ def is_in_order(loader: Any, count: int) -> bool:
 
 def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(), 4, pool=pool) as loader:
+    with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool) as loader:
         assert is_in_order(loader, 1000)
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 1000)
@@ -60,7 +60,7 @@ def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPat
 
 def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(0.001), 4, pool=pool) as loader:
+    with ShardedDataLoader(Rows(0.001), 4, prefetch_epochs=False, pool=pool) as loader:
         assert is_in_order(loader, 10)
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 60)
@@ -72,7 +72,7 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
 
 def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ShardedDataLoader(Rows(), 4, pool=pool, prefetch=3) as loader:
+    with ShardedDataLoader(Rows(), 4, prefetch_epochs=False, pool=pool, prefetch=3) as loader:
         iterator = iter(loader)
         for number, batch in zip(range(800), iterator, strict=False):
             assert batch[0, 0] == 4 * number
