@@ -30,6 +30,7 @@ from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import EpochPlan, Run, Split
 from sharded_loader.engine.reader import Reader
+from sharded_loader.interrupts import is_from_outside
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
@@ -120,7 +121,7 @@ class Epochs:
             self._progress.go_back(mark, run)
             before, self._kept = self._kept, _KeptRun(run, mark)
             if before is not None:
-                self._pipeline.drop(before.run.number)
+                self._drop(before.run)
 
     def read_ahead(self, run: Run) -> None:
         """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
@@ -133,10 +134,15 @@ class Epochs:
         if not (self.prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
             return
         mark = self._progress.mark()
-        facts = self._order.facts(mark[0])
-        if facts is None:
-            return
-        ahead = self._new_run(self._progress.begin())
+        try:
+            facts = self._order.facts(mark[0])
+            if facts is None:
+                return
+            ahead = self._new_run(self._progress.begin())
+        except Exception as error:
+            if is_from_outside(error):
+                raise
+            return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead = True
         self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
         self._pipeline.open(ahead, self._job())
@@ -153,8 +159,12 @@ class Epochs:
         if is_wanted and kept.order in (None, (self._order.facts(run.epoch), self._split.weights)):
             run.is_ahead = False
             return run
-        self._pipeline.drop(run.number)
+        self._drop(run)
         return None
+
+    def _drop(self, run: Run) -> None:
+        run.is_ahead = False  # or the run before it, if that goes on, would go on to fill its window
+        self._pipeline.drop(run.number)
 
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""

@@ -211,7 +211,7 @@ class Pipeline:
 
     def fill_next(self, run: Run) -> None:
         """Put batches of the run that is read ahead in flight, where this one has no more."""
-        if run.next is not None:
+        if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
 
     def finished(self, run: Run, count: int) -> list[Entry]:

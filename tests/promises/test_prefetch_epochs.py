@@ -350,6 +350,47 @@ def test_two_iterators_do_not_disturb_each_other() -> None:
         assert lists(loader) == shuffled(3)
 
 
+def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
+    data = Noted(40)
+    with ShardedDataLoader(data, 2, pool=ThreadPool(1), prefetch=8, prefetch_epochs=True) as loader:
+        one = iter(loader)
+        first = lists([next(one) for _ in range(16)])
+        dropped = ahead(loader)
+        assert dropped is not None
+        loader.set_epoch(5)
+        other = iter(loader)
+        second = lists([next(other)])
+        assert not dropped.window and not dropped.is_ahead
+        first += lists(one)
+        assert not dropped.window and dropped.number not in loader._pipeline._runs
+        assert first == second + lists(other)
+
+
+class Unsure(Noted):
+    """Its length cannot be told in the middle of an epoch."""
+
+    known = True
+
+    def __len__(self) -> int:
+        if not self.known:
+            raise OSError("the file is not there")
+        return self.length
+
+
+def test_what_cannot_be_asked_yet_is_no_error_of_this_epoch() -> None:
+    data = Unsure()
+    with ShardedDataLoader(data, 2, pool=ThreadPool(2), prefetch_epochs=True) as loader:
+        iterator = iter(loader)
+        found = lists([next(iterator)])
+        data.known = False
+        found += lists(iterator)
+        assert found == [[i, i + 1] for i in range(0, LENGTH, 2)] and ahead(loader) is None
+        with pytest.raises(OSError, match="the file is not there"):
+            next(iter(loader))
+        data.known = True
+        assert lists(loader) == found
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_loader_that_is_not_closed_goes_with_what_it_reads_ahead(pool: str) -> None:
     loader = ShardedDataLoader(range(LENGTH), 4, pool=make_pool(pool), prefetch_epochs=True)
