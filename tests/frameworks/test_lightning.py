@@ -87,7 +87,8 @@ def test_the_model_sees_the_epochs_of_a_plain_loop(recorder: Any, pool: str, sam
     assert model.seen == plain_loop(**options)
 
 
-@pytest.mark.parametrize("sanity", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("sanity", [0, 2])
 def test_validation_in_between_changes_nothing(recorder: Any, sanity: int, tmp_path: Path) -> None:
     model = recorder.Recorder()
     fit(
@@ -103,6 +104,7 @@ def test_validation_in_between_changes_nothing(recorder: Any, sanity: int, tmp_p
     assert model.validated == in_order[:sanity] + in_order * (EPOCHS * STEPS // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, STEPS - 1, 0.5])
 def test_a_limit_of_batches_begins_every_epoch_at_its_own_beginning(
     recorder: Any, limit: float, tmp_path: Path
@@ -121,6 +123,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @covering(1, place=PLACES, stop_at=[4, STEPS - 1, STEPS, STEPS + 1, STEPS + 4, 2 * STEPS])
 def test_a_run_that_was_killed_trains_every_step_once(recorder: Any, place: str, stop_at: int, tmp_path: Path) -> None:
     """From the last checkpoint on, the steps are those of a run that was never interrupted."""

@@ -79,7 +79,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@covering(pool=POOLS, order=ORDERS, prefetch=[1, None, 50])
+@covering(1, pool=POOLS, order=ORDERS, prefetch=[1, None, 50])
 def test_batches_are_the_same_with_and_without(pool: str, order: str, prefetch: int | None) -> None:
     expected = ShardedDataLoader(range(LENGTH), seed=5, **ORDERS[order]())
     with ShardedDataLoader(
