@@ -510,9 +510,8 @@ def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
     # Batch 4 has 64 samples, every other one has 4.
     starts = range(68, 68 + 4 * (WINDOW + 30), 4)
     order = [[n, n, n, n] for n in range(4)] + [list(range(64))] + [list(range(s, s + 4)) for s in starts]
-    with ShardedDataLoader(
-        Filled(600), batch_sampler=order, pool=ProcessPool(2, start_method=PROCESS_POOLS[0])
-    ) as loader:
+    pool = ProcessPool(2, start_method=PROCESS_POOLS[0])
+    with ShardedDataLoader(Filled(600), batch_sampler=order, pool=pool, prefetch=4) as loader:  # however cheap they are
         held = []
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == order[number]
