@@ -126,7 +126,8 @@ class InterruptAtSlot(InterruptAt):
 @pytest.mark.slow
 def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
     data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
-    with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method="fork"), prefetch=4) as loader:
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(data, 4, pool=pool, prefetch=4, prefetch_epochs=False) as loader:
         arena = loader._pipeline.pool._resources.arena
         iterator = iter(loader)
         expected = iter(range(0, 2000, 4))
