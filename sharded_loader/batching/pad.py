@@ -18,8 +18,16 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import Batchify
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, is_new, ragged
-from sharded_loader.batching.stack import JOINABLE, JOINED_BYTES, as_array, common_dtype, is_numbers, to_numpy_dtype
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
+from sharded_loader.batching.stack import (
+    JOINABLE,
+    JOINED_BYTES,
+    as_array,
+    common_dtype,
+    is_new,
+    is_numbers,
+    to_numpy_dtype,
+)
 from sharded_loader.batching.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
 

@@ -34,16 +34,6 @@ new_array: Empty = np.empty
 """The plain allocator: memory of this process."""
 
 
-def is_new(empty: Empty, nbytes: int) -> bool:
-    """Whether an array of so many bytes from this allocator is new memory, for which any other new memory will do.
-
-    Example:
-        >>> is_new(np.empty, 1000), is_new(lambda shape, dtype: np.zeros(shape, dtype), 1000)
-        (True, False)
-    """
-    return empty is new_array or nbytes < getattr(empty, "least_bytes", 0)
-
-
 class BatchifyError(ValueError):
     """Samples that cannot become one batch. The message: what happened, in which field, what to do.
 

@@ -23,7 +23,6 @@ from sharded_loader.batching.protocol import (
     BatchifyError,
     Empty,
     check_not_empty,
-    is_new,
     new_array,
     ragged,
     some,
@@ -70,6 +69,16 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def is_new(empty: Empty, nbytes: int) -> bool:
+    """Whether an array of so many bytes from this allocator is new memory, for which any other new memory will do.
+
+    Example:
+        >>> is_new(np.empty, 1000), is_new(lambda shape, dtype: np.zeros(shape, dtype), 1000)
+        (True, False)
+    """
+    return empty is new_array or nbytes < getattr(empty, "least_bytes", 0)
 
 
 def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | None = None) -> Array:
@@ -264,6 +273,8 @@ def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype:
             f"nested lists that are no rectangular array ({error})",
             "pad them with sharded_loader.batchify.Pad, or leave them apart with List",
         ) from None
+    if dtype is None and is_new(empty, array.nbytes):
+        return array
     out = empty(array.shape, dtype or array.dtype)
     out[...] = array
     return out

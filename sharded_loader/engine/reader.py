@@ -233,7 +233,7 @@ class Reader:
 
     def _make_batch(self, samples: list[Any], at: _Reading) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
-        at.set_index(OfBatch(at.task.seq, at.board[SHARD]))
+        at.items, at.index, at.drawn = None, OfBatch(at.task.seq, at.board[SHARD]), None
         at.misfit = ()
         try:
             return self._assemble(list(samples), at.empty)  # a list that it may change
