@@ -169,6 +169,7 @@ class ShardedDataLoader(LoaderAttributes):
         if check_resident(resident, dataset, found, batchify_fn):
             self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
         self._workers = make_pool(pool, num_workers, thread_pool)
+        reads_ahead = check_prefetch_epochs(prefetch_epochs, self._workers)
         self._pipeline = Pipeline(self._workers)
         self.prefetch = prefetch
         claim(self._workers, self._pipeline)
@@ -186,7 +187,7 @@ class ShardedDataLoader(LoaderAttributes):
             self._pipeline,
             self._progress,
             self._resident,
-            check_prefetch_epochs(prefetch_epochs, self._workers),
+            reads_ahead,
         )
         self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
 

@@ -198,10 +198,6 @@ class SampleScope:
         """Position of the sample among ``indices``; -1 if the samples are not read one by one."""
         return -1 if self.items is None else len(self.indices) - operator.length_hint(self.items) - 1
 
-    def set_index(self, index: Any) -> None:
-        """From now on not one sample after the other is read, but this, whatever it is."""
-        self.items, self.index, self.drawn = None, index, None
-
 
 def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
     """The parts of a sample's key: of the sample that is being read, or of ``index``.

@@ -72,7 +72,7 @@ def stack(samples: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = No
 
 
 def is_new(empty: Empty, nbytes: int) -> bool:
-    """Whether an array of so many bytes from this allocator is new memory, for which any other new memory will do.
+    """Whether the allocator would make new memory for ``nbytes``. Then any other new memory will do.
 
     Example:
         >>> is_new(np.empty, 1000), is_new(lambda shape, dtype: np.zeros(shape, dtype), 1000)

@@ -58,6 +58,10 @@ class _Reading(SampleScope):
     dropped = 0
     lost: list[int]
 
+    def set_index(self, index: Any) -> None:
+        """The samples are not read one by one from here on: `sample_rng()` goes by ``index``."""
+        self.items, self.index, self.drawn = None, index, None
+
     def passes(self, error: BaseException) -> bool:
         """Whether an exception is no error of the batch, but is meant for the loop that reads in its own thread."""
         return self.worker is None and is_from_outside(error, reads=True)
@@ -213,7 +217,8 @@ class Reader:
         """
         dataset, board = self._dataset, at.board
         at.indices = indices = _as_list(at.task.shards[number])
-        at.items, at.drawn = items, _ = iter(indices), None
+        at.items = items = iter(indices)
+        at.drawn = None
         board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
         notes = self._notes_samples or at.task.careful
         if not (notes or self._tolerant):
@@ -233,7 +238,7 @@ class Reader:
 
     def _make_batch(self, samples: list[Any], at: _Reading) -> Any:
         at.board[SAMPLE] = IN_BATCHIFY
-        at.items, at.index, at.drawn = None, OfBatch(at.task.seq, at.board[SHARD]), None
+        at.set_index(OfBatch(at.task.seq, at.board[SHARD]))
         at.misfit = ()
         try:
             return self._assemble(list(samples), at.empty)  # a list that it may change
