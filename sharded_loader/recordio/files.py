@@ -34,6 +34,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from sharded_loader.data.bulk import Int64s
+from sharded_loader.recordio.gather import Gatherer
+
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
 _HEAD = struct.Struct("<II")
@@ -86,7 +89,7 @@ def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> byt
 class _Descriptor:
     """An open file. Closes when its last reference goes: a thread in the middle of a read holds one."""
 
-    __slots__ = ("_fd", "pid", "read", "size")
+    __slots__ = ("_fd", "gatherer", "pid", "read", "size")
 
     def __init__(self, path: str) -> None:
         self._fd = -1
@@ -96,6 +99,7 @@ class _Descriptor:
         self.read: Callable[[int, int], bytes] = (
             partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
         )
+        self.gatherer = Gatherer(self._fd)
         if stat.S_ISDIR(os.fstat(self._fd).st_mode):  # Linux notices it at the first read, without the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
@@ -152,6 +156,10 @@ class RecordFile:
         file = self._open()
         pieces = list(map(file.read, sizes, offsets))
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
+
+    def gather(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
+        """From each offset its size in bytes, in one buffer; None if it is not to be had at once (`Gatherer`)."""
+        return self._open().gatherer.read(offsets, sizes)
 
     @property
     def size(self) -> int:

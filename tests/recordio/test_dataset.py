@@ -18,7 +18,7 @@ from conftest import METHODS
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.recordio import RecordIOError
+from sharded_loader.recordio import RecordIOError, gather
 from sharded_loader.recordio import files as recordfile
 from sharded_loader.recordio.dataset import LARGE, LARGE_MEAN, Records
 from tests import reference_recordio as reference
@@ -50,6 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all positioned reads."""
     if not hasattr(os, "pread"):
         pytest.skip("needs os.pread")
+    monkeypatch.setattr(gather, "_pwritev", None)
     really, sizes = os.pread, []
 
     def pread(fd: int, size: int, offset: int) -> bytes:
@@ -60,10 +61,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.fixture(params=["pread", "lock and seek"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With positioned reads, and as on Windows, which has none."""
-    if request.param != "pread":
+@pytest.fixture(params=["gathered", "pread", "lock and seek"])
+def any_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered by a map (Linux), with positioned reads, and as on Windows, which has neither."""
+    if request.param != "gathered":
+        monkeypatch.setattr(gather, "_pwritev", None)
+    if request.param == "lock and seek":
         monkeypatch.delattr(os, "pread", raising=False)
 
 
@@ -72,7 +75,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [True, False], ids=["index", "scanned"])
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("any_way")
 def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool) -> None:
     records = KINDS[kind]
     write(tmp_path / "a.rec", records, index)
@@ -190,6 +193,7 @@ def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
 ) -> None:
     records = [bytes([number]) * 100 for number in range(1, 50)]
     offsets = write(tmp_path / "a.rec", records)
+    monkeypatch.setattr(gather, "_pwritev", None)  # tests/recordio/test_gather.py has the same for that way
     really = recordfile.RecordFile.read_stretches
 
     def shrinking(file: Any, begins: list[int], sizes: list[int]) -> list[bytes]:
@@ -295,7 +299,7 @@ def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_p
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("any_way")
 def test_threads_read_batches_through_one_open_file(tmp_path: Path) -> None:
     records = [bytes([number % 251]) * (number * 7 % 500) for number in range(300)]
     write(tmp_path / "a.rec", records)
