@@ -103,14 +103,18 @@ def derive_key(*parts: Hashable) -> int:
         >>> derive_key(7, 0, 3) == derive_key(7, 1, 3)
         False
     """
-    digest = blake2b(repr(_canonical(parts)).encode(), digest_size=16).digest()
+    if not _PLAIN.issuperset(map(type, parts)):
+        parts = _canonical(parts)
+    digest = blake2b(repr(parts).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
+
+
+_PLAIN = {int, str, bytes}
 
 
 def _canonical(part: Any) -> Any:
     """The same value in plain Python types: ``np.int64(3)`` and ``3`` are one key."""
-    kind = type(part)
-    if kind is int or kind is str or kind is bytes:
+    if type(part) in _PLAIN:
         return part
     if isinstance(part, tuple):
         return tuple(map(_canonical, part))
