@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.memory.codec import Encoded, is_plain
+from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 from sharded_loader.memory.exceptions import EncodedError
 from sharded_loader.memory.segments import Slot
 
@@ -213,11 +213,42 @@ class Reply(NamedTuple):
     skipped: tuple[tuple[Any, EncodedError], ...] = ()
 
 
-def pack_result(result: Result) -> Any:
-    """A result without errors whose batch is an array or a list of arrays, as plain tuples; None for others.
+def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
+    """A result without errors whose batch is an array of numbers or a list of such arrays; None for others.
 
-    Pickled and read in 3 us, where the classes and the array's own reduction take 14.
+    It takes 5 us, where pickling the classes and the array's own reduction takes 25.
+
+    Args:
+        result: what a worker has made.
+        slot: where its arrays lie already, or are put if there is room.
     """
     if result.error is not None or result.skipped or result.lost_shards:
         return None
-    return (result.batch, result.samples, result.seconds) if is_plain(result.batch) else None
+    batch = result.batch
+    arrays = batch if type(batch) is list else [batch]
+    # An array that is there twice stays one array: pickle knows it again.
+    if not all(map(is_plain, arrays)) or len(set(map(id, arrays))) < len(arrays):
+        return None
+    fields: list[tuple[Any, str, bytearray | None]] = []
+    places: list[tuple[int, int]] = []
+    buffers: list[memoryview] = []
+    for array in arrays:
+        nbytes, data = array.nbytes, None
+        offset = slot.place(array) if nbytes >= IN_SLOT_BYTES else -1
+        if offset < 0 and nbytes < IN_BAND_BYTES:
+            data = bytearray(array.tobytes())
+        else:
+            places.append((offset, nbytes))
+            if offset < 0:
+                buffers.append(array.reshape(-1).view(np.uint8).data)
+        fields.append((array.shape, array.dtype.str, data))
+    head = pickle.dumps((type(batch) is list, fields, result.samples, result.seconds), protocol=5)
+    return Encoded(head, tuple(places), tuple(buffers))
+
+
+def unpack_result(packed: Any, buffers: Sequence[Any]) -> tuple[Any, int, float]:
+    """Batch, samples and seconds of a result that `pack_result` has packed, over the memory in ``buffers``."""
+    is_list, fields, samples, seconds = packed
+    following = iter(buffers)
+    arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
+    return arrays if is_list else arrays[0], samples, seconds

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.messages import Result, Task, unpack_result
 from sharded_loader.errors import Location
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.memory.classes import is_findable
@@ -64,6 +64,9 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
     """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
     try:
         reply = decode(pickled, buffers)
+        if type(reply) is tuple:
+            batch, samples, seconds = unpack_result(reply, buffers)
+            return Result(run, seq, batch, samples, None, (), (), seconds)
     except Exception as error:
         if is_from_outside(error):
             raise
@@ -77,9 +80,6 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
         return Result(run, seq, error=failure)
     if type(reply) is SetApart:
         reply = reply.reply
-    if type(reply) is tuple:
-        batch, samples, seconds = reply  # what `pack_result` has made
-        return Result(run, seq, batch, samples, None, (), (), seconds)
     if reply.error is None and not reply.skipped:
         return reply.result  # type: ignore[no-any-return]
     return reply.result._replace(  # type: ignore[no-any-return]

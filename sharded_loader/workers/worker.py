@@ -41,7 +41,7 @@ from sharded_loader.engine.reader import Reader
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.interrupts import python_handlers
-from sharded_loader.memory.codec import Encoded, End, PlainPickler, SetApart, SlotWriter, decode, encode, set_apart
+from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, decode, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
 from sharded_loader.process_hooks import call_after_import
@@ -216,8 +216,7 @@ class Worker:
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         try:
-            packed = messages.pack_result(result)
-            encoded = _encode(result, slot) if packed is None else encode(packed, slot, PlainPickler)
+            encoded = messages.pack_result(result, slot) or _encode(result, slot)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
             failure = TypeError(
                 f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "

@@ -22,7 +22,7 @@ from sharded_loader.engine.messages import (
     unpack_reply,
     unpack_tasks,
 )
-from sharded_loader.memory.codec import PlainPickler, decode, encode
+from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.pools.translation import decode_result
 
 
@@ -56,9 +56,8 @@ def test_indices_that_came_as_an_array_may_be_written_to() -> None:
 
 @pytest.mark.parametrize("batch", [np.arange(6).reshape(2, 3), [np.arange(2), np.ones(2, "f4")]], ids=["one", "two"])
 def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> None:
-    packed = pack_result(Result(1, 2, batch, 2, seconds=0.5))
-    assert packed is not None
-    encoded = encode(packed, None, PlainPickler)
+    encoded = pack_result(Result(1, 2, batch, 2, seconds=0.5), SlotWriter(None))
+    assert encoded is not None
     got = decode_result(1, 2, memoryview(encoded.head), list(encoded.buffers), None)
     assert (got.run, got.seq, got.samples, got.seconds, got.error) == (1, 2, 2, 0.5, None)
     np.testing.assert_equal(got.batch, batch)
@@ -71,11 +70,13 @@ def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> Non
         Result(0, 0, np.ones(2), skipped=((1, ValueError()),)),
         Result(0, 0, np.ones(2), lost_shards=(1,)),
         Result(0, 0, {"x": np.ones(2)}),
+        Result(0, 0, [np.ones(2), 1]),
+        Result(0, 0, [np.ones(5000)] * 2),
     ],
-    ids=["error", "skipped", "lost", "dict"],
+    ids=["error", "skipped", "lost", "dict", "number", "one array twice"],
 )
 def test_other_results_do_not(result: Result) -> None:
-    assert pack_result(result) is None
+    assert pack_result(result, SlotWriter(None)) is None
 
 
 def test_several_replies_lie_one_behind_the_other() -> None:

@@ -22,9 +22,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
-from sharded_loader.memory.codec import PlainPickler, SlotWriter, decode, encode
+from sharded_loader.memory.codec import SlotWriter, decode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.process_hooks import Fork
 from sharded_loader.system import Limit
@@ -145,13 +146,16 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
     sizes, kept = RecentSizes(), []
     for number in range(10):
         writer = SlotWriter(np.empty(1 << 20, np.uint8))
-        encoded = encode([np.full((100, 100), number), np.arange(100)], writer, PlainPickler)
+        encoded = pack_result(Result(0, number, [np.full((100, 100), number), np.arange(100)]), writer)
+        assert encoded is not None
         sys.setprofile(profile)
         sizes.note(100_000)
         slot = arena.take(sizes.wanted)
         assert slot is not None
-        batch = decode(encoded.head, arena.lend(slot, encoded.places))
+        buffers = arena.lend(slot, encoded.places)
+        batch = unpack_result(decode(encoded.head), buffers)
         sys.setprofile(None)
+        del buffers
         if number > held + KEPT_BY_PROFILER:
             assert calls == ["note", "take", "lend", "decode"]
         calls.clear()
