@@ -74,6 +74,7 @@ class EpochPlan:
         self._length = length
         self._split = split
         self._may_shard = may_shard
+        self._within = self._beyond = np.empty(0)  # the last block whose indices are all the dataset's; that has others
         self.splits = split.num_shards is not None
 
     def task(self, seq: int) -> Task | Exception | None:
@@ -107,8 +108,8 @@ class EpochPlan:
         if size == 0:
             raise ValueError(f"{self._where(seq)} is empty: the batch sampler must yield at least one index")
         if type(batch) is np.ndarray and not self._may_shard and batch.dtype == np.int64 and batch.ndim == 1:
-            # A negative index is a large unsigned one; a negative length is none.
-            if self._length is not None and int(np.maximum.reduce(batch.view(np.uint64))) >= self._length:
+            length = self._length
+            if length is not None and not (self._is_within(batch.base, length) or self._is_within(batch, length)):
                 self._check_range(batch.tolist(), seq)
             return Task(self._run, seq, self._epoch, first, (batch,), False)
         sharded = self._may_shard and is_sharded(batch)
@@ -139,6 +140,22 @@ class EpochPlan:
             return task
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
         return task._replace(shards=tuple(shards), sharded=True)
+
+    def _is_within(self, indices: Any, length: int) -> bool:
+        """Whether these are indices of the dataset. Batches that are views of one block are checked together.
+
+        That takes 3 us for a block, and 0.2 for each batch, instead of 2.5.
+        """
+        if indices is self._within:
+            return True
+        if type(indices) is not np.ndarray or indices is self._beyond:
+            return False
+        # A negative index is a large unsigned one; a negative length is none.
+        if indices.dtype == np.int64 and int(np.maximum.reduce(indices.view(np.uint64), axis=None)) < length:
+            self._within = indices
+            return True
+        self._beyond = indices
+        return False
 
     def _where(self, seq: int) -> str:
         return f"epoch {self._epoch}, batch {seq}"

@@ -92,6 +92,18 @@ def test_the_first_and_the_last_index_are_in_range_counted_from_either_end(batch
     assert list(task_of(plan_of(batch), 0).shards[0]) == [9, -10]
 
 
+def test_batches_of_one_block_are_checked_together_and_a_bad_one_alone_is_an_error() -> None:
+    good, bad = np.arange(8), np.array([1, 2, 3, 10, 4, 5, -11, 6])
+    plan = plan_of(*good.reshape(4, 2), *bad.reshape(4, 2))
+    for seq in range(4):
+        assert task_of(plan, seq).shards[0].tolist() == [2 * seq, 2 * seq + 1]
+        assert plan._within is good
+    for seq in (5, 7):
+        assert "the sampler yielded index" in str(plan.task(seq))
+    for seq in (4, 6):
+        assert task_of(plan, seq).shards[0].base is bad
+
+
 def test_without_a_length_no_index_is_out_of_range() -> None:
     assert list(task_of(plan_of(np.array([10**12]), length=None), 0).shards[0]) == [10**12]
 
