@@ -1,5 +1,7 @@
 """Many values become one array: dtypes, memory that was given, and shapes that do not fit."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from sharded_loader.batchify import default_batchify_fn
-from sharded_loader.batching.stack import JOINED_BYTES
+from sharded_loader.batching import stack
+from sharded_loader.batching.stack import COPIED_BYTES, JOINED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,14 @@ def outcome(samples, empty):
 
 
 def check_alike(samples):
-    new, given = outcome(samples, np.empty), outcome(samples, given_memory)
+    """New memory, and given memory that is written with joining, get what given memory gets without."""
+    with mock.patch.object(stack, "JOINED_BYTES", 0):
+        given = outcome(samples, given_memory)
+    for new in outcome(samples, np.empty), outcome(samples, given_memory):
+        check_one(samples, new, given)
+
+
+def check_one(samples, new, given):
     assert type(new) is type(given)
     if isinstance(new, str):
         assert new == given
@@ -142,10 +152,11 @@ def test_arrays_of_any_kind_get_the_same_in_both(data):
     check_alike(data.draw(st.lists(one, min_size=1, max_size=5) | alike))
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, JOINED_BYTES, JOINED_BYTES + 1])
+@pytest.mark.parametrize("nbytes", [1, 100, COPIED_BYTES, COPIED_BYTES + 1, JOINED_BYTES, JOINED_BYTES + 1])
 def test_samples_of_any_size_are_stacked_alike(nbytes):
     samples = [np.full(nbytes, number, np.uint8) for number in range(40)]
     check_alike(samples)
     names = calls_of(lambda: default_batchify_fn.assemble(samples, np.empty))
     assert ("_join" in names) == (nbytes <= JOINED_BYTES)  # the fast path is noticed if it is lost
-    assert "_join" not in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))
+    names = calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))
+    assert ("_join" in names) == (nbytes <= COPIED_BYTES)
