@@ -193,10 +193,8 @@ def share(encoded: Encoded, number: int) -> Published:
     if end >= SHARED_BYTES and free_bytes().nbytes > end + end // 4:
         with contextlib.suppress(OSError):  # a pipe takes longer, and gets it there
             segment = create(number, end)
-            memory = memoryview(segment.mapping)
-            for (start, nbytes), buffer in zip(places, encoded.buffers, strict=True):
-                memory[start : start + nbytes] = buffer
-            memory.release()
+            for (start, _), buffer in zip(places, encoded.buffers, strict=True):
+                segment.write(start, buffer)
             return Published(encoded.head, tuple(places), (), number, segment)
     return Published(encoded.head, encoded.places, encoded.buffers, number)
 
