@@ -100,14 +100,21 @@ class WorkerResources:
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
-        with uninterrupted():
-            self.stop_workers()
-            owned = self.wake_reader, self._wake_writer, self.lifeline, self.board, self.published, self.arena
-            self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = None
-            self.arena = Arena(self.max_bytes, self.register)
-            for one in owned:
+        with uninterrupted(), contextlib.ExitStack() as last:  # each step is done, whatever another one raises
+            for one in (self.board, self.lifeline, self._wake_writer, self.wake_reader):
                 if one is not None:
-                    one.close()
+                    last.callback(one.close)
+            self.wake_reader = self._wake_writer = self.lifeline = self.board = None
+            last.callback(self.stop_workers)
+            for handle in self.handles:
+                handle.link.close()  # they end
+                handle.slots.clear()  # of an arena that is no more
+            # Meanwhile: to give 150 MB back takes as long as a process takes to end. They have mappings of their own.
+            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
+            last.callback(arena.close)
+            if self.published is not None:
+                last.callback(self.published.close)
+                self.published = None
 
     def free_slots(self, handle: WorkerHandle) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
