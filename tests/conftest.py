@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -32,6 +33,9 @@ HELPERS = ("resource_tracker", "forkserver")
 # Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.
 KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvidia|\.ttf$")
 PATIENCE = 3.0
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no reason to fail
+hypothesis.settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs behind it: `make test &`
     signal.signal(signal.SIGINT, signal.default_int_handler)
