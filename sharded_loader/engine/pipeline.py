@@ -206,8 +206,9 @@ class Pipeline:
     def take(self, run: Run) -> None:
         """The head of the window is going to be handed out: put another batch in flight."""
         run.window.popleft()
-        self._fill(run, 0)
-        self.fill_next(run)
+        if self.pool.num_workers:
+            self._fill(run, 0)
+            self.fill_next(run)
 
     def fill_next(self, run: Run) -> None:
         """Put batches of the run that is read ahead in flight, where this one has no more."""
