@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure sharded_loader beside other loaders and bare limits."
     )
-    parser.add_argument("--quick", action="store_true", help="under a minute: ours and torch, one short round")
+    parser.add_argument("--quick", action="store_true", help="about a minute: ours and torch, one short round")
     parser.add_argument("--rounds", type=int, help=f"how often all is measured (default {FULL['rounds']})")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader (default 2)")
     parser.add_argument("--span", type=float, help=f"seconds per measurement (default {FULL['span']:g})")

@@ -271,7 +271,8 @@ def open_ray(plan: Plan) -> Stream:
         )
         return (batch if is_padded else batch["samples"] for batch in finished)
 
-    return Stream(dataset, batches, lambda dataset: ray.shutdown())
+    # Ray ends its cluster when the program ends. Ended before, a thread that still prefetches would end the program.
+    return Stream(dataset, batches, keep_nothing)
 
 
 def ray_refuses(workload: Workload) -> str | None:
