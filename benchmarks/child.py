@@ -125,7 +125,8 @@ def _spend(batches: Iterator[Any], workload: Workload, span: float) -> tuple[int
     while True:
         before = samples
         for batch in itertools.islice(batches, workload.cycle):
-            samples += len(batch[0] if isinstance(batch, (list, tuple)) else batch)
+            has_fields = isinstance(batch, (list, tuple)) and not workload.records
+            samples += len(batch[0] if has_fields else batch)
         now = time.perf_counter()
         if samples - before < workload.cycle * workload.batch_size:
             raise RuntimeError(f"the batches ended after {now - began:.2f} s of {span:g} s: choose a shorter --span")

@@ -167,7 +167,10 @@ def test_a_loader_that_runs_out_of_batches_is_an_error_and_no_hang() -> None:
         child._spend(iter([np.zeros((2, 3))] * 9), work, 60)
     with pytest.raises(RuntimeError, match="choose a shorter --span"):
         child._spend(iter([]), work, 60)
-    assert child._spend(itertools.repeat(np.zeros((2, 3))), work, 0)[0] == 2 * work.cycle
+    for batch in (np.zeros((2, 3)), [np.zeros((2, 3))], (np.zeros(2), np.zeros(2))):
+        assert child._spend(itertools.repeat(batch), work, 0)[0] == 2 * work.cycle
+    records = dataclasses.replace(workloads.WORKLOADS["records"], batch_size=2)
+    assert child._spend(itertools.repeat([b"one", b"other"]), records, 0)[0] == 2 * records.cycle
 
 
 def test_padding_reference() -> None:
