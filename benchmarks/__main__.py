@@ -1,6 +1,6 @@
 """``python -m benchmarks``: the command line.
 
-arguments -> Settings -> measure.run -> records -> tables on stdout, files in --out
+arguments -> Settings -> measure.run -> records -> sentences and tables on stdout, files in --out
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import measure, report
+from benchmarks import measure, pictures, report
 from benchmarks.loaders import LOADERS, OURS
 from benchmarks.workloads import WORKLOADS
 
@@ -26,13 +27,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure sharded_loader beside other loaders and bare limits."
     )
-    parser.add_argument("--quick", action="store_true", help="under a minute: ours and torch, one short round")
+    parser.add_argument("--quick", action="store_true", help="about a minute: ours and torch, one short round")
     parser.add_argument("--rounds", type=int, help=f"how often all is measured (default {FULL['rounds']})")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader (default 2)")
     parser.add_argument("--span", type=float, help=f"seconds per measurement (default {FULL['span']:g})")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, metavar="LOADER", help=", ".join(LOADERS))
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json, .md and .png there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json, the page and the pictures there")
     parser.add_argument("--note", default="", help="a sentence to stand above the results")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed or samples differ")
     chosen = parser.parse_args(arguments)
@@ -62,29 +63,42 @@ def main(arguments: Sequence[str]) -> int:
     # The note stands beside the command anyway.
     typed = [word for before, word in zip(["", *arguments], arguments, strict=False) if "--note" not in (before, word)]
     about = measure.about(settings, shlex.join(["python", "-m", "benchmarks", *typed]), chosen.note)
-    text = report.whole(records, about)
-    print(text)
+    print(report.findings(records, about["cores"]), report.whole(records, about), sep="\n\n")
     if chosen.out is not None:
-        write(chosen.out, records, about, text)
+        write(chosen.out, records, about)
     found = report.failures(records) if chosen.check else []
     for failure in found:
         print(f"check: {failure}", file=sys.stderr)
     return 1 if found else 0
 
 
-def write(folder: Path, records: list[measure.Record], about: dict[str, object], text: str) -> None:
-    """results.json, results.png and results.md; a README.md with the marker lines takes the place of the last."""
+def write(folder: Path, records: list[measure.Record], about: dict[str, Any]) -> None:
+    """Write results.json, two pictures, the sentences and the tables.
+
+    Args:
+        folder: where they go; made if it is not there. Sentences and tables go between the marker lines of its
+            README.md, or into results.md if there are no such lines.
+        records: all measurements.
+        about: where and how they were made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plain = {"about": about, "records": [dataclasses.asdict(record) for record in records]}
     (folder / "results.json").write_text(json.dumps(plain, indent=1) + "\n")
-    if report.draw(records, folder / "results.png"):
-        text += "\n\n![medians, with lines from the worst to the best round](results.png)"
+    found, tables = report.findings(records, about["cores"]), report.whole(records, about)
+    if pictures.draw_chart(records, folder / "results.png"):
+        found += "\n\n![how many times as fast as torch each loader is, by workload](results.png)"
+    if pictures.draw_panels(records, folder / "panels.png"):
+        tables += "\n\n![medians, with lines from the worst to the best round](panels.png)"
     else:
-        print("no picture: matplotlib is not installed (extra `bench`)", file=sys.stderr)
+        print("no pictures: matplotlib is not installed (extra `bench`)", file=sys.stderr)
     readme = folder / "README.md"
-    filled = report.fill(readme.read_text(), text) if readme.exists() else None
+    filled = readme.read_text() if readme.exists() else None
+    if filled is not None:
+        filled = report.fill(filled, found, report.BEGIN_FINDINGS, report.END_FINDINGS)
+    if filled is not None:
+        filled = report.fill(filled, tables)
     if filled is None:
-        (folder / "results.md").write_text(f"# Benchmark results\n\n{text}\n")
+        (folder / "results.md").write_text(f"# Benchmark results\n\n{found}\n\n{tables}\n")
     else:
         readme.write_text(filled)
 

@@ -3,7 +3,7 @@
     stdin   {"workload", "loader", "workers", "warm", "span"}     loader: a loader's name or a ceiling's letter
     stdout  its last line: {"value", "same", "in_order"}, or {"error"}
 
-value: samples per second, seconds or bytes, as `Workload.kind` says. same and in_order: digests of the first
+value: samples per second, seconds, bytes or a ratio, as `Workload.kind` says. same and in_order: digests of the first
 batches, equal for two loaders that delivered the same samples, and the same samples in the same batches.
 
 A spawned worker of torch's imports this module again, as its main module: it imports nothing heavy.
@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ BEFORE_CLOSING = 8
 
 IDLE = 0.3
 """Seconds in which workers finish what they were told to read ahead, before closing is timed."""
+
+EPOCHS = 12
+"""Of a measurement of gaps; the first one is not timed."""
 
 PATIENCE = 5.0
 """Seconds to wait for worker processes that outlive ``close``."""
@@ -66,11 +70,9 @@ def measure(workload: str, loader: str, workers: int, warm: float, span: float) 
     if loader in CEILINGS:
         return _measure_ceiling(loader, what, workers, warm, span)
     LOADERS[loader].load()
-    plan = Plan(what, what.build(), workers)
-    if what.kind == "first":
-        return _time_first(loader, plan)
-    if what.kind == "close":
-        return _time_close(loader, plan)
+    plan = Plan(what, what.build(), workers, warm + span)
+    if what.kind in TIMES:
+        return TIMES[what.kind](loader, plan)
     stream = LOADERS[loader].open(plan)
     batches = iter(stream)
     result = digest(itertools.islice(batches, what.check_batches))
@@ -104,14 +106,30 @@ def digest(batches: Iterable[Any]) -> dict[str, str]:
 
 
 def _spend(batches: Iterator[Any], workload: Workload, span: float) -> tuple[int, float]:
-    """Samples and seconds from one delivery to another one that is a whole number of cycles later."""
+    """Read batches for a while, a whole number of cycles.
+
+    Args:
+        batches: an iterator.
+        workload: knows its cycle.
+        span: at least so many seconds.
+
+    Returns:
+        The samples, and the seconds that they took.
+
+    Raises:
+        RuntimeError: the batches ended before.
+    """
     began = time.perf_counter()
     until = began + span
     samples = 0
     while True:
+        before = samples
         for batch in itertools.islice(batches, workload.cycle):
-            samples += len(batch[0] if isinstance(batch, (list, tuple)) else batch)
+            has_fields = isinstance(batch, (list, tuple)) and not workload.records
+            samples += len(batch[0] if has_fields else batch)
         now = time.perf_counter()
+        if samples - before < workload.cycle * workload.batch_size:
+            raise RuntimeError(f"the batches ended after {now - began:.2f} s of {span:g} s: choose a shorter --span")
         if now >= until:
             return samples, now - began
 
@@ -157,6 +175,52 @@ def _time_close(loader: str, plan: Plan) -> dict[str, Any]:
     while _workers() and time.perf_counter() < began + PATIENCE:
         time.sleep(0.001)
     return {"value": time.perf_counter() - began, **result}
+
+
+def _time_gap(loader: str, plan: Plan) -> dict[str, Any]:
+    """Epoch after epoch, each with a loop of its own."""
+    stream = LOADERS[loader].open(plan)
+    result: dict[str, Any] = {}
+    epochs = []
+    for epoch in range(EPOCHS):
+        times = []
+        batches = iter(stream)
+        if epoch == 0:
+            result = digest(batches)
+        else:
+            for _ in batches:
+                times.append(time.perf_counter())
+            epochs.append(times)
+        del batches
+    stream.close()
+    return {"value": gap_of(epochs, plan.workers), **result}
+
+
+def gap_of(epochs: Sequence[Sequence[float]], together: int) -> float:
+    """How much longer the first batches of an epoch take than other batches.
+
+    Args:
+        epochs: for each epoch the moments, in seconds, at which its batches were delivered.
+        together: how many batches are read at the same time, by as many workers. They often arrive together: with two
+            workers one batch comes at once and the next one after twice the mean time. So the gap is the time from the
+            last batch of an epoch to batch number ``together`` of the next epoch.
+
+    Returns:
+        The median gap, divided by the mean time of as many batches: a ratio, 1 if there is no gap. The gaps count in
+        the mean.
+
+    Raises:
+        ValueError: there are not two epochs, or an epoch is shorter than ``together``.
+    """
+    if len(epochs) < 2 or min(map(len, epochs)) < together:
+        raise ValueError(f"two epochs of at least {together} batches are needed")
+    gaps = [after[together - 1] - before[-1] for before, after in itertools.pairwise(epochs)]
+    mean = (epochs[-1][-1] - epochs[0][-1]) / sum(map(len, epochs[1:]))
+    return statistics.median(gaps) / (together * mean)
+
+
+TIMES = {"first": _time_first, "close": _time_close, "gap": _time_gap}
+"""Kind of workload -> what measures it."""
 
 
 def worker_modules(name: str, workload: Workload) -> list[str]:

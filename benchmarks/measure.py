@@ -75,13 +75,13 @@ class Record:
 
 
 def contestants(workload: Workload, loaders: Sequence[str]) -> list[str]:
-    """The ceiling and the loaders that can do this workload."""
+    """The ceilings and the loaders that can do this workload."""
     able = [name for name in loaders if LOADERS[name].refuses(workload) is None]
     if workload.records:
         able = [name for name in able if name == OURS]
     if workload.kind == "import":
         able = [name for name in able if name in ("ours", "torch")]
-    return ([workload.ceiling] if workload.ceiling else []) + able
+    return [*workload.ceilings, *able]
 
 
 def plan(settings: Settings) -> list[list[tuple[str, str]]]:

@@ -1,6 +1,8 @@
-"""From records to ratios, bars, tables and a picture. Pure but for `draw`, which writes a file.
+"""From records to ratios, bars, sentences and tables. Pure.
 
-    records -> summarise, ratio, judge, compare_samples -> tables (Markdown, also what the terminal shows)
+    records -> summarise, ratio, judge, compare_samples
+    findings(records, cores)    three sentences: what was found
+    whole(records, about)       the tables (Markdown, also what the terminal shows)
 
 A ratio is the median over rounds of the ratio within a round, of speeds: above 1 means faster, or smaller. A bar
 that speaks of time or size (`Bar.at_most`) has the inverse: below 1 means faster, or smaller.
@@ -11,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.ceilings import CEILINGS
@@ -21,6 +22,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 BEGIN = "<!-- results: `python -m benchmarks --out` writes between these two lines -->"
 END = "<!-- end of results -->"
+BEGIN_FINDINGS = "<!-- findings: `python -m benchmarks --out` writes between these two lines -->"
+END_FINDINGS = "<!-- end of findings -->"
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class Bar:
 
     Attributes:
         workload: its name.
-        of: a ceiling or a loader; None: the limit is absolute, in seconds.
-        limit: the ratio, or the seconds.
-        at_most: of time or size, which must not exceed the limit; else of speed, which must reach it.
+        of: a ceiling or a loader to compare with. None: the value itself is compared with the limit.
+        limit: a ratio. Without ``of``: seconds, or a ratio if the workload's value is one (``"gap"``).
+        at_most: True for time or size, which must not exceed the limit. False for speed, which must reach it.
     """
 
     workload: str
@@ -41,7 +44,7 @@ class Bar:
 
     def __str__(self) -> str:
         if self.of is None:
-            return f"<= {self.limit * 1000:g} ms"
+            return f"<= {self.limit:g}" if self.workload == "gap" else f"<= {self.limit * 1000:g} ms"
         if not self.at_most:
             return f">= {self.limit:g} {self.of}"
         what = "memory" if self.workload == "memory" else "time"
@@ -49,21 +52,27 @@ class Bar:
 
 
 BARS = (
-    Bar("images", "C", 0.6),
-    Bar("columns", "T", 0.35),
-    Bar("columns-inline", "T", 0.7),
-    Bar("large", "C", 1.2),
-    Bar("tiny", "torch", 0.08, at_most=True),
-    Bar("tokens", "C", 0.3),
-    Bar("images-inline", "C", 0.6),
-    Bar("tiny-inline", "C", 0.4),
-    Bar("jpeg", "P", 0.95),
-    Bar("latency", "S", 0.97),
+    Bar("images", "C", 1.0),
+    Bar("images", "seqtools", 1.5),
+    Bar("columns", "T", 0.5),
+    Bar("columns", "seqtools", 1.3),
+    Bar("columns-inline", "T", 0.75),
+    Bar("large", "D", 0.95),
+    Bar("large-inline", "C", 0.9),
+    Bar("tiny", "torch", 0.04, at_most=True),
+    Bar("tokens", "C", 0.5),
+    Bar("tokens", "seqtools", 1.3),
+    Bar("images-inline", "C", 1.2),
+    Bar("tiny-inline", "C", 0.35),
+    Bar("jpeg", "P", 0.97),
+    Bar("latency", "S", 0.99),
     Bar("records", "R", 5),
+    Bar("records-shuffled", "R", 4),
     Bar("import", "N", 1.6, at_most=True),
-    Bar("first-spawn", "torch", 0.1, at_most=True),
-    Bar("close", None, 0.020, at_most=True),
-    Bar("memory", "torch", 0.5, at_most=True),
+    Bar("first-spawn", None, 0.200, at_most=True),
+    Bar("gap", None, 1.3, at_most=True),
+    Bar("close", None, 0.010, at_most=True),
+    Bar("memory", "torch", 0.45, at_most=True),
 )
 
 
@@ -129,7 +138,7 @@ def judge(bar: Bar, records: Sequence[Record]) -> Verdict:
 
 
 def compare_samples(records: Sequence[Record], workload: str) -> dict[str, str]:
-    """Loader -> ``"ok"``, ``"other order"`` or ``"MISMATCH"``, measured against the ceiling, else the first."""
+    """Loader -> ``"ok"``, ``"other order"`` or ``"MISMATCH"``, compared with the first ceiling, else with torch."""
     digests = {
         record.loader: (record.same, record.in_order)
         for record in reversed(records)
@@ -137,8 +146,10 @@ def compare_samples(records: Sequence[Record], workload: str) -> dict[str, str]:
     }
     if not digests:
         return {}
-    ceiling = WORKLOADS[workload].ceiling
-    same, in_order = digests.get(ceiling or "") or digests.get("torch") or next(iter(digests.values()))
+    reference = next(
+        (name for name in (*WORKLOADS[workload].ceilings, "torch") if name in digests), next(iter(digests))
+    )
+    same, in_order = digests[reference]
     found: dict[str, str] = {}
     for record in records:
         if record.workload != workload or record.same is None or found.get(record.loader) == "MISMATCH":
@@ -148,6 +159,12 @@ def compare_samples(records: Sequence[Record], workload: str) -> dict[str, str]:
         elif found.get(record.loader) != "other order":
             found[record.loader] = "ok" if record.in_order == in_order else "other order"
     return found
+
+
+def behind(records: Sequence[Record], workload: str) -> dict[str, float]:
+    """The other loaders that ours is behind on a workload -> ours / this, where that rounds to less than 1.00."""
+    ratios = {name: ratio(records, workload, OURS, name) for name in LOADERS if name != OURS}
+    return {name: times for name, times in ratios.items() if times is not None and times < 0.995}
 
 
 def failures(records: Sequence[Record]) -> list[str]:
@@ -180,6 +197,8 @@ def format_value(kind: str, value: float) -> str:
         return _three_digits(value)
     if kind == "memory":
         return f"{value / 1e6:.0f} MB"
+    if kind == "gap":
+        return format_ratio(value)
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.2f} s"
 
 
@@ -214,6 +233,7 @@ HEADS = {
     "close": "to close",
     "import": "to import",
     "memory": "memory",
+    "gap": "gap",
 }
 
 
@@ -224,7 +244,7 @@ def workload_table(records: Sequence[Record], workload: Workload) -> str:
     loaders = list(dict.fromkeys(record.loader for record in records if record.workload == name))
     rank = [*CEILINGS, *LOADERS]
     head = ["", HEADS[workload.kind], "min .. max"]
-    head += ([f"of {workload.ceiling}"] if workload.ceiling else []) + ["ours / this", "samples"]
+    head += [*(f"of {ceiling}" for ceiling in workload.ceilings), "ours / this", "samples"]
     rows = [head]
     for loader in sorted(loaders, key=rank.index):
         label = f"{loader}: {CEILINGS[loader]}" if loader in CEILINGS else loader
@@ -236,22 +256,25 @@ def workload_table(records: Sequence[Record], workload: Workload) -> str:
             continue
         shown = [format_value(workload.kind, value) for value in (summary.median, summary.low, summary.high)]
         row = [label, shown[0], f"{shown[1]} .. {shown[2]}"]
-        if workload.ceiling:
-            row.append(format_ratio(ratio(records, name, loader, workload.ceiling)))
+        row += [format_ratio(ratio(records, name, loader, ceiling)) for ceiling in workload.ceilings]
         ours = "" if loader == OURS else format_ratio(ratio(records, name, OURS, loader))
         rows.append([*row, ours, samples.get(loader, "")])
     return markdown(rows)
 
 
 def bars_table(records: Sequence[Record]) -> str:
-    """The bars whose workload was measured."""
+    """The bars whose workload was measured, and who is ahead of ours there."""
     rows = [["work", "bar", "measured", "", "behind"]]
     measured = {record.workload for record in records}
+    told = set()
     for bar in BARS:
         if bar.workload in measured:
             verdict = judge(bar, records)
             met = {True: "met", False: "not met", None: "not measured"}[verdict.met]
-            rows.append([WORKLOADS[bar.workload].title, str(bar), _measured(verdict), met, _ahead(records, bar)])
+            ahead = {} if bar.workload in told else behind(records, bar.workload)
+            told.add(bar.workload)
+            names = ", ".join(f"{name} ({format_ratio(times)})" for name, times in ahead.items())
+            rows.append([WORKLOADS[bar.workload].title, str(bar), _measured(verdict), met, names])
     return markdown(rows)
 
 
@@ -259,19 +282,81 @@ def _measured(verdict: Verdict) -> str:
     if verdict.measured is None:
         return "-"
     if verdict.bar.of is None:
-        return format_value("close", verdict.measured)
+        return format_value("gap" if verdict.bar.workload == "gap" else "close", verdict.measured)
     return f"{verdict.measured:.3f}" if verdict.measured < 0.1 else f"{verdict.measured:.2f}"
 
 
-def _ahead(records: Sequence[Record], bar: Bar) -> str:
-    """The loaders that ours is behind, by how much."""
-    behind = []
-    for name in LOADERS:
-        if name != OURS:
-            times = ratio(records, bar.workload, OURS, name)
-            if times is not None and times < 1:
-                behind.append(f"{name} ({format_ratio(times)})")
-    return ", ".join(behind)
+def findings(records: Sequence[Record], cores: int) -> str:
+    """Three sentences that say what was found.
+
+    Args:
+        records: all measurements.
+        cores: of the machine.
+
+    Returns:
+        How ours compares with torch on the workloads that are rates; where ours is behind another loader, with the
+        ratio of speeds, times or sizes (below 1); and whether all loaders delivered the same samples.
+    """
+    return " ".join([_beside_torch(records, cores), _behind_sentence(records), _samples_sentence(records)])
+
+
+def times_torch(records: Sequence[Record], loader: str) -> dict[str, float]:
+    """Workload -> how many times as fast as torch a loader is: where both were measured, and a rate was."""
+    found = {}
+    for name in dict.fromkeys(record.workload for record in records):
+        times = ratio(records, name, loader, "torch") if WORKLOADS[name].kind == "rate" else None
+        if times is not None:
+            found[name] = times
+    return found
+
+
+def _beside_torch(records: Sequence[Record], cores: int) -> str:
+    here = f"On {'this core' if cores == 1 else f'these {cores} cores'}"
+    times = times_torch(records, OURS)
+    if not times:
+        return f"{here}, the speed of sharded_loader was not compared with that of torch's DataLoader."
+    low, high = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    shown = f"{format_ratio(times[low])} (`{low}`)"
+    if low != high:
+        shown = f"between {shown} and {format_ratio(times[high])} (`{high}`)"
+    return f"{here}, sharded_loader reads {shown} times as fast as torch's DataLoader."
+
+
+def _behind_sentence(records: Sequence[Record]) -> str:
+    places: dict[str, list[str]] = {}
+    for workload in dict.fromkeys(record.workload for record in records):
+        for name, times in behind(records, workload).items():
+            places.setdefault(name, []).append(f"`{workload}` ({format_ratio(times)})")
+    if not places:
+        return "It is behind no other loader that was measured."
+    return f"It is {listed([f'behind {name} on {listed(works)}' for name, works in places.items()])}."
+
+
+def _samples_sentence(records: Sequence[Record]) -> str:
+    wrong: dict[str, list[str]] = {"MISMATCH": [], "other order": []}
+    compared = False
+    for workload in dict.fromkeys(record.workload for record in records):
+        for name, verdict in compare_samples(records, workload).items():
+            compared = True
+            if verdict != "ok":
+                wrong[verdict].append(f"{name} on `{workload}`")
+    if not compared:
+        return "No samples were compared."
+    if wrong["MISMATCH"]:
+        return f"Other samples were delivered by {listed(wrong['MISMATCH'])}."
+    if wrong["other order"]:
+        return f"All loaders delivered the same samples, in another order by {listed(wrong['other order'])}."
+    return "All loaders delivered the same samples."
+
+
+def listed(items: Sequence[str]) -> str:
+    """``a, b and c``.
+
+    Example:
+        >>> listed(["a", "b", "c"])
+        'a, b and c'
+    """
+    return f"{', '.join(items[:-1])} and {items[-1]}" if len(items) > 1 else "".join(items)
 
 
 def about_lines(about: dict[str, Any]) -> str:
@@ -299,50 +384,3 @@ def fill(text: str, results: str, begin_line: str = BEGIN, end_line: str = END) 
     before, begin, rest = text.partition(begin_line)
     _, end, after = rest.partition(end_line)
     return f"{before}{begin}\n\n{results}\n\n{end}{after}" if begin and end else None
-
-
-# -- picture --------------------------------------------------------------------------------------------------
-
-
-def draw(records: Sequence[Record], path: Path) -> bool:
-    """One panel per workload: medians, with lines from the worst to the best round. False without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    names = list(dict.fromkeys(record.workload for record in records))
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(5.2 * columns, 2.5 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(rows, columns, squeeze=False).flat, names, strict=False):
-        _draw_panel(axes, records, WORKLOADS[name])
-    for axes in figure.axes[len(names) :]:
-        axes.set_visible(False)
-    figure.savefig(path, dpi=90)
-    return True
-
-
-def _draw_panel(axes: Any, records: Sequence[Record], workload: Workload) -> None:
-    scale, unit = {"rate": (1e-3, "thousand samples/s"), "memory": (1e-6, "MB, less is better")}.get(
-        workload.kind, (1e3, "ms, less is better")
-    )
-    if workload.name in ("jpeg", "latency"):
-        scale, unit = 1.0, "samples/s"
-    bars = []
-    for loader in [*CEILINGS, *LOADERS]:
-        summary = summarise(list(values_of(records, workload.name, loader).values()))
-        if summary is not None:
-            bars.append((loader, summary))
-    bars.reverse()
-    colours = ["0.75" if name in CEILINGS else "tab:orange" if name == OURS else "tab:blue" for name, _ in bars]
-    medians = [summary.median * scale for _, summary in bars]
-    spread = [
-        [(summary.median - summary.low) * scale for _, summary in bars],
-        [(summary.high - summary.median) * scale for _, summary in bars],
-    ]
-    axes.barh([name for name, _ in bars], medians, color=colours, xerr=spread, ecolor="0.3", capsize=2)
-    axes.set_title(workload.title, fontsize=9)
-    axes.set_xlabel(unit, fontsize=8)
-    axes.tick_params(labelsize=8)

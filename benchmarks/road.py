@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.imports import read_sources
+from benchmarks.samples import NUM_IMAGES, Array
 from benchmarks.sizes import sizes_of
 from benchmarks.walk import record_walks, summary_of
-from benchmarks.workloads import NUM_IMAGES, WORKLOADS, Array
+from benchmarks.workloads import WORKLOADS
 
 PACKAGE = "sharded_loader"
 ROOT = Path(__file__).resolve().parent.parent

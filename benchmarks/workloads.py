@@ -1,139 +1,25 @@
-"""What is measured: datasets made from fixed seeds, and one `Workload` per table of the report.
+"""What is measured: one `Workload` per table of the report, and the order of the samples.
 
-    Workload.build() -> Source      the data, once per child process
-    Source.rows                     a plain dataset: ``__getitem__(index)`` -> one sample, a NumPy array
-    Source.columns                  the same samples as one array, where the workload is about columns
-    order(source) -> indices        one shuffled epoch, the same in every child; loaders repeat it without end
-
-A child that is spawned by a loader imports this module for its dataset classes, so it imports NumPy alone.
+WORKLOADS[name].build() -> Source       the data, once per child process
+order(length) -> indices                one shuffled epoch, the same in every child process
+epochs_of(order, samples) -> list       the order again and again, in one list: every loader reads this list
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-import struct
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from benchmarks import samples
+from benchmarks.samples import Array, Source
 
-IMAGE_SHAPE = (3, 32, 32)
-NUM_IMAGES = 50_000
-LATENCY = 0.005
 LATENCY_THREADS = 16
-MAX_TOKENS = 500
-NUM_RECORDS = 100_000
 
-
-class Rows:
-    """Samples are the rows of an array."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._array[index]
-
-
-class SlowRows(Rows):
-    """Rows that come after `LATENCY`, as from a network."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(LATENCY)
-        return self._array[index]
-
-
-class Tokens:
-    """Ragged rows: stretches of one flat array."""
-
-    def __init__(self, flat: Array, ends: Sequence[int]) -> None:
-        self._flat = flat
-        self._starts = [0, *ends[:-1]]
-        self._ends = list(ends)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> Array:
-        return self._flat[self._starts[index] : self._ends[index]]
-
-
-class Jpegs:
-    """Encoded photographs, decoded and scaled to 224 x 224 when they are read."""
-
-    def __init__(self, files: list[bytes]) -> None:
-        self._files = files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> Array:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(self._files[index])) as image:
-            return np.array(image.convert("RGB").resize((224, 224)))
-
-
-class PlainRecords:
-    """A ``.rec`` file as a plain reader reads it: seek, read, unpack the header, read, for each record."""
-
-    _MAGIC = struct.pack("<I", 0xCED7230A)
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115 - it is closed with the process
-        self._offsets = [int(line.split("\t")[1]) for line in path.with_suffix(".idx").read_text().splitlines()]
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> bytes:
-        file = self._file
-        file.seek(self._offsets[index])
-        parts = []
-        while True:
-            magic, word = struct.unpack("<4sI", file.read(8))
-            if magic != self._MAGIC:
-                raise ValueError("no record there")
-            length = word & 0x1FFFFFFF
-            data = file.read(length)
-            if len(data) < length:
-                raise ValueError("truncated")
-            if word >> 29 == 0:
-                return data
-            parts.append(data)
-            file.read(-length % 4)
-            if word >> 29 == 3:
-                return self._MAGIC.join(parts)
-
-
-class LoadedModules:
-    """Its samples tell which modules the worker that reads them has loaded."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> str:
-        return "\n".join(sys.modules)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The data of a workload, in the forms that loaders want."""
-
-    rows: Any
-    columns: Array | None = None
+MOST_SAMPLES = 12_000_000
+"""Entries of the longest list of indices: 96 MB. Repeated entries share the integers."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +31,8 @@ class Workload:
         title: what a reader sees.
         kind: ``"rate"`` (samples per second in a long epoch), ``"first"`` (seconds from making the loader to
             its first batch), ``"close"`` (seconds to break out and close), ``"import"`` (seconds of imports in
-            a spawned worker), ``"memory"`` (bytes, PSS of the process tree).
+            a spawned worker), ``"memory"`` (bytes, PSS of the process tree), ``"gap"`` (the time of the first
+            batches of an epoch, divided by the mean time of as many batches: see `benchmarks.child.gap_of`).
         build: makes the data.
         batch_size: samples per batch.
         pool: who reads: ``"process"``, ``"thread"`` or ``"inline"``.
@@ -154,7 +41,8 @@ class Workload:
         padded: samples are ragged and have to be padded.
         records: samples are bytes in a RecordIO file (`PlainRecords`), read by ``get_batch``, without a loader.
         shuffled: whether the epoch is; else in the order of the data.
-        ceiling: letter of the bare limit that is measured beside the loaders, or None.
+        ceilings: letters of the bare limits that are measured beside the loaders. Samples are compared with those
+            that the first limit read.
         check_batches: that many batches are compared between loaders, before anything is timed.
         quick: part of ``--quick``.
     """
@@ -170,7 +58,7 @@ class Workload:
     padded: bool = False
     records: bool = False
     shuffled: bool = True
-    ceiling: str | None = None
+    ceilings: tuple[str, ...] = ()
     check_batches: int = 1
     quick: bool = False
 
@@ -186,7 +74,7 @@ class Workload:
 
 
 class Repeated:
-    """A sampler: the same order again and again, so that a span of any length lies in one epoch."""
+    """A sampler without end: the same order again and again, in as little memory as one epoch."""
 
     TIMES = 100_000
 
@@ -217,181 +105,136 @@ class RepeatedBatches:
         return self._order[start : start + self._batch_size]
 
 
+def epochs_of(order: Array, count: int) -> list[int]:
+    """The order again and again, as a plain list.
+
+    Args:
+        order: the indices of one epoch.
+        count: how many samples the list must have at least. The list has whole epochs, and at least one.
+
+    Returns:
+        The list. It has at most `MOST_SAMPLES` entries, or one epoch if an epoch is longer.
+    """
+    most = max(1, MOST_SAMPLES // len(order))
+    result: list[int] = order.tolist() * min(most, -(-count // len(order)) or 1)
+    return result
+
+
 def order(length: int, shuffled: bool = True) -> Array:
     """The epoch of a dataset of that many samples."""
     return np.random.default_rng(17).permutation(length) if shuffled else np.arange(length)
 
 
-def stack(samples: Sequence[Array]) -> Array:
+def stack(rows: Sequence[Array]) -> Array:
     """A batch of equal samples, for loaders that leave it to the user."""
-    return np.stack(samples)
+    return np.stack(rows)
 
 
-def pad(samples: Sequence[Array]) -> Array:
+def pad(rows: Sequence[Array]) -> Array:
     """A batch of ragged samples, padded with 0, for loaders that leave it to the user."""
-    batch = np.zeros((len(samples), max(map(len, samples))), samples[0].dtype)
-    for row, sample in zip(batch, samples, strict=True):
-        row[: len(sample)] = sample
+    batch = np.zeros((len(rows), max(map(len, rows))), rows[0].dtype)
+    for place, row in zip(batch, rows, strict=True):
+        place[: len(row)] = row
     return batch
-
-
-# -- data -----------------------------------------------------------------------------------------------------
-
-
-def _images() -> Source:
-    array = np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, *IMAGE_SHAPE), dtype=np.uint8)
-    return Source(Rows(array), array)
-
-
-def _large() -> Source:
-    array = np.random.default_rng(1).random((256, 3, 224, 224), dtype=np.float32)
-    return Source(Rows(array))
-
-
-def _tiny() -> Source:
-    return Source(Rows(np.random.default_rng(2).random((50_000, 16), dtype=np.float32)))
-
-
-def _tokens() -> Source:
-    rng = np.random.default_rng(3)
-    ends = np.cumsum(rng.integers(5, MAX_TOKENS + 1, 20_000))
-    return Source(Tokens(rng.integers(1, 50_000, ends[-1]), ends.tolist()))
-
-
-def _jpegs() -> Source:
-    from PIL import Image
-
-    files = []
-    rng = np.random.default_rng(4)
-    photographs = _photographs()
-    for number in range(128):
-        photograph = photographs[number % len(photographs)]
-        height, width = photograph.shape[:2]
-        top, left = int(rng.integers(height - 359)), int(rng.integers(width - 479))
-        file = io.BytesIO()
-        Image.fromarray(photograph[top : top + 360, left : left + 480]).save(file, "jpeg", quality=90)
-        files.append(file.getvalue())
-    return Source(Jpegs(files))
-
-
-def _photographs() -> list[Array]:
-    """scikit-learn's two; without it, smooth noise."""
-    try:
-        from sklearn.datasets import load_sample_images
-
-        return [np.asarray(image) for image in load_sample_images().images]
-    except Exception:  # not installed, or a build without its pictures: any picture will do
-        from PIL import Image
-
-        rng = np.random.default_rng(5)
-        small = [Image.fromarray(rng.integers(0, 256, (27, 40, 3), dtype=np.uint8)) for _ in range(2)]
-        return [np.asarray(image.resize((640, 427), Image.Resampling.BICUBIC)) for image in small]
-
-
-def _slow() -> Source:
-    return Source(SlowRows(np.random.default_rng(6).random((10_000, 64), dtype=np.float32)))
-
-
-_RECORDS_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
-"""They go when the child ends."""
-
-
-def _records() -> Source:
-    rng = np.random.default_rng(8)
-    raw = rng.integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()  # holds no magic
-    _RECORDS_FOLDERS.append(tempfile.TemporaryDirectory())
-    path = Path(_RECORDS_FOLDERS[-1].name) / "records.rec"
-    offset, lines = 0, []
-    with open(path, "wb") as file:
-        lengths, begins = rng.integers(100, 501, NUM_RECORDS).tolist(), rng.integers(0, 1 << 19, NUM_RECORDS).tolist()
-        for key, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
-            lines.append(f"{key}\t{offset}\n")
-            offset += file.write(
-                struct.pack("<II", 0xCED7230A, length) + raw[begin : begin + length] + bytes(-length % 4)
-            )
-    path.with_suffix(".idx").write_text("".join(lines))
-    return Source(PlainRecords(path))
-
-
-def _modules() -> Source:
-    return Source(LoadedModules())
 
 
 _IMAGES = "50k images 3x32x32 uint8"
 
+_SHAPED = (
+    Workload(
+        "images",
+        f"{_IMAGES}, batch 256",
+        "rate",
+        samples.images,
+        256,
+        ceilings=("C", "J"),
+        check_batches=40,
+        quick=True,
+    ),
+    Workload(
+        "columns",
+        f"{_IMAGES}, columns, batch 256",
+        "rate",
+        samples.images,
+        256,
+        ceilings=("T",),
+        check_batches=40,
+        quick=True,
+    ),
+    Workload(
+        "large",
+        "602 KB float32 samples, batch 64",
+        "rate",
+        samples.large,
+        64,
+        ceilings=("C", "D"),
+        check_batches=3,
+        quick=True,
+    ),
+    Workload(
+        "tiny",
+        "float32[16] rows, batch 16",
+        "rate",
+        samples.tiny,
+        16,
+        ceilings=("C", "J"),
+        check_batches=200,
+        quick=True,
+    ),
+    Workload(
+        "tokens",
+        "ragged int64 tokens 5..500, batch 64, padded",
+        "rate",
+        samples.tokens,
+        64,
+        padded=True,
+        ceilings=("C",),
+        check_batches=100,
+        quick=True,
+    ),
+)
+"""What the samples look like decides, not how long it takes to read them."""
+
+
+def _inline(workload: Workload, ceilings: tuple[str, ...]) -> Workload:
+    """The same work without worker processes."""
+    return replace(
+        workload,
+        name=f"{workload.name}-inline",
+        title=f"{workload.title}, inline",
+        pool="inline",
+        ceilings=ceilings,
+    )
+
+
+_BY_NAME = {workload.name: workload for workload in _SHAPED}
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("images", f"{_IMAGES}, batch 256", "rate", _images, 256, ceiling="C", check_batches=40, quick=True),
-        Workload(
-            "columns", f"{_IMAGES}, columns, batch 256", "rate", _images, 256, ceiling="T", check_batches=40, quick=True
-        ),
-        Workload(
-            "columns-inline",
-            f"{_IMAGES}, columns, batch 256, inline",
-            "rate",
-            _images,
-            256,
-            pool="inline",
-            ceiling="T",
-            check_batches=40,
-            quick=True,
-        ),
-        Workload(
-            "large", "602 KB float32 samples, batch 64", "rate", _large, 64, ceiling="C", check_batches=3, quick=True
-        ),
-        Workload("tiny", "float32[16] rows, batch 16", "rate", _tiny, 16, ceiling="C", check_batches=200, quick=True),
-        Workload(
-            "tokens",
-            "ragged int64 tokens 5..500, batch 64, padded",
-            "rate",
-            _tokens,
-            64,
-            padded=True,
-            ceiling="C",
-            check_batches=100,
-            quick=True,
-        ),
-        Workload(
-            "images-inline",
-            f"{_IMAGES}, batch 256, inline",
-            "rate",
-            _images,
-            256,
-            pool="inline",
-            ceiling="C",
-            check_batches=40,
-            quick=True,
-        ),
-        Workload(
-            "tiny-inline",
-            "float32[16] rows, batch 16, inline",
-            "rate",
-            _tiny,
-            16,
-            pool="inline",
-            ceiling="C",
-            check_batches=200,
-            quick=True,
-        ),
+        *_SHAPED,
+        _inline(_BY_NAME["images"], ("C", "J")),
+        _inline(_BY_NAME["columns"], ("T",)),
+        _inline(_BY_NAME["tiny"], ("C", "J")),
+        _inline(_BY_NAME["large"], ("C",)),
         Workload(
             "jpeg",
             "JPEG 480x360, decoded, scaled to 224x224, batch 16",
             "rate",
-            _jpegs,
+            samples.jpegs,
             16,
-            ceiling="P",
+            ceilings=("P",),
             check_batches=4,
         ),
         Workload(
             "latency",
             "5 ms latency per sample, 16 threads, batch 8",
             "rate",
-            _slow,
+            samples.slow,
             8,
             pool="thread",
             workers=LATENCY_THREADS,
-            ceiling="S",
+            ceilings=("S",),
             check_batches=16,
             quick=True,
         ),
@@ -400,12 +243,12 @@ WORKLOADS = {
                 f"records{'-shuffled' if shuffled else ''}",
                 f"RecordIO, 100k records of 100..500 bytes, {'shuffled' if shuffled else 'in order'}, batch 1,024",
                 "rate",
-                _records,
+                samples.records,
                 1024,
                 pool="inline",
                 records=True,
                 shuffled=shuffled,
-                ceiling="R",
+                ceilings=("R",),
                 check_batches=100,
                 quick=True,
             )
@@ -416,28 +259,29 @@ WORKLOADS = {
                 f"first-{method}",
                 f"first batch of a 154 MB dataset, {method}",
                 "first",
-                _images,
+                samples.images,
                 256,
                 start_method=method,
             )
             for method in ("fork", "forkserver", "spawn")
         ],
-        Workload("close", "break, then close, idle workers", "close", _images, 256, quick=True),
+        Workload("gap", "from one epoch to the next, 128 JPEGs, batch 16", "gap", samples.jpegs, 16, check_batches=8),
+        Workload("close", "break, then close, idle workers", "close", samples.images, 256, quick=True),
         Workload(
             "import",
             "imports of a spawned worker",
             "import",
-            _modules,
+            samples.modules,
             1,
             start_method="spawn",
-            ceiling="N",
+            ceilings=("N",),
             quick=True,
         ),
         Workload(
             "memory",
             f"memory (PSS of the tree), {_IMAGES}, spawn",
             "memory",
-            _images,
+            samples.images,
             256,
             start_method="spawn",
             check_batches=10,
