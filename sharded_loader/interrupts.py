@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import atexit
 import contextlib
 import functools
@@ -45,7 +46,8 @@ def uninterrupted() -> Iterator[None]:
 
 def python_handlers() -> dict[int, Any]:
     """The signals that this process handles in Python, with their handlers."""
-    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    # Without the enumerations of `signal.getsignal`: 12 us instead of 96, twice in each epoch.
+    found = {number: _signal.getsignal(number) for number in _SIGNALS}
     return {number: handler for number, handler in found.items() if callable(handler)}
 
 
