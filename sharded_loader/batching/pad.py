@@ -28,12 +28,11 @@ from sharded_loader.batching.stack import (
     is_numbers,
     to_numpy_dtype,
 )
-from sharded_loader.batching.tensors import check_no_grad, empty_tensor, is_plain, numpy_can
+from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
 
 _SMALL_ROW = 16 * 1024  # bytes
 
-_dtype_of = attrgetter("dtype")
 _ndim_of = attrgetter("ndim")
 
 
@@ -198,7 +197,7 @@ def _join(
     """
     if not 0 < width * dtype.itemsize <= JOINED_BYTES or dtype.num not in JOINABLE:
         return None
-    if set(map(_dtype_of, samples)) != {dtype}:
+    if set(map(dtype_of, samples)) != {dtype}:
         return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))

@@ -27,10 +27,9 @@ from sharded_loader.batching.protocol import (
     ragged,
     some,
 )
-from sharded_loader.batching.tensors import check_no_grad, dtype_name, numpy_can, stack_tensors
+from sharded_loader.batching.tensors import check_no_grad, dtype_name, dtype_of, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
 
-_dtype_of = attrgetter("dtype")
 _shape_of_array = attrgetter("shape")
 
 
@@ -86,13 +85,17 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
     first, count = arrays[0], len(arrays)
     shape, target = first.shape, first.dtype if dtype is None else dtype
     if dtype is None:
-        if len(set(map(_dtype_of, arrays))) > 1 or not target.isnative:
+        if len(set(map(dtype_of, arrays))) > 1 or not target.isnative:
             target = common_dtype(arrays)
         elif 0 < first.nbytes <= JOINED_BYTES and target.num in JOINABLE:
             new = is_new(empty, count * first.nbytes)
             joined = _join(arrays, None if new else empty) if new or first.nbytes <= COPIED_BYTES else None
             if joined is not None:
                 return joined
+    if not shape and not any(map(_shape_of_array, arrays)):
+        out = empty((count,), target)
+        out[...] = np.array(arrays)
+        return out
     try:
         if len(set(map(len, arrays))) > 1:
             raise ValueError
@@ -100,13 +103,10 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         # Concatenating into a flattened view, not np.stack: 256 arrays of 3x32x32 uint8 take 44 us + 11 us of
         # checks against 86 us for np.stack(out=) and 68 us for 256 bare row copies (one core, warm cache).
         np.concatenate(arrays, out=out.reshape((count * shape[0], *shape[1:])), casting="unsafe")
-    except (TypeError, ValueError):
+    except (IndexError, TypeError, ValueError):
         if any(array.shape != shape for array in arrays):
             raise ragged([array.shape for array in arrays]) from None
-        if shape:
-            raise
-        out = empty((count,), target)
-        out[...] = np.array(arrays)
+        raise
     return out
 
 
@@ -155,7 +155,7 @@ def common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
         >>> common_dtype([np.zeros(1, ">i4"), np.zeros(1, "f4")])
         dtype('float64')
     """
-    dtypes = set(map(_dtype_of, arrays))
+    dtypes = set(map(dtype_of, arrays))
     try:
         joint = dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
     except TypeError:

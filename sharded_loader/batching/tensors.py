@@ -29,7 +29,7 @@ from sharded_loader.interrupts import is_from_outside
 if TYPE_CHECKING:
     import torch
 
-_dtype_of = attrgetter("dtype")
+dtype_of = attrgetter("dtype")
 
 _NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
@@ -42,7 +42,7 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
     Args and errors: those of `sharded_loader.batching.stack.stack`.
     """
     torch: Any = sys.modules["torch"]
-    if dtype is None and torch.is_grad_enabled() and is_plain(tensors) and len(set(map(_dtype_of, tensors))) == 1:
+    if dtype is None and torch.is_grad_enabled() and is_plain(tensors) and len(set(map(dtype_of, tensors))) == 1:
         # The usual case: torch itself notices what does not fit, and below it is said. 256 tensors of 3 KB: 155 us;
         # to look at the other traits of each takes 80 more.
         out, tensor_out = empty_tensor((len(tensors), *tensors[0].shape), tensors[0].dtype, empty)
@@ -65,7 +65,7 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
     try:
         if not is_plain(tensors):
             return torch.stack(tuple(tensors))
-        joint = reduce(torch.promote_types, dict.fromkeys(map(_dtype_of, tensors)))
+        joint = reduce(torch.promote_types, dict.fromkeys(map(dtype_of, tensors)))
         out, tensor_out = empty_tensor((len(tensors), *first.shape), joint, empty)
         torch.stack(tuple(tensors), out=tensor_out)
     except RuntimeError:
