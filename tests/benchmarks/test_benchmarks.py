@@ -387,4 +387,4 @@ def test_measures_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_memory_of_a_process_tree_counts_what_it_holds() -> None:
     before = child.tree_pss()
     held = np.ones(20_000_000, np.uint8)
-    assert child.tree_pss() - before > 0.9 * held.nbytes
+    assert child.tree_pss() - before > 0.5 * held.nbytes

@@ -16,7 +16,7 @@ from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 from sharded_loader.recordio import RecordIOError, gather
 from sharded_loader.recordio import files as recordfile
-from sharded_loader.recordio.gather import KEPT_BYTES, LEAST, MOST, Gatherer
+from sharded_loader.recordio.gather import KEPT_BYTES, LEAST, MEAN_BYTES, MOST, Gatherer
 from tests import reference_recordio as reference
 
 pytestmark = pytest.mark.skipif(gather._pwritev is None, reason="Linux only")
@@ -97,13 +97,28 @@ def test_what_does_not_lie_in_the_file_is_not_read(opened: Any) -> None:
 
 
 def test_large_scratch_files_give_their_memory_back(opened: Any) -> None:
-    gatherer, _ = opened
-    where = stretches(20, most=2)
-    where = np.resize(where[0], 64) * 0, np.full(64, len(CONTENT))
-    assert gatherer.read(*where) == CONTENT * 64
-    (scratch,) = gatherer._scratches
-    assert len(CONTENT) * 64 > KEPT_BYTES
+    sizes = np.full(KEPT_BYTES // 1000 + 1, 1000)
+    where = np.arange(len(sizes)) % 100 * PAGE, sizes
+    assert opened[0].read(*where) == expected(*where)
+    (scratch,) = gather._scratches
     assert os.fstat(scratch.fd).st_size == 0
+
+
+def test_long_stretches_are_left_to_single_reads(opened: Any) -> None:
+    for size, is_read in ((MEAN_BYTES, True), (MEAN_BYTES + 1, False)):
+        where = np.arange(LEAST) * PAGE, np.full(LEAST, size)
+        assert opened[0].read(*where) == (expected(*where) if is_read else None)
+
+
+def test_many_open_files_take_few_descriptors(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "MAPS", 3)
+    before, where = len(os.listdir("/proc/self/fd")), stretches(50)
+    gatherers = [Gatherer(opened[0]._fd) for _ in range(10)]
+    found = [one.read(*where) for one in gatherers]
+    assert [content is not None for content in found] == [True] * 3 + [False] * 7
+    assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1  # a map holds a descriptor up to Python 3.12
+    del gatherers[0]  # its place is free
+    assert gatherers[-1].read(*where) == expected(*where)
 
 
 def test_without_the_means_nothing_is_gathered_and_it_is_not_tried_again(
