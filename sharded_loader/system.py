@@ -28,7 +28,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
+"""For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
+
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""A limit is reached: for now there are no descriptors."""
 
 PREFIX = "sharded_loader"
 """How every name begins that the library gives to shared memory, however briefly it exists."""
@@ -38,8 +44,6 @@ ALLOCATED_AT_ONCE = 32 << 20
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
-
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -105,7 +109,7 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
             try:
                 return opener(label)
             except OSError as error:
-                if error.errno in _NO_DESCRIPTORS:
+                if error.errno in NO_DESCRIPTORS:
                     raise
                 last = error
     raise last
@@ -150,7 +154,7 @@ def can_pass_descriptors() -> bool:
             socket.send_fds(ours, [b"\0"], [ours.fileno()])
             _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
     except OSError as error:
-        return error.errno in _NO_DESCRIPTORS  # then nothing was refused
+        return error.errno in NO_DESCRIPTORS  # then nothing was refused
     for descriptor in descriptors:
         os.close(descriptor)
     return bool(descriptors)
@@ -206,7 +210,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 def why_refused(error: OSError) -> str:
     """Why there was no shared memory, and what to do."""
-    if error.errno in _NO_DESCRIPTORS:
+    if error.errno in NO_DESCRIPTORS:
         limit = ""
         with contextlib.suppress(ImportError):  # Windows
             import resource

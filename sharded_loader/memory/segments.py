@@ -34,10 +34,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharded_loader.interrupts import uninterrupted
-from sharded_loader.system import PREFIX, allocate, can_pass_descriptors, open_memory
-
-# From Python 3.13 on no duplicate of the descriptor.
-_MAPPING: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
+from sharded_loader.system import MAP_OPTIONS, PREFIX, allocate, can_pass_descriptors, open_memory
 
 BACKENDS = ("memfd", "shm", "file", "named")
 
@@ -132,7 +129,7 @@ def create(number: int, nbytes: int) -> Segment:
         try:
             os.ftruncate(fd, nbytes)
             allocate(fd, nbytes)
-            mapping = mmap.mmap(fd, nbytes, **_MAPPING)
+            mapping = mmap.mmap(fd, nbytes, **MAP_OPTIONS)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError) and folder is not None:
@@ -160,6 +157,6 @@ def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, privat
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     try:
         prot = mmap.PROT_READ | mmap.PROT_WRITE
-        return Segment(number, nbytes, mmap.mmap(fd, nbytes, flags=flags, prot=prot, **_MAPPING))
+        return Segment(number, nbytes, mmap.mmap(fd, nbytes, flags=flags, prot=prot, **MAP_OPTIONS))
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ index. What the read does not show to be a whole record (a payload cut at magics
 damage) is read by `RecordFile.read`, which also names the damage. Where records are large on average all are read so:
 then a call for each costs nothing beside its bytes.
 
-Memory: records, headers and gaps, at most as much as the file has, and once more while stretches are joined.
+Memory: records, headers and gaps, at most the size of the file, and once more while they are gathered or joined.
 
 What can go wrong: a damaged record raises `RecordIOError` with file and offset, also in a batch.
 """
@@ -295,9 +295,9 @@ def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
 
 
 def _gather(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s] | None:
-    """What lies in the file at any offsets, and where each begins in the buffer; None if it is not to be had at once.
+    """What lies in the file at any offsets, and where each begins in the buffer; None if the file cannot be gathered.
 
-    A record that is wanted several times is there as often, as long as the buffer is no larger than the file.
+    The buffer holds a record as often as it is wanted. It is never larger than the file.
     """
     ends = np.cumsum(sizes)
     if not len(begins) or ends[-1] > file.size or np.bitwise_or.reduce(sizes) & 3:

@@ -121,9 +121,9 @@ class _Descriptor:
             data += more
         return data
 
-    def __del__(self) -> None:
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at the program's end `os` may be gone
         if self._fd >= 0:
-            os.close(self._fd)
+            _close(self._fd)
 
 
 class RecordFile:
@@ -158,8 +158,9 @@ class RecordFile:
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
     def gather(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
-        """From each offset its size in bytes, in one buffer; None if it is not to be had at once (`Gatherer`)."""
-        return self._open().gatherer.read(offsets, sizes)
+        """From each offset its size in bytes, in one buffer; None if the file cannot be gathered (`Gatherer`)."""
+        file = self._open()  # held meanwhile: `close` in another thread would have its descriptor closed
+        return file.gatherer.read(offsets, sizes)
 
     @property
     def size(self) -> int:

@@ -1,6 +1,6 @@
-"""Many short stretches of a file in one buffer, with two system calls: Linux only. `RecordFile` reads them else.
+"""Many short stretches of a file in one buffer, with a few system calls: Linux only. Elsewhere each is one read.
 
-    file --map--> pages --pwritev, with the table of all stretches--> scratch (memfd) --pread--> bytes
+    file --map--> pages --pwritev, with a table of the stretches--> scratch (memfd) --pread--> bytes
 
 A read of its own for each of 1,024 records of 300 bytes takes 1.3 ms, the batch with it 2.1 ms; this way 0.8 (a plain
 reader takes 4.7). Nothing here touches the map: only the kernel copies out of it. So a file that is truncated, or whose
@@ -9,26 +9,27 @@ disk fails, makes the call fail or return too little. A process that read the ma
 Only for short records (`MEAN_BYTES`). If a file is not in the system's cache, each page of a map is read alone: 256
 records of 1 KB take 7.7 ms (8.2 with a read for each), of 2 KB 11.2 (9.5), of 12 KB 33 (12).
 
-Owns: a map per file, for at most `MAPS` files, each with a descriptor. The process owns one scratch file per thread
-that reads at the same time. Some tools count a map as memory of the process. It is the system's cache of the file,
-which goes when memory is wanted.
+Owns: a map per file, for at most `MAPS` files (up to Python 3.12 each holds a descriptor). Some tools count a map as
+memory of the process; it is the system's cache of the file, which goes when memory is wanted. The process owns one
+scratch file per thread that gathers at the same time, of at most `KEPT_BYTES`. They go with the last map.
 What can go wrong: no map or no scratch (another system, a limit), a file that has shrunk, a call that is cut short. All
 of these are None: the caller reads in another way, which also names what is damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
+from sharded_loader.system import MAP_OPTIONS, NO_DESCRIPTORS
 
 LEAST = 32
 """Stretches for which a table pays."""
@@ -43,7 +44,7 @@ MAPS = 64
 """Files that are mapped at the same time: a program may have hundreds open, and few descriptors."""
 
 KEPT_BYTES = 4 << 20
-"""A scratch file that has grown beyond this gives its memory back."""
+"""A scratch file that has grown beyond this gives its memory back. A smaller one keeps it."""
 
 
 def _system_call() -> Any:
@@ -53,7 +54,7 @@ def _system_call() -> Any:
     try:
         import ctypes
 
-        call = ctypes.CDLL(None, use_errno=True).pwritev
+        call = ctypes.CDLL(None).pwritev
     except (ImportError, OSError, AttributeError):  # a Python without ctypes, a C library without the call
         return None
     call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
@@ -71,9 +72,9 @@ class _Scratch:
         self.fd = -1
         self.fd = os.memfd_create("sharded_loader-records", os.MFD_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at the program's end `os` may be gone
         if self.fd >= 0:
-            os.close(self.fd)
+            _close(self.fd)
 
 
 _scratches: deque[_Scratch] = deque()
@@ -90,7 +91,7 @@ class Gatherer:
     """Reads stretches of one open file, in any thread of the process that made it.
 
     Args:
-        fd: the file, open for reading. It stays the caller's.
+        fd: the file, open for reading. It stays the caller's, who keeps it open during `read`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -114,39 +115,46 @@ class Gatherer:
         total = int(np.add.reduce(sizes))
         if not self._works or len(offsets) < LEAST or total > MEAN_BYTES * len(offsets):
             return None
+        end = int(np.maximum.reduce(offsets + sizes))
         try:
-            end = int(np.maximum.reduce(offsets + sizes))
-            mapped = self._map
-            if mapped is None or len(mapped) < end:
-                if os.fstat(self._fd).st_size < end or (mapped is None and len(_mapping) >= MAPS):
-                    return None
-                mapped = self._map = mmap.mmap(self._fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-                mapped.madvise(mmap.MADV_RANDOM)  # the system need not read the neighbours of a record too
-                _mapping.add(self)
+            mapped = self._mapped(end)
+            if mapped is None:
+                return None
             try:
                 scratch = _scratches.pop()
             except IndexError:
                 scratch = _Scratch()
-        except (OSError, ValueError):  # a file that cannot be mapped, no descriptor left
-            self._works = False
-            return None
-        table = np.empty((len(offsets), 2), np.int64)  # of `struct iovec`: address and length
-        address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
-        np.add(offsets, address, out=table[:, 0])
-        table[:, 1] = sizes
-        place = table.__array_interface__["data"][0]
-        found = None
-        done = 0
-        for begin in range(0, len(table), MOST):
-            wanted = int(np.add.reduce(sizes[begin : begin + MOST]))
-            if _pwritev(scratch.fd, place + 16 * begin, min(MOST, len(table) - begin), done) != wanted:
-                break
-            done += wanted
-        # In the last page behind a new end of the file zeros are read.
-        if done == total and os.fstat(self._fd).st_size >= end:
-            found = os.pread(scratch.fd, total, 0)
-        if total > KEPT_BYTES:
-            with contextlib.suppress(OSError):
+            table = np.empty((len(offsets), 2), np.int64)  # of `struct iovec`: address and length
+            np.add(offsets, np.frombuffer(mapped, np.uint8).__array_interface__["data"][0], out=table[:, 0])
+            table[:, 1] = sizes
+            found = self._copy(scratch.fd, table, total, end)
+            if total > KEPT_BYTES:
                 os.ftruncate(scratch.fd, 0)
+        except (OSError, ValueError) as error:  # a file that cannot be mapped, no memory
+            self._works = getattr(error, "errno", None) in NO_DESCRIPTORS  # then the next batch tries again
+            return None
         _scratches.append(scratch)
-        return found if found is not None and len(found) == total else None
+        return found
+
+    def _mapped(self, end: int) -> Any:
+        """The map, if the file reaches as far as ``end``; None if it does not, or enough files are mapped."""
+        mapped = self._map
+        if mapped is None or len(mapped) < end:
+            if os.fstat(self._fd).st_size < end or (mapped is None and len(_mapping) >= MAPS):
+                return None
+            mapped = self._map = mmap.mmap(self._fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, **MAP_OPTIONS)
+            mapped.madvise(mmap.MADV_RANDOM)  # the system need not read the neighbours of a record too
+            _mapping.add(self)
+        return mapped
+
+    def _copy(self, scratch: int, table: Int64s, total: int, end: int) -> bytes | None:
+        place, done = table.__array_interface__["data"][0], 0
+        for begin in range(0, len(table), MOST):
+            wanted = int(np.add.reduce(table[begin : begin + MOST, 1]))
+            if _pwritev(scratch, place + 16 * begin, min(MOST, len(table) - begin), done) != wanted:
+                return None
+            done += wanted
+        if os.fstat(self._fd).st_size < end:
+            return None  # in the last page behind a new end of the file zeros are read
+        found = os.pread(scratch, total, 0)
+        return found if len(found) == total else None
