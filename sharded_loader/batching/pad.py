@@ -20,6 +20,7 @@ import numpy as np
 from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
 from sharded_loader.batching.stack import (
+    COPIED_AT_ONCE,
     JOINABLE,
     JOINED_BYTES,
     as_array,
@@ -109,7 +110,7 @@ class Pad(Batchify):
         else:
             samples = _to_arrays(samples)
             are_rows = self._axis in (0, -1) and set(map(_ndim_of, samples)) == {1}
-            if are_rows:  # what `_plan` would say, for 64 samples in 3 us instead of 14
+            if are_rows:  # the same as `_plan` finds, for 64 samples in 3 us instead of 14
                 axis, lengths = 0, list(map(len, samples))
                 shape = (self._rounded(max(lengths)),)
             else:
@@ -199,13 +200,17 @@ def _join(
         return None
     if set(map(dtype_of, samples)) != {dtype}:
         return None
+    nbytes = len(samples) * width * dtype.itemsize
+    new = is_new(empty, nbytes)
+    if not new and nbytes > COPIED_AT_ONCE:
+        return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
     shape = len(samples), width
     try:
-        if is_new(empty, len(samples) * width * dtype.itemsize):
+        if new:
             return np.frombuffer(bytearray().join(parts), dtype).reshape(shape)
         joined = b"".join(parts)
     except TypeError:  # not C-contiguous

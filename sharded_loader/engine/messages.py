@@ -226,7 +226,7 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
         return None
     batch = result.batch
     arrays = batch if type(batch) is list else [batch]
-    # An array that is there twice stays one array: pickle knows it again.
+    # If a list holds one array twice, pickle keeps it one array.
     if not all(map(is_plain, arrays)) or len(set(map(id, arrays))) < len(arrays):
         return None
     fields: list[tuple[Any, str, bytearray | None]] = []

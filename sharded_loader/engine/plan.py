@@ -7,8 +7,8 @@ Whatever is wrong with a batch (empty, an index out of range, more shards than d
 batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
 are not affected.
 
-The plan keeps nothing: after an interruption the pipeline asks again for the batches that were not delivered. What it
-keeps of an iterator, its batches in flight too, is a `Run`.
+The plan has no position: after an interruption the pipeline asks again for the batches that were not delivered. What
+the pipeline keeps of an iterator, its batches in flight too, is a `Run`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EpochPlan:
         self._length = length
         self._split = split
         self._may_shard = may_shard
-        self._within = self._beyond = np.empty(0)  # the last block whose indices are all the dataset's; that has others
+        self._within = np.empty(0)  # the last array that was checked and has no index out of range
         self.splits = split.num_shards is not None
 
     def task(self, seq: int) -> Task | Exception | None:
@@ -148,14 +148,13 @@ class EpochPlan:
         """
         if indices is self._within:
             return True
-        if type(indices) is not np.ndarray or indices is self._beyond:
+        if type(indices) is not np.ndarray or indices.dtype != np.int64:
             return False
         # A negative index is a large unsigned one; a negative length is none.
-        if indices.dtype == np.int64 and int(np.maximum.reduce(indices.view(np.uint64), axis=None)) < length:
-            self._within = indices
-            return True
-        self._beyond = indices
-        return False
+        if int(np.maximum.reduce(indices.view(np.uint64), axis=None)) >= length:
+            return False
+        self._within = indices
+        return True
 
     def _where(self, seq: int) -> str:
         return f"epoch {self._epoch}, batch {seq}"

@@ -70,12 +70,15 @@ class _Shared:
         self.closing = True
         self.tasks.put(None)
         self.ring()
-        deadline = time.monotonic() + CLOSING_GRACE
-        for thread in self.threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
+        left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
+        # Again for those that waited for the generators, which one that hangs had: now they finish their sample.
+        while left:
+            deadline = time.monotonic() + CLOSING_GRACE
+            for thread in left:
                 thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    free_globals_of(thread.ident)
+            left = [one for one in left if one.is_alive()]
+            freed = [one for one in left if free_globals_of(one.ident)]
+            left = [one for one in left if one not in freed] if freed else []
         self.threads.clear()
 
 

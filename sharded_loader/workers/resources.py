@@ -100,21 +100,19 @@ class WorkerResources:
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
+        handles, published = self.handles, self.published
+        steps: list[Any] = [handle.link.close for handle in handles]  # the workers end
+        steps += [handle.slots.clear for handle in handles]
+        # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
+        steps += [one.close for one in (published, self.arena) if one is not None]
+        steps.append(self.stop_workers)
+        owned = self.wake_reader, self._wake_writer, self.lifeline, self.board
+        steps += [one.close for one in owned if one is not None]
         with uninterrupted(), contextlib.ExitStack() as last:  # each step is done, whatever another one raises
-            for one in (self.board, self.lifeline, self._wake_writer, self.wake_reader):
-                if one is not None:
-                    last.callback(one.close)
-            self.wake_reader = self._wake_writer = self.lifeline = self.board = None
-            last.callback(self.stop_workers)
-            for handle in self.handles:
-                handle.link.close()  # they end
-                handle.slots.clear()  # of an arena that is no more
-            # Meanwhile: to give 150 MB back takes as long as a process takes to end. They have mappings of their own.
-            arena, self.arena = self.arena, Arena(self.max_bytes, self.register)
-            last.callback(arena.close)
-            if self.published is not None:
-                last.callback(self.published.close)
-                self.published = None
+            self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = None
+            self.arena = Arena(self.max_bytes, self.register)
+            for step in reversed(steps):
+                last.callback(step)
 
     def free_slots(self, handle: WorkerHandle) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
