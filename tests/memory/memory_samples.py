@@ -63,7 +63,7 @@ class Diary:
 
 
 class Large:
-    """Every sample touches all of a large array; says which process, and how much of its memory is its own."""
+    """Every sample touches all of a large array; says which process, and how much memory nobody can share with it."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = np.ones(nbytes // 8)
@@ -74,7 +74,7 @@ class Large:
     def __getitem__(self, index: int) -> Any:
         assert self.data.sum() == self.data.size
         time.sleep(0.05)
-        return os.getpid(), _kilobytes("Private_Dirty") + _kilobytes("Private_Clean"), _kilobytes("Pss")
+        return os.getpid(), _kilobytes("Anonymous"), _kilobytes("Pss")
 
 
 def _kilobytes(key: str) -> int:
