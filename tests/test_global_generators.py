@@ -12,6 +12,7 @@ import torch
 
 from sharded_loader import global_generators
 from sharded_loader.global_generators import free_globals_of, holder_before, seed_globals, seed_torch, seeded_globals
+from sharded_loader.rng import derive_key
 
 
 def draw() -> list[float]:
@@ -40,6 +41,17 @@ def test_generators_seeded_by_one_key_draw_different_numbers() -> None:
     assert len({number for three in drawn for number in three}) == 3000
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert abs(np.corrcoef([three[one] for three in drawn], [three[other] for three in drawn])[0, 1]) < 0.15
+
+
+def test_batches_of_a_worker_draw_different_numbers_from_every_generator() -> None:
+    keys = [derive_key(1, "batch globals", 0, position) for position in range(300)]
+    drawn = []
+    with seeded_globals(0):
+        for key in [*keys, *keys]:
+            seed_globals(key, whole=False)
+            drawn.append(draw())
+    assert drawn[:300] == drawn[300:]  # whoever builds the batch
+    assert len({number for three in drawn for number in three}) == 900
 
 
 def test_torch_numbers_are_uniform_and_its_seed_is_known() -> None:
@@ -119,9 +131,9 @@ def test_the_turn_of_a_thread_that_hangs_is_ended_for_it() -> None:
     before, holder = states(), Holder()
     holder.start()
     assert holder.has_them.wait(5)
-    free_globals_of(threading.get_ident())  # has none
+    assert not free_globals_of(threading.get_ident())
     assert holder_before(holder.ident) is None and states() != before
-    free_globals_of(holder.ident)
+    assert free_globals_of(holder.ident)
     assert states() == before
     with seeded_globals(4):
         inside = states()

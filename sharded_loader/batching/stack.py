@@ -104,7 +104,7 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: np.dtype[Any] | N
         # Concatenating into a flattened view, not np.stack: 256 arrays of 3x32x32 uint8 take 44 us + 11 us of
         # checks against 86 us for np.stack(out=) and 68 us for 256 bare row copies (one core, warm cache).
         np.concatenate(arrays, out=out.reshape((count * shape[0], *shape[1:])), casting="unsafe")
-    except (IndexError, TypeError, ValueError):
+    except (TypeError, ValueError):
         if any(array.shape != shape for array in arrays):
             raise ragged([array.shape for array in arrays]) from None
         raise

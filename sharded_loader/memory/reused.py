@@ -2,8 +2,8 @@
 
     ReusedMemory(shape, dtype) -> array        small arrays are `numpy.empty`'s
 
-New memory costs a page fault per 4 KB when it is written to: 6 ms for a batch of 38 MB, and the system gives such sizes
-anew each time. So a block that nobody holds any more is used for a later batch.
+New memory costs a page fault per 4 KB when it is written to: 6 ms for a batch of 38 MB. The C library returns memory of
+this size to the system as soon as a batch is dropped. So the library keeps the block, and uses it for a later batch.
 
 A block is an anonymous mapping, private to this process: a process that the user forks has its own copy of it. The
 array over a block is lent. It is the base of all its views, also of torch's. A weak reference to it ends when the last

@@ -8,8 +8,8 @@ The offsets are one array that travels with the dataset to its workers, as do th
 guesses by the next offset, corrected as records are read (two threads that correct the same one write the same). The
 file is opened by each process for itself, and serves all its threads.
 
-A run of records is one read. A shuffled batch is gathered by two system calls on Linux (`recordio.gather`). Elsewhere,
-and where that fails, it is one read per record, in the order of the file, or for several that lie within `GAP` bytes.
+A run of records is one read. A shuffled batch of short records is gathered on Linux (`recordio.gather`). Elsewhere, and
+where that fails, it is one read per record, in the order of the file, or for several that lie within `GAP` bytes.
 
 The size of a record is not known before its header is read: until then it is taken to reach to the next record of the
 index. What the read does not show to be a whole record (a payload cut at magics, a record of more than `LARGE` bytes,

@@ -99,11 +99,11 @@ class Gatherer:
         self._map: Any = None
         self._works = _pwritev is not None
 
-    def __del__(self) -> None:
+    def __del__(self, mapping: Any = _mapping, scratches: Any = _scratches) -> None:  # as above
         if self._map is not None:
-            _mapping.discard(self)
-            if not _mapping:
-                _scratches.clear()
+            mapping.discard(self)
+            if not mapping:
+                scratches.clear()
 
     def read(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
         """The stretches one after the other; None if they cannot be had in this way.

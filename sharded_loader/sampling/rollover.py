@@ -27,7 +27,8 @@ class Rolling:
         length, replicas: items in an epoch, and how many ranks there are.
         size: items of a batch, for each rank.
         epoch: which epoch. It begins where the whole batches of the epochs before it end.
-        total: begin after so many items of all epochs instead, and end where epoch + 1 begins.
+        total: the number of items before the beginning, counted over all epochs from epoch 0. The batches end where
+            epoch + 1 begins. None: begin where the epoch begins.
 
     Attributes:
         first: number of the first batch.
@@ -57,11 +58,11 @@ class Rolling:
         return Batched(Endless(open, self._stretch, rank, self._count, name), self._size, **arrays)
 
     def length(self) -> int:
-        """How many batches there are from the beginning on."""
+        """The number of batches from the beginning on."""
         return parts(self._count, self._size, cut=False)
 
     def total(self, batches: int) -> int:
-        """Items of all epochs that are done after so many of these batches."""
+        """The number of items before batch number ``batches``, counted over all epochs from epoch 0."""
         return min(self._stretch.total(batches * self._size), self._end)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.batchify import Pad
-from sharded_loader.batching.stack import JOINED_BYTES
+from sharded_loader.batching.stack import COPIED_AT_ONCE, JOINED_BYTES
 
 
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31), max_size=9), min_size=1, max_size=6), st.integers(1, 8))
@@ -107,3 +107,10 @@ def test_short_rows_of_one_dtype_are_joined():
 
     assert "_write" not in functions(100)
     assert "_write" in functions(100, "int32") and "_write" in functions(JOINED_BYTES)
+
+
+@pytest.mark.parametrize(("more", "joins"), [(0, True), (1, False)])
+def test_large_batches_are_not_copied_a_second_time_into_given_memory(more, joins):
+    rows = [np.zeros(1024, np.uint8)] * (COPIED_AT_ONCE // 1024 + more)
+    calls = calls_of(lambda: Pad().assemble(rows, lambda shape, dtype: np.empty(shape, dtype)))
+    assert ("_write" not in calls) == joins

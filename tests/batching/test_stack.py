@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as npst
 
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching import stack
-from sharded_loader.batching.stack import COPIED_BYTES, JOINED_BYTES
+from sharded_loader.batching.stack import COPIED_AT_ONCE, COPIED_BYTES, JOINED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -160,3 +160,9 @@ def test_samples_of_any_size_are_stacked_alike(nbytes):
     assert ("_join" in names) == (nbytes <= JOINED_BYTES)  # the fast path is noticed if it is lost
     names = calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))
     assert ("_join" in names) == (nbytes <= COPIED_BYTES)
+
+
+@pytest.mark.parametrize(("more", "joins"), [(0, True), (1, False)])
+def test_large_batches_are_not_copied_a_second_time(more, joins):
+    samples = [np.zeros(COPIED_BYTES, np.uint8)] * (COPIED_AT_ONCE // COPIED_BYTES + more)
+    assert ("_join" in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))) == joins
