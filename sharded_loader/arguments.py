@@ -9,7 +9,8 @@ import difflib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -18,23 +19,19 @@ from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import some
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
+from sharded_loader.engine.parts import is_stream
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
-from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.pool import Pool, check_init_fn
 from sharded_loader.errors import add_note
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.processes import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
+from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.shards import check_shares
 
 TORCH_SPELLING = {
-    "collate_fn": "batchify_fn=",
-    "drop_last": 'last_batch="discard" (or "keep", "rollover")',
-    "prefetch_factor": "prefetch= (batches in flight in all, not per worker)",
     "generator": "seed= (an int)",
-    "persistent_workers": "no argument for it: workers live as long as the loader",
-    "worker_init_fn": "pool=ProcessPool(n, worker_init_fn=...) or ThreadPool(n, worker_init_fn=...)",
-    "timeout": "pool=ProcessPool(n, timeout=...) or ThreadPool(n, timeout=...)",
     "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
     "pin_memory_device": "device= or devices=",
     "in_order": "no argument for it: batches always come in order",
@@ -48,6 +45,42 @@ GLUON_SPELLING = {
     "auto_reload": "prefetch_epochs= (by default worker processes do this)",
 }
 """Likewise of MXNet Gluon's."""
+
+
+def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument that has two names.
+
+    Args:
+        name, value: our spelling; None: not given.
+        alias, other: torch's.
+
+    Raises:
+        ValueError: both were given.
+    """
+    if value is not None and other is not None:
+        raise ValueError(f"{alias} is torch's name for {name}, and both were given: leave out one of them")
+    return other if value is None else value
+
+
+def last_batch_of(last_batch: str | None, drop_last: Any) -> str | None:
+    """``last_batch``, or what torch's ``drop_last`` means; False is the default, as in torch."""
+    if drop_last is None or not drop_last:
+        return last_batch
+    if last_batch not in (None, "discard"):
+        raise ValueError(f"last_batch={last_batch!r} and drop_last={drop_last!r} contradict each other: leave out one")
+    return "discard"
+
+
+def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
+    """``prefetch``, or what torch's ``prefetch_factor`` means: batches read ahead for each worker."""
+    if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
+        return None
+    if prefetch_factor is None:
+        return prefetch
+    factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to read ahead per worker")
+    if not num_workers:
+        raise ValueError("prefetch_factor needs workers: give num_workers=, or leave prefetch_factor out")
+    return factor * num_workers
 
 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
@@ -106,17 +139,19 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         raise TypeError(
             f"the dataset is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)"
         )
-    indexed = _is_indexed(kind)
-    # A stream may still be read by index: litdata's and mosaicml's have __getitem__ and __len__.
-    if any(cls.__name__ in ("IterableDataset", "IterDataPipe") for cls in kind.__mro__) and not (
-        indexed and getattr(kind, "__len__", None) is not None
-    ):
+    if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
-            f"{kind.__name__} is an IterableDataset, which has no indices to shuffle, shard or resume by: give a "
-            f"dataset with __getitem__ and __len__ (or list(dataset), if it fits in memory)"
+            f"the dataset is a {kind.__name__}, which can be read once, and every epoch begins anew: give the function "
+            f"that makes it, or an object whose __iter__ does"
         )
-    if not indexed:
-        raise TypeError(f"a dataset needs __getitem__ and __len__; {kind.__name__} has no __getitem__")
+    if isinstance(dataset, AbstractSet):
+        raise TypeError(f"the dataset is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
+    if is_stream(dataset):
+        return dataset
+    if not _is_indexed(kind):
+        raise TypeError(
+            f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
+        )
     if isinstance(dataset, Mapping) and not has_sampler and dataset and named_columns(dataset) is not None:
         raise TypeError(
             f"the dataset is a {kind.__name__} with the keys {some(list(map(repr, dataset)))}, and the default order "
@@ -124,6 +159,22 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"sampler=list(data)"
         )
     return as_dataset(dataset, "ShardedDataLoader")
+
+
+def check_stream(dataset: Any, **given: Any) -> None:
+    """Reject arguments that iterable data cannot have.
+
+    Args:
+        dataset: iterable data.
+        **given: arguments of the loader that choose an order.
+    """
+    wrong = [name for name, value in given.items() if value is not None and value is not False]
+    if wrong:
+        raise ValueError(
+            f"the dataset, a {type(dataset).__name__}, is iterable data, which comes in its own order: leave out "
+            f"{', '.join(wrong)}. To shuffle it, shuffle its files and fill a buffer in its __iter__ (Hugging Face: "
+            f"dataset.shuffle(buffer_size=...)), or give a dataset with __getitem__ and __len__"
+        )
 
 
 def _is_indexed(kind: type) -> bool:
@@ -164,13 +215,20 @@ def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Spl
     return Split(len(devices) if sharded else None, len(devices))
 
 
-def make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
+def make_pool(
+    pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
+) -> Pool:
+    """The pool that the arguments ask for. ``worker_init_fn`` and ``timeout`` are as the pools have them."""
     if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
         raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
     count = max(0, int(num_workers))
+    timeout = timeout or None  # 0 is torch's default, and means never
     if isinstance(pool, Pool):
-        if count or thread_pool:
-            raise ValueError(f"pool={pool!r} has its own workers: leave out num_workers and thread_pool")
+        if count or thread_pool or worker_init_fn is not None or timeout is not None:
+            raise ValueError(
+                f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give worker_init_fn "
+                f"and timeout to the pool"
+            )
         return pool
     if pool is None:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
@@ -182,8 +240,13 @@ def make_pool(pool: Any, num_workers: Any, thread_pool: bool) -> Pool:
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
         raise ValueError(f"{asked} needs workers: give num_workers=, at least 1. Without {asked} the loop reads itself")
     if pool == "inline":
+        check_init_fn(worker_init_fn)  # nobody calls it, as in torch
+        if timeout is not None:
+            raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
         return InlinePool()
-    return ThreadPool(count) if pool == "thread" else ProcessPool(count)
+    if pool == "thread":
+        return ThreadPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
+    return ProcessPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
 
 
 _owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()

@@ -11,14 +11,17 @@ and in which order, is read-only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
+from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
@@ -30,7 +33,8 @@ class LoaderAttributes:
     """The attributes of a `ShardedDataLoader`, which sets the parts."""
 
     _batch_size: int | None
-    _order: EpochOrder
+    _pin_memory: bool
+    _order: EpochOrder | StreamOrder
     _split: Split
     _placement: Placement
     _pipeline: Pipeline
@@ -64,6 +68,59 @@ class LoaderAttributes:
     def drop_last(self) -> bool:
         """Whether an incomplete last batch is left out. Read-only."""
         return self._order.drops_last
+
+    # Names of torch's loader that other libraries read. All are read-only.
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """What makes a batch of samples: ``batchify_fn``."""
+        return self._epochs.batchify_fn or default_batchify_fn
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Batches read ahead for each worker; None without workers."""
+        return max(1, self.prefetch // self.num_workers) if self.num_workers else None
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are put into pinned host memory."""
+        return self._pin_memory
+
+    @property
+    def pin_memory_device(self) -> str:
+        """Nothing: torch's default. See ``devices``."""
+        return ""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a worker may be silent; 0 for ever, as in torch."""
+        return self._workers.timeout or 0
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], Any] | None:
+        """What each worker calls when it starts."""
+        return self._workers.worker_init_fn
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """The context of the start method of worker processes; None without them."""
+        method = getattr(self._workers, "start_method", None)
+        return None if method is None else multiprocessing.get_context(method)
+
+    @property
+    def generator(self) -> None:
+        """None: the order follows from `seed`."""
+        return None
+
+    @property
+    def persistent_workers(self) -> bool:
+        """Whether workers outlive an epoch: they do, if there are any."""
+        return self.num_workers > 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether batches come in order: always."""
+        return True
 
     @property
     def num_workers(self) -> int:

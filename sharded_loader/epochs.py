@@ -28,8 +28,10 @@ from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import EpochPlan, Run, Split
-from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.plan import EpochPlan, Run, Split, StreamPlan
+from sharded_loader.engine.stream_order import StreamOrder
+from sharded_loader.engine.stream_reader import reader_for
+from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress
@@ -65,7 +67,7 @@ class Epochs:
         prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed.
 
     Attributes:
-        dataset: as above.
+        dataset, batchify_fn: as above.
         stale: the dataset or the seed has changed since the workers were told.
         prefetch_epochs: as above. May be set at any time.
     """
@@ -75,7 +77,7 @@ class Epochs:
         dataset: Any,
         batchify_fn: Callable[[list[Any]], Any] | None,
         on_error: OnError,
-        order: EpochOrder,
+        order: EpochOrder | StreamOrder,
         split: Split,
         placement: Placement,
         pipeline: Pipeline,
@@ -83,8 +85,9 @@ class Epochs:
         resident: ResidentPool | None,
         prefetch_epochs: bool,
     ) -> None:
-        self.dataset, self._batchify_fn, self._on_error = dataset, batchify_fn, on_error
-        self._order, self._split, self._placement = order, split, placement
+        self.dataset, self.batchify_fn, self._on_error = dataset, batchify_fn, on_error
+        self._split, self._placement = split, placement
+        self._order: Any = order  # each kind has positions of its own kind
         self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
         self._resident, self.prefetch_epochs = resident, prefetch_epochs
         self._numbers = itertools.count()
@@ -111,6 +114,7 @@ class Epochs:
         if pool.shares_dataset:
             self._placement.settle()
             self._tell_epoch(run)
+        self._order.begun(run.reading)
         self._pipeline.open(run, self._job(), renew=self.stale)
         self.stale = False
 
@@ -172,15 +176,19 @@ class Epochs:
         if self._resident is not None:
             self._resident.forget()
 
-    def _new_run(self, reading: EpochReading) -> Run:
+    def _new_run(self, reading: EpochReading | StreamReading) -> Run:
         number = next(self._numbers)
+        if isinstance(reading, StreamReading):
+            stream_plan, first = StreamPlan(number, reading, self._split), reading.first
+            return Run(number, reading.epoch, stream_plan, reading, delivered=first, planned=first)
         size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
         given, first = self._order.given_batches, reading.first
         plan = EpochPlan(number, reading.epoch, reading, size, self._split, may_shard=given)
         return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
 
     def _job(self) -> Job:
-        return Job(self.dataset, self._batchify_fn, self._order.seed, self._on_error, keep_batch=self._order.replicated)
+        order = self._order
+        return Job(self.dataset, self.batchify_fn, order.seed, self._on_error, order.replicated, order.stream)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -191,13 +199,13 @@ class Epochs:
             IndexError: the epoch has no batches.
         """
         self._placement.check_not_capturing()
-        reading = self._progress.begin()
+        reading: Any = self._progress.begin()
         while reading.in_mid_epoch and reading.batch(reading.first) is None:  # a sampler without a length: noticed here
             position = reading.following()
             reading = self._order.read(position.epoch, position)
         run = self._new_run(reading)
         with self._in_epoch(run.epoch):
-            reader, seq = Reader(self._job()), run.delivered
+            reader, seq = reader_for(self._job(), readers=0), run.delivered
             while (planned := run.plan.task(seq)) is not None:
                 if isinstance(planned, BaseException):
                     raise planned
@@ -205,6 +213,7 @@ class Epochs:
                 result = reader.read(task)
                 if result.error is not None:
                     raise result.error
+                run.plan.note(result)
                 if result.batch is not NOTHING:
                     return self._placement.place(result.batch, task.sharded)
                 seq += 1
@@ -213,13 +222,13 @@ class Epochs:
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
         with self._in_epoch(epoch):
-            return Reader(self._job()).read_sample(index, epoch)
+            return reader_for(self._job(), readers=0).read_sample(index, epoch)
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 
     def _tell_epoch(self, begins: Run) -> None:
         """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
-        set_epoch = getattr(self.dataset, "set_epoch", None)
+        set_epoch = self._set_epoch()
         if set_epoch is None:
             return
         for run in self._progress.live_runs():
@@ -231,6 +240,10 @@ class Epochs:
                 )
         set_epoch(begins.epoch)
 
+    def _set_epoch(self) -> Any:
+        """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
+        return None if self._order.stream is not None else getattr(self.dataset, "set_epoch", None)
+
     @contextmanager
     def _in_epoch(self, epoch: int) -> Iterator[None]:
         """Inside, the dataset is in ``epoch``; afterwards in the loader's.
@@ -238,7 +251,7 @@ class Epochs:
         Raises:
             RuntimeError: a thread reads in another epoch.
         """
-        set_epoch = getattr(self.dataset, "set_epoch", None)
+        set_epoch = self._set_epoch()
         if set_epoch is None:
             yield
             return

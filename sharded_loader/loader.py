@@ -24,10 +24,14 @@ from sharded_loader.arguments import (
     check_dataset,
     check_on_error,
     check_prefetch_epochs,
+    check_stream,
     claim,
+    last_batch_of,
     length,
     make_pool,
     make_split,
+    one_of,
+    prefetch_of,
     refuse_unknown,
 )
 from sharded_loader.attributes import LoaderAttributes
@@ -35,8 +39,10 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import OnError
+from sharded_loader.engine.parts import is_stream
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.resident import ResidentPool, check_resident
@@ -51,6 +57,7 @@ class ShardedDataLoader(LoaderAttributes):
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
             dataset, one of `sharded_loader`'s. Read in bulk where it has ``get_batch`` or ``__getitems__``.
+            Or iterable data: an object with ``__iter__`` only, or a function that returns an iterable.
         batch_size: samples per step of this process, all its shards together.
         shuffle: a new random order every epoch.
         sampler: the order: any sampler of `sharded_loader` or torch, or an iterable of indices.
@@ -90,6 +97,17 @@ class ShardedDataLoader(LoaderAttributes):
         resident: keep the columns of an `ArrayDataset` on the devices, and gather batches there: no workers, no work
             per sample. ``"auto"``: where they can be kept and there is room; True: the same, with an error if they
             cannot be kept, and a warning if there is no room.
+
+        streams: the number of parts that iterable data is cut into. Each part sees its number as
+            ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
+            Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
+            dataset's ``num_shards``, up to 32; otherwise one part per worker of each rank.
+        steps_per_epoch: every epoch has this number of batches on every rank. Samplers and parts that have ended start
+            over, and no batch is short. The next epoch continues where the last one ended.
+        collate_fn, drop_last, prefetch_factor, worker_init_fn, timeout: torch's names. ``collate_fn`` is
+            ``batchify_fn``, ``drop_last=True`` is ``last_batch="discard"``, ``prefetch_factor=k`` is
+            ``prefetch=k * num_workers``. The other two are arguments of the pool.
+        persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
 
     Attributes:
         prefetch: as above. May be set while iterating.
@@ -141,24 +159,50 @@ class ShardedDataLoader(LoaderAttributes):
         on_error: OnError = "raise",
         resident: bool | str = False,
         prefetch_epochs: bool | None = None,
+        streams: int | None = None,
+        steps_per_epoch: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        timeout: float | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
+        batchify_fn = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
         check_batchify_fn(batchify_fn)
-        self._batch_size = batch_size
-        self._order = EpochOrder(
-            length(dataset, needed=sampler is None and batch_sampler is None),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            last_batch=last_batch,
-            batch_sampler=batch_sampler,
-            num_replicas=num_replicas,
-            rank=rank,
-            seed=seed,
-        )
+        last_batch = last_batch_of(last_batch, drop_last)
+        self._batch_size, self._pin_memory = batch_size, bool(pin_memory)
+        self._workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
+        prefetch = prefetch_of(prefetch, prefetch_factor, self._workers.num_workers)
+        common: dict[str, Any] = {
+            "batch_size": batch_size,
+            "last_batch": last_batch,
+            "num_replicas": num_replicas,
+            "rank": rank,
+            "seed": seed,
+            "steps_per_epoch": steps_per_epoch,
+        }
+        self._order: EpochOrder | StreamOrder
+        if is_stream(dataset):
+            check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
+            self._order = StreamOrder(
+                dataset,
+                streams=streams,
+                num_workers=self._workers.num_workers,
+                **common,
+            )
+        else:
+            self._order = EpochOrder(
+                length(dataset, needed=sampler is None and batch_sampler is None),
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                **common,
+            )
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
@@ -168,7 +212,6 @@ class ShardedDataLoader(LoaderAttributes):
         self._resident: ResidentPool | None = None
         if check_resident(resident, dataset, found, batchify_fn):
             self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
-        self._workers = make_pool(pool, num_workers, thread_pool)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, self._workers)
         self._pipeline = Pipeline(self._workers)
         self.prefetch = prefetch

@@ -18,9 +18,9 @@ import weakref
 from typing import Any
 
 from sharded_loader.engine.plan import Run
+from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.state import Position, dump, parse
+from sharded_loader.sampling.state import Position
 
 Mark = tuple[int, Position | None, Run | None]
 """The next epoch, the pending position in it, and the run that is shown."""
@@ -37,8 +37,8 @@ class Progress:
         shown: the run that has given a batch, or its end, most recently.
     """
 
-    def __init__(self, order: EpochOrder) -> None:
-        self._order = order
+    def __init__(self, order: EpochOrder | StreamOrder) -> None:
+        self._order: Any = order  # each kind has positions of its own kind
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.shown: Run | None = None
         self._pending: Position | None = None
@@ -74,7 +74,7 @@ class Progress:
         asked for the run's epoch since, that epoch begins again.
         """
         reading = run.reading
-        if not reading.in_mid_epoch or run.delivered != reading.first:
+        if not reading.in_mid_epoch or reading.batches(run.delivered) != reading.first:
             return False
         if self._restarts and self._order.next_epoch == run.epoch + 1:
             self._order.set_epoch(run.epoch)
@@ -86,7 +86,7 @@ class Progress:
         self._loaded()
         self._restarts = True
 
-    def begin(self) -> EpochReading:
+    def begin(self) -> Any:
         """The epoch that begins now.
 
         Raises:
@@ -102,7 +102,7 @@ class Progress:
             )
         return self.coming()
 
-    def coming(self) -> EpochReading:
+    def coming(self) -> Any:
         """The epoch that begins next, from the loaded position on if there is one."""
         position = self._loaded()
         return self._order.read(self._order.next_epoch, position)
@@ -130,7 +130,7 @@ class Progress:
         """Epoch, and batches delivered in it."""
         run = self.run()
         if run is not None:
-            return run.epoch, run.delivered
+            return run.epoch, run.reading.batches(run.delivered)
         if not self.resumes:
             return self._order.next_epoch, 0
         return self._order.next_epoch, self.coming().first
@@ -140,21 +140,22 @@ class Progress:
         run = self.run()
         if run is not None and run.reading.resumed:
             return run.reading.length()
-        return self.coming().length() if self.resumes else self._order.length(self.at()[0])
+        length: int = self.coming().length() if self.resumes else self._order.length(self.at()[0])
+        return length
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The position as a state."""
         run = self.run()
-        if run is not None:
-            return dump(run.reading.position_after(run.delivered), run.reading.signature)
-        reading = self.coming()
-        position = reading.position_after(reading.first)
+        reading: Any = self.coming() if run is None else run.reading
+        position = reading.position_after(reading.first if run is None else run.delivered)
         ended = self.shown
-        if ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
-            position = ended.reading.after(position)
-        return dump(position, reading.signature)
+        if run is None and ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
+            before: Any = ended.reading
+            position = before.after(position)
+        state: dict[str, Any] = self._order.dump(position, reading.signature)
+        return state
 
     def load(self, state: Any, strict: bool) -> bool:
         """Continue at the position of a state.
@@ -165,7 +166,7 @@ class Progress:
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, saved = parse(state)
+        position, saved = self._order.parse(state)
         found = self._order.differences(saved, position, strict)
         if found:
             hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
@@ -173,7 +174,7 @@ class Progress:
                 f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
                 f"was then{hint}"
             )
-        changed = self._order.adopt(saved)
+        changed: bool = self._order.adopt(saved)
         position = self._settled(position)
         self._order.set_epoch(position.epoch)
         self.shown = None

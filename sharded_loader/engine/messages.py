@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 from sharded_loader.memory.exceptions import EncodedError
 from sharded_loader.memory.segments import Slot
@@ -127,6 +128,8 @@ class Task(NamedTuple):
         sharded: whether the batch is a list of shards.
         careful: a worker has died, and it is not known over which sample. Note each one; read each alone first, if the
             dataset reads several at once.
+        lane: tasks of one lane are read by one worker, number ``lane % num_workers``, in their order. None: by any.
+        part: of iterable data; ``shards`` are `PartIndices` then.
     """
 
     run: int
@@ -136,6 +139,13 @@ class Task(NamedTuple):
     shards: tuple[Any, ...]
     sharded: bool
     careful: bool = False
+    lane: int | None = None
+    part: PartBatch | None = None
+
+    @property
+    def key(self) -> int:
+        """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
+        return self.seq if self.part is None else self.position
 
 
 class Result(NamedTuple):
@@ -149,6 +159,7 @@ class Result(NamedTuple):
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.
         seconds: how long the worker took.
+        point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
     """
 
     run: int
@@ -159,6 +170,7 @@ class Result(NamedTuple):
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost_shards: tuple[int, ...] = ()
     seconds: float = 0.0
+    point: PartPoint | None = None
 
 
 class Nothing:
@@ -181,6 +193,7 @@ class Job:
         seed: the loader's seed.
         on_error: see the loader.
         keep_batch: a batch without a good sample is an error, even with ``on_error="skip"``.
+        stream: how the dataset is read if it is iterable data.
     """
 
     dataset: Any
@@ -188,6 +201,7 @@ class Job:
     seed: int
     on_error: OnError = "raise"
     keep_batch: bool = False
+    stream: Stream | None = None
 
 
 @dataclass(frozen=True)
@@ -222,7 +236,8 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
         result: what a worker has made.
         slot: where its arrays lie already, or are put if there is room.
     """
-    if result.error is not None or result.skipped or result.lost_shards:
+    point = result.point
+    if result.error is not None or result.skipped or result.lost_shards or (point and point.state is not None):
         return None
     batch = result.batch
     arrays = batch if type(batch) is list else [batch]
@@ -242,13 +257,15 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
             if offset < 0:
                 buffers.append(array.reshape(-1).view(np.uint8).data)
         fields.append((array.shape, array.dtype.str, data))
-    head = pickle.dumps((type(batch) is list, fields, result.samples, result.seconds), protocol=5)
+    told = None if point is None else tuple(point)
+    head = pickle.dumps((type(batch) is list, fields, result.samples, result.seconds, told), protocol=5)
     return Encoded(head, tuple(places), tuple(buffers))
 
 
-def unpack_result(packed: Any, buffers: Sequence[Any]) -> tuple[Any, int, float]:
-    """Batch, samples and seconds of a result that `pack_result` has packed, over the memory in ``buffers``."""
-    is_list, fields, samples, seconds = packed
+def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any]) -> Result:
+    """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
+    is_list, fields, samples, seconds, told = packed
     following = iter(buffers)
     arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
-    return arrays if is_list else arrays[0], samples, seconds
+    point = None if told is None else PartPoint(*told)
+    return Result(run, seq, arrays if is_list else arrays[0], samples, None, (), (), seconds, point)

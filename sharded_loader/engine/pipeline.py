@@ -290,8 +290,10 @@ class Pipeline:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
             number = result.seq - window[0].seq if window else -1
-            if 0 <= number < len(window) and window[number].result is None:
+            if filed is not None and 0 <= number < len(window) and window[number].result is None:
                 window[number].result = result
+                if (task := window[number].task) is not None and task.part is not None:
+                    filed.plan.note(result)
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):

@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.stream import PartIndices
+from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.shards import is_sharded, split_batch
+from sharded_loader.sampling.shards import is_sharded, shard_sizes, split_batch
 from sharded_loader.sampling.tables import plain_index
 
 
@@ -141,6 +143,9 @@ class EpochPlan:
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
         return task._replace(shards=tuple(shards), sharded=True)
 
+    def note(self, result: Result) -> None:
+        """A batch of iterable data has come back; there is none."""
+
     def _is_within(self, indices: Any, length: int) -> bool:
         """Whether these are indices of the dataset. Batches that are views of one block are checked together.
 
@@ -174,6 +179,44 @@ class EpochPlan:
             f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
             f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
         )
+
+
+class StreamPlan:
+    """`EpochPlan` for iterable data: which samples a batch has is only known when it is read.
+
+    Args:
+        run: which iterator asks.
+        reading: which part gives which batch.
+        split: how batches become shards.
+    """
+
+    def __init__(self, run: int, reading: StreamReading, split: Split) -> None:
+        self._run, self._reading, self._split = run, reading, split
+        self.splits = split.num_shards is not None
+
+    def task(self, seq: int) -> Task | None:
+        """Batch ``seq`` as a task; None after the last one."""
+        part, stream = self._reading.batch(seq), self._reading.stream
+        if part is None:
+            return None
+        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
+        position = part.batch * stream.parts + part.number
+        lane = self._reading.lane(part.number)
+        return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
+
+    def note(self, result: Result) -> None:
+        """A batch has come back: its part has got further, or has ended."""
+        self._reading.note(result.seq, result)
+
+    def split(self, task: Task) -> Task:
+        """A batch as shards, by the weights of this moment. If the part ends in the batch, the reader splits again."""
+        if task.sharded or self._split.num_shards is None:
+            return task
+        indices, shards, begin = task.shards[0], [], 0
+        for size in filter(None, shard_sizes(len(indices), self._split.num_shards, self._split.weights)):
+            shards.append(indices[begin : begin + size])
+            begin += size
+        return task._replace(shards=tuple(shards), sharded=True)
 
 
 @dataclass(slots=True)
@@ -213,8 +256,8 @@ class Run:
 
     number: int
     epoch: int
-    plan: EpochPlan
-    reading: EpochReading
+    plan: EpochPlan | StreamPlan
+    reading: EpochReading | StreamReading
     delivered: int = 0
     planned: int = 0
     window: deque[Entry] = field(default_factory=deque)

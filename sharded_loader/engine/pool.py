@@ -50,6 +50,8 @@ class Pool(ABC):
         room: how many tasks `submit` takes now.
         shares_dataset: whether the samples are read from the main process's own dataset object.
         empty: gives the memory that batches are put together in, where that is this process's own.
+        worker_init_fn: called with its number in each worker when it starts.
+        timeout: seconds that a worker may stand still; None: for ever.
         waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
     """
 
@@ -59,6 +61,7 @@ class Pool(ABC):
     shares_dataset: bool = True
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
+    timeout: float | None = None
     empty: Empty = staticmethod(new_array)
 
     def use_memory(self, empty: Empty, register: Register) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.stream_reader import reader_for
 
 
 class InlinePool(Pool):
@@ -40,7 +41,7 @@ class InlinePool(Pool):
         return self._reader is not None
 
     def start(self, job: Job) -> None:
-        self._reader = Reader(job)
+        self._reader = reader_for(job)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         self._tasks.extend(tasks)

@@ -171,10 +171,13 @@ class ProcessPool(Pool):
         handles, group = self._resources.handles, self.group
         forked = self.start_method == "fork"
         for task in tasks:
-            chosen, least = handles[0], len(handles[0].tasks) // group
-            for handle in handles:
-                if len(handle.tasks) // group < least:
-                    chosen, least = handle, len(handle.tasks) // group
+            if task.lane is not None:
+                chosen = handles[task.lane % len(handles)]
+            else:
+                chosen, least = handles[0], len(handles[0].tasks) // group
+                for handle in handles:
+                    if len(handle.tasks) // group < least:
+                        chosen, least = handle, len(handle.tasks) // group
             try:
                 own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
                 slot = self._take_slot(chosen)
@@ -234,9 +237,7 @@ class ProcessPool(Pool):
             if link.inbox:
                 self._take(handle, results)
             if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
-                given_up = workforce.bury(handle)
-                if given_up is not None:
-                    results.append(given_up)
+                results += workforce.bury(handle)
         if self.timeout is not None:
             workforce.stop_late()
         requeued = workforce.requeued

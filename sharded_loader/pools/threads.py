@@ -33,7 +33,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.stream_reader import reader_for
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.global_generators import free_globals_of, holder_before
 from sharded_loader.workers.supervision import Watch, timed_out
@@ -47,9 +47,10 @@ _pool_numbers = itertools.count()
 class _Shared:
     """What the threads of one start of the pool see. They do not see the pool, so it can be collected."""
 
-    def __init__(self, empty: Empty) -> None:
+    def __init__(self, empty: Empty, queues: int) -> None:
         self.empty = empty
-        self.tasks: queue.SimpleQueue[tuple[Any, Task] | None] = queue.SimpleQueue()
+        # One for all threads; if tasks have lanes, one for each thread.
+        self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs whose tasks are wanted
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -68,7 +69,8 @@ class _Shared:
     def end(self) -> None:
         """End the threads, as far as they can be ended. Interrupted, it can be called again."""
         self.closing = True
-        self.tasks.put(None)
+        for tasks in self.queues:
+            tasks.put(None)
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
         # Again for those that waited for the generators, which one that hangs had: now they finish their sample.
@@ -97,6 +99,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         """The thread, from its first line to its last. While it waits for a task it holds nothing of the user's."""
         shared, board, who = self.shared, self.board, f"thread {self.number}"
+        tasks = shared.queues[self.number % len(shared.queues)]
         init, self.init = self.init, None
         if init is not None:
             try:
@@ -108,7 +111,7 @@ class _Thread(threading.Thread):
                 shared.ring()
                 return
         del init
-        while not self.written_off and (taken := shared.tasks.get()) is not None and not shared.closing:
+        while not self.written_off and (taken := tasks.get()) is not None and not shared.closing:
             reader, task = taken
             if task.run in shared.live:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
@@ -121,7 +124,7 @@ class _Thread(threading.Thread):
                 del result
             del taken, reader, task
         if shared.closing:
-            shared.tasks.put(None)  # for the next thread
+            tasks.put(None)  # for the next thread
 
 
 class ThreadPool(Pool):
@@ -151,7 +154,8 @@ class ThreadPool(Pool):
     ) -> None:
         self.num_workers = check_num_workers(num_workers)
         check_init_fn(worker_init_fn)
-        self._watch = Watch(check_timeout(timeout))
+        self.timeout = check_timeout(timeout)
+        self._watch = Watch(self.timeout)
         self.worker_init_fn = worker_init_fn
         self._reader: Any = None  # a `Reader` while the pool runs
         self._running: list[_Shared] = []  # one, or none
@@ -164,13 +168,13 @@ class ThreadPool(Pool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._reader = Reader(job, notes_samples=self._watch.timeout is not None)
+        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None, alone=False)
         if self.started:
             return
         # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"
-        shared = _Shared(self.empty)
+        shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
         self._running.append(shared)
         for number in range(self.num_workers):
             shared.threads.append(_Thread(shared, self._name, number, self.worker_init_fn))
@@ -180,7 +184,7 @@ class ThreadPool(Pool):
         for shared in self._running:
             for task in tasks:
                 shared.live.add(task.run)
-                shared.tasks.put((self._reader, task))
+                shared.queues[(task.lane or 0) % len(shared.queues)].put((self._reader, task))
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         shared = next(iter(self._running), None)

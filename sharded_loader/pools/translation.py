@@ -41,6 +41,8 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
         forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
             have the script that they come from: they go by value, as they did with the dataset.
     """
+    if task.part is not None and task.part.point.state is None:
+        return None
     for shard in task.shards:
         if not isinstance(shard, np.ndarray) and not _PLAIN.issuperset(map(type, shard)):
             break
@@ -65,8 +67,7 @@ def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], t
     try:
         reply = decode(pickled, buffers)
         if type(reply) is tuple:
-            batch, samples, seconds = unpack_result(reply, buffers)
-            return Result(run, seq, batch, samples, None, (), (), seconds)
+            return unpack_result(run, seq, reply, buffers)
     except Exception as error:
         if is_from_outside(error):
             raise

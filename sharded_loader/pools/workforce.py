@@ -18,7 +18,7 @@ from collections import deque
 from typing import Any
 
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
-from sharded_loader.engine.messages import JOB, NewJob, Result, Task, pack_head
+from sharded_loader.engine.messages import JOB, NOTHING, NewJob, Result, Task, pack_head
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
@@ -145,11 +145,12 @@ class Workforce:
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 
-    def bury(self, handle: WorkerHandle) -> Result | None:
+    def bury(self, handle: WorkerHandle) -> list[Result]:
         """A worker has ended: another takes its place and its tasks.
 
         Returns:
-            The error of the batch that has killed too many workers; None if there is no such batch.
+            The error of the batch that has killed too many workers; nothing if there is no such batch. With it ends the
+            part of iterable data that it belongs to: to get past the batch, a worker would have to read it.
 
         Raises:
             PoolBroken: workers die without having done anything; they are closed.
@@ -157,11 +158,16 @@ class Workforce:
         with uninterrupted():
             handle.wait(0.0 if handle.hung else 1.0)
             handle.release()
+        results: list[Result] = []
         given_up = self._count_death(handle)
         if given_up is not None:
             key = given_up.run, given_up.seq
             self.deaths.settle(*key)
-            handle.tasks.pop(key, None)
+            part = handle.tasks.pop(key).part
+            behind = [] if part is None else [task for task in handle.tasks.values() if part.is_same(task.part)]
+            for task in behind:
+                del handle.tasks[task.run, task.seq]
+            results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in behind)]
         with uninterrupted():
             resources = self.resources
             resources.poller = None
@@ -173,7 +179,7 @@ class Workforce:
             resources.free_slots(handle)
             if self.start_method != "fork":
                 self._send_job(new.link)
-        return given_up
+        return results
 
     def _count_death(self, handle: WorkerHandle) -> Result | None:
         words = list(handle.board)

@@ -17,16 +17,14 @@ What can go wrong: arguments that contradict each other; a state that belongs to
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import (
     DrawnSeed,
-    EpochRequest,
     Sampler,
     check_int,
     check_sampler,
@@ -34,10 +32,9 @@ from sharded_loader.sampling.base import (
     is_own,
     is_wrapper,
     nested,
-    note,
-    noted,
 )
 from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.epoch_requests import EpochRequests
 from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
 from sharded_loader.sampling.reading import EpochReading, Source
@@ -52,9 +49,11 @@ from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
     differences,
+    dump,
     kind_of,
     other_arguments,
     out_of_epoch,
+    parse,
     seed_of,
 )
 
@@ -84,7 +83,9 @@ class EpochOrder:
         num_replicas: Any,
         rank: Any,
         seed: int | None,
+        steps_per_epoch: int | None = None,
     ) -> None:
+        self._steps = check_steps(steps_per_epoch, last_batch)
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
         self.replicated = num_replicas is not None or rank is not None
         if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
@@ -97,7 +98,7 @@ class EpochOrder:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._last_batch = last_batch or "keep"
-        self.rolls_over = last_batch == "rollover"
+        self.rolls_over = last_batch == "rollover" or self._steps is not None
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
@@ -116,6 +117,11 @@ class EpochOrder:
         self._next_epoch = 0
         self._requests = EpochRequests()
         self.resize(length)
+
+    stream = None
+    """How iterable data is read: this order is one of samplers."""
+
+    dump, parse = staticmethod(dump), staticmethod(parse)
 
     @property
     def _given(self) -> list[Any]:
@@ -164,6 +170,8 @@ class EpochOrder:
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
+            steps_per_epoch=self._steps,
+            num_replicas=None if self._steps is None else self.replicas()[0],
         )
 
     def differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
@@ -228,6 +236,9 @@ class EpochOrder:
         source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
         return EpochReading(source, epoch, position)
 
+    def begun(self, reading: EpochReading) -> None:
+        """An epoch has begun. Other epochs do not depend on it."""
+
     def facts(self, epoch: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
         own = all(type(one).__module__.startswith(__package__) for one in nested(self.batch_sampler))
@@ -236,6 +247,18 @@ class EpochOrder:
     def length(self, epoch: int) -> int:
         """How many batches the epoch has for this rank."""
         return self.read(epoch).length()
+
+
+def check_steps(steps: Any, last_batch: Any) -> int | None:
+    """``steps_per_epoch``, or an error that says what is wrong."""
+    if steps is None:
+        return None
+    if last_batch not in (None, "keep"):
+        raise ValueError(
+            f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
+            f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
+        )
+    return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
@@ -286,63 +309,3 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
         twin = copy.copy(sampler) if twin is sampler else twin
         twin.seed = seed
     return twin
-
-
-def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls of ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
-    method = getattr(sampler, "set_epoch", None)
-    if callable(method) and not getattr(method, "is_noted", False):
-        epoch = getattr(sampler, "epoch", None)
-        listener: Any = partial(_set_epoch, sampler, method)
-        listener.is_noted = True
-        try:  # an epoch above 0 is a call that came before
-            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
-            sampler.set_epoch = listener
-        except AttributeError:  # it has __slots__
-            return False
-    return callable(method)
-
-
-def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
-    """Stands in for the ``set_epoch`` of a sampler of another library."""
-    answer = method(epoch)
-    sampler.epoch_request = note(epoch)
-    return answer
-
-
-class EpochRequests:
-    """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
-
-    Example:
-        >>> from sharded_loader.sampling import RandomSampler
-        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
-        >>> requests.listen([sampler])
-        >>> sampler.set_epoch(3)
-        >>> requests.take(), requests.take()
-        (3, None)
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Any, EpochRequest | None]] = []
-
-    def listen(self, samplers: Iterable[Any]) -> None:
-        """Listen to these samplers from now on; calls on the others do not count any more."""
-        before = {id(one): request for one, request in self._seen}
-        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
-
-    def take(self) -> int | None:
-        """The epoch of the latest call that is new; None if there is none."""
-        new: list[EpochRequest] = []
-        for sampler, seen in self._seen:
-            request = sampler.epoch_request
-            # By identity: a sampler that was pickled brings a number that another process gave.
-            if request is not None and request is not seen:
-                new.append(request)
-        if not new:
-            return None
-        self.drop()
-        return max(new).epoch
-
-    def drop(self) -> None:
-        """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(one for one, _ in self._seen)

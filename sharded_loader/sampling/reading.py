@@ -26,33 +26,24 @@ that cannot get back to its checkpoint (`sharded_loader.sampling.foreign`).
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import (
     Replay,
-    bytes_of,
-    check_passed,
     len_epoch,
     name_of,
     over_replay,
     table_of,
 )
+from sharded_loader.sampling.listed import Listed
 from sharded_loader.sampling.rollover import Rolling
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
-from sharded_loader.sampling.tables import Batched, Dealt, Indices, Table, parts
-
-BLOCK = 4096
-"""Items of a list that are read at once."""
+from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
 
 
 @dataclass
@@ -76,7 +67,8 @@ class Source:
 
     def __post_init__(self) -> None:
         self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
-        self.rollover = self.signature.last_batch == "rollover"
+        self.steps = self.signature.steps_per_epoch
+        self.rollover = self.signature.last_batch == "rollover" or self.steps is not None
         self.drops_last = self.signature.last_batch == "discard"
 
     @property
@@ -106,9 +98,9 @@ class EpochReading:
         self.epoch, self.signature, self.resumed = epoch, source.signature, position is not None
         self._source, self._position = source, position or Position(epoch)
         self._foreign, self._foreign_seed = find_foreign(source.items, source.seed)
-        self._listed: _Listed | None = None
+        self._listed: Listed | None = None
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
-            self._foreign, self._listed = None, _Listed(source.items, self._position.mark)
+            self._foreign, self._listed = None, Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
         self._told = [one for one, _ in noted(nested(self._foreign))]
         self._line: _Separate | _Rolling
@@ -224,6 +216,10 @@ class EpochReading:
         """
         return self.first + self._line.length()
 
+    def batches(self, delivered: int) -> int:
+        """How many batches of the epoch were received, if so many numbers are done: the same, of any sampler."""
+        return delivered
+
     def position_after(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
         done, mark = self._line.done(delivered - self.first), self._marks.get(delivered)
@@ -240,50 +236,6 @@ class EpochReading:
         if mark is None or begin.mark is not None or (mark.state is None and not self._source.rollover):
             return begin
         return replace(begin, mark=mark)
-
-
-class _Listed:
-    """A list, a tuple or a range as the sampler: read in blocks, at any place, with a foreign sampler's checkpoints.
-
-    Args:
-        items: what was given.
-        mark: the epoch goes on here; None: it begins.
-    """
-
-    def __init__(self, items: Sequence[Any], mark: Checkpoint | None) -> None:
-        self._items, self._mark = items, mark
-        self._passed = 0, 0  # so many items have this checksum: the next one goes on from there
-
-    def epoch_table(self, epoch: int) -> Table:
-        mark = self._mark
-        if mark is not None and mark.epoch == epoch and mark.items:
-            check_passed(self._items, mark, min(mark.items, len(self._items)), self._checksum(mark.items))
-        return Table(len(self._items), self._at, BLOCK)
-
-    def len_epoch(self, epoch: int) -> int:
-        return len(self._items)
-
-    def _at(self, positions: Indices) -> Any:
-        first, last = int(positions[0]), int(positions[-1])
-        if last - first + 1 == len(positions):
-            found = self._items[first : last + 1]
-        else:
-            found = [self._items[position] for position in positions.tolist()]
-        if set(map(type, found)) == {int}:
-            with contextlib.suppress(OverflowError):  # out of any range: the plan says so
-                return np.array(found, np.int64)
-        return list(found)
-
-    def checkpoint(self, epoch: int, items: int) -> Checkpoint:
-        """The position after so many items, or after all of them."""
-        items = min(items, len(self._items))
-        return Checkpoint(epoch, items, self._checksum(items), finished=items == len(self._items))
-
-    def _checksum(self, items: int) -> int:
-        count, checksum = self._passed if self._passed[0] <= items else (0, 0)
-        checksum = zlib.crc32(bytes_of(self._items[count:items]), checksum)
-        self._passed = items, checksum
-        return checksum
 
 
 class _Separate:
@@ -329,8 +281,14 @@ class _Rolling:
         self._source = source
         self.length_of_epoch = length = len_epoch(source.items, 0)
         self._before = epoch * length
-        total = None if position is None else position.done + self._before
-        self._rolling = rolling = Rolling(length, source.batch_size or 1, epoch, source.replicas, total)
+        size = source.batch_size or 1
+        rolling = Rolling(length, size, epoch, source.replicas, None, source.steps)
+        if source.steps is not None:
+            self._before, self.length_of_epoch = rolling.begin, rolling.total(source.steps) - rolling.begin
+        if position is not None:
+            total = position.done + self._before
+            rolling = Rolling(length, size, epoch, source.replicas, total, source.steps)
+        self._rolling = rolling
         self.is_begun, self.is_behind, self.first = rolling.is_begun, rolling.is_behind, rolling.first
         self.length = rolling.length
 
@@ -338,6 +296,8 @@ class _Rolling:
         """The batches of the stretch, as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
+        if source.batch_size is None:
+            return self._rolling.items(open_epoch, source.rank, name_of(items))
         return self._rolling.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
 
     def done(self, batches: int) -> int:

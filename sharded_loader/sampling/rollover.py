@@ -1,11 +1,12 @@
-"""``last_batch="rollover"``: the samples that do not fill a batch begin the next epoch.
+"""Epochs as one endless sequence: ``last_batch="rollover"``, and ``steps_per_epoch``.
 
     Rolling(length, size, epoch)        one epoch: which batches it has, and where they lie among all epochs
     Stretch(length, replicas, ...)      the arithmetic: steps of all ranks, in an endless sequence of epochs
     Endless(open, stretch, rank)        the items of such a stretch as a table, for one rank
 
-With rollover the epochs are one endless sequence, which is cut into whole batches. An epoch is the stretch of it
-between two cuts. Where it begins follows from the lengths alone, so any epoch can be read without those before it.
+With rollover the epochs are one endless sequence, which is cut into whole batches. The samples that do not fill a batch
+begin the next epoch. An epoch is the stretch between two cuts; ``steps_per_epoch`` says how many batches that is. Where
+it begins follows from the lengths alone, so any epoch can be read without those before it.
 
 What can go wrong: a sampler yields more or fewer items than its length says (ValueError).
 """
@@ -29,11 +30,13 @@ class Rolling:
         epoch: which epoch. It begins where the whole batches of the epochs before it end.
         total: the number of items before the beginning, counted over all epochs from epoch 0. The batches end where
             epoch + 1 begins. None: begin where the epoch begins.
+        batches: how many batches an epoch has, whatever the length; None: those that fit.
 
     Attributes:
         first: number of the first batch.
         is_begun: some of the epoch's own items come before ``total``.
         is_behind: ``total`` lies behind the beginning of epoch + 1, so there is no batch.
+        begin: the number of items before the epoch, counted over all epochs from epoch 0.
 
     Example:
         Of 5 items in twos epoch 0 has 2 batches, and epoch 1 begins at item 4.
@@ -43,9 +46,19 @@ class Rolling:
         (3, 4, 1, 2)
     """
 
-    def __init__(self, length: int, size: int, epoch: int, replicas: int = 1, total: int | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        size: int,
+        epoch: int,
+        replicas: int = 1,
+        total: int | None = None,
+        batches: int | None = None,
+    ) -> None:
         whole = Stretch(length, replicas, 0, 0)
-        begin, end = (whole.total(e * whole.steps // size * size) for e in (epoch, epoch + 1))
+        cuts = [e * whole.steps // size if batches is None else e * batches * bool(length) for e in (epoch, epoch + 1)]
+        begin, end = whole.total(cuts[0] * size), whole.total(cuts[1] * size)
+        self.begin = begin
         total = begin if total is None else total
         self._size, self._end = size, max(end, total)
         self._stretch = Stretch(length, replicas, *divmod(total, max(length, 1)))
@@ -53,9 +66,13 @@ class Rolling:
         self.is_begun, self.is_behind = total > begin, total > end
         self.first = max(0, (whole.steps_before(total, cut=True) - whole.steps_before(begin)) // size)
 
+    def items(self, open: Callable[[int], Table], rank: int, name: str) -> Table:
+        """The items of one rank. Arguments as `Endless` has them."""
+        return Endless(open, self._stretch, rank, self._count, name)
+
     def table(self, open: Callable[[int], Table], rank: int, name: str, **arrays: bool) -> Table:
         """The batches of one rank. Arguments as `Endless` and `Batched` have them."""
-        return Batched(Endless(open, self._stretch, rank, self._count, name), self._size, **arrays)
+        return Batched(self.items(open, rank, name), self._size, **arrays)
 
     def length(self) -> int:
         """The number of batches from the beginning on."""
@@ -174,5 +191,5 @@ class Endless(Table):
     def _refuse(self, found: Any) -> None:
         raise ValueError(
             f"the sampler, a {self._name}, yielded {found} items in epoch {self._epoch}, but its length is "
-            f"{self._stretch.length}: correct its __len__, or use last_batch='keep' instead of 'rollover'"
+            f"{self._stretch.length}: correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
         )

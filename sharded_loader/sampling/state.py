@@ -125,6 +125,8 @@ class Signature:
         sampler_seeds: of the samplers that were given.
         batch_size, last_batch: None with a given batch sampler.
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
+        steps_per_epoch: batches in an epoch, if the loader was told.
+        num_replicas: the number of ranks, if ``steps_per_epoch`` makes an epoch depend on it.
     """
 
     seed: int = _entry(_integer())
@@ -137,6 +139,10 @@ class Signature:
     batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
     last_batch: str | None = _entry(_optional(_is(str, "a string")), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
+    steps_per_epoch: int | None = _entry(
+        _optional(_integer(1)), "an epoch had {was} steps, and has {now}", default=None
+    )
+    num_replicas: int | None = _entry(_optional(_integer(1)), "there were {was} ranks, and are {now}", default=None)
 
     @property
     def unit(self) -> str:
@@ -154,8 +160,9 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         (3, 40, True)
     """
     state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **_written(signature)}
-    if not signature.sampler_arguments:
-        del state["sampler_arguments"]
+    for name in ("sampler_arguments", "steps_per_epoch", "num_replicas"):
+        if not state[name]:
+            del state[name]
     if position.mark is not None:
         state["passed"] = _written(position.mark)
     return state
@@ -204,7 +211,7 @@ def parse(state: Any) -> tuple[Position, Signature]:
     if passed is None:
         return Position(epoch, done), signature
     mark = _parsed(Checkpoint, _is(Mapping, "a dict")("the state's 'passed'", passed), "'passed'")
-    if mark.epoch > epoch:
+    if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
 
@@ -277,7 +284,7 @@ def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) ->
         >>> out_of_epoch(saved, 10, 5, -2), out_of_epoch(saved, 10, 0, -2)
         (None, 'samples -2, but epoch 0 begins at 0 at the earliest (sampler_length 10)')
     """
-    if length is None:
+    if length is None or saved.steps_per_epoch is not None:
         return None
     if done > length:
         return f"{saved.unit} {done}, but the epoch has only {length} (sampler_length)"

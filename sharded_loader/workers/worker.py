@@ -38,6 +38,7 @@ from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, S
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.stream_reader import reader_for
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.interrupts import python_handlers
@@ -168,7 +169,13 @@ class Worker:
             if first and new.worker_init_fn is not None:
                 seed_globals(key)
                 new.worker_init_fn(self._number)
-            self._reader = Reader(new.job, tells_epoch=True, notes_samples=new.notes_samples)
+            self._reader = reader_for(
+                new.job,
+                tells_epoch=True,
+                notes_samples=new.notes_samples,
+                readers=self._num_workers,
+                seed=self._seed_globals,
+            )
         except BaseException as error:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
@@ -206,12 +213,16 @@ class Worker:
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
         if task.careful:
             self._reader.probe(task, board)
-        # A batch that is built again, by whichever worker, gets the same.
-        seed_globals(derive_key(self._job.seed, "batch globals", task.epoch, task.position), whole=False)
+        self._seed_globals(task.epoch, task.position)
         slot = SlotWriter(memory)
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
         board[SAMPLE] = SENDING
         self._reply(result, slot, task)
+
+    def _seed_globals(self, epoch: int, position: int) -> None:
+        """A batch that is built again, by whichever worker, gets the same seeds."""
+        assert self._job is not None  # a batch is read
+        seed_globals(derive_key(self._job.seed, "batch globals", epoch, position), whole=False)
 
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
@@ -225,7 +236,8 @@ class Worker:
             if task is not None:
                 Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
             failure.__cause__ = unpicklable
-            encoded = _encode(Result(result.run, result.seq, error=failure), SlotWriter(None))
+            point = None if result.point is None or result.point.state is not None else result.point
+            encoded = _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))
         self._replies.append(messages.pack_reply(result.run, result.seq, slot.wanted, encoded))
         self._places.extend(encoded.places)
         # Buffers are views into the batch's own arrays, which nobody keeps after this.

@@ -56,7 +56,7 @@ def task(seq: int) -> Task:
 
 def test_a_dead_worker_is_replaced_by_one_of_its_number(workforce: Workforce) -> None:
     before = [handle.pid for handle in workforce.resources.handles]
-    assert kill(workforce, 1) is None
+    assert kill(workforce, 1) == []
     after = workforce.resources.handles
     assert [handle.number for handle in after] == [0, 1]
     assert (after[0].pid, after[1].pid != before[1]) == (before[0], True)
@@ -73,9 +73,9 @@ def test_its_tasks_are_for_others(workforce: Workforce) -> None:
 def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named(workforce: Workforce) -> None:
     give(workforce, 0, task(3), sample=1)
     give(workforce, 0, task(4))
-    assert kill(workforce, 0) is None
+    assert kill(workforce, 0) == []
     give(workforce, 1, task(3), sample=1)
-    given_up = kill(workforce, 1)
+    [given_up] = kill(workforce, 1)
     assert isinstance(given_up.error, WorkerDiedError)
     assert (given_up.run, given_up.seq, given_up.error.index) == (0, 3, 11)
     assert [one.seq for one in workforce.requeued] == [3, 4], "those of the first worker"

@@ -470,8 +470,8 @@ def test_a_state_of_version_0_1_resumes_as_it_did_there(kind: str) -> None:
 
 
 def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
-    one = Signature(7, 100, "RandomSampler", 100, (3, None), 8, "keep", (("RandomSampler.x", 1),))
-    other = Signature(8, 90, "Other", 90, (4, None), 4, "rollover", (("RandomSampler.x", 2),))
+    one = Signature(7, 100, "RandomSampler", 100, (3, None), 8, "keep", (("RandomSampler.x", 1),), 5, 2)
+    other = Signature(8, 90, "Other", 90, (4, None), 4, "rollover", (("RandomSampler.x", 2),), 6, 3)
     state = dump(Position(2, 16), one)
     assert [name for name in state if name not in ("version", "epoch", "samples")] == [
         field.name for field in dataclasses.fields(Signature)
@@ -481,6 +481,8 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
         "the sampler was RandomSampler, and is Other",
         "batch_size was 8, and is 4",
         "last_batch was 'keep', and is 'rollover'",
+        "an epoch had 5 steps, and has 6",
+        "there were 2 ranks, and are 3",
     ]
     shorter = dataclasses.replace(one, sampler_length=None, batch_size=4)
     assert differences(one, shorter, strict=False) == [
@@ -488,6 +490,6 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
     ]
     assert differences(one, one) == []
     for name in state:
-        if name != "sampler_arguments":
+        if name not in ("sampler_arguments", "steps_per_epoch", "num_replicas"):
             with pytest.raises(ValueError, match=f"has no '{name}'"):
                 parse({key: value for key, value in state.items() if key != name})

@@ -1,0 +1,253 @@
+"""Iterable data: what counts as it, and one part of it, read from any point on.
+
+    is_stream(dataset)                      it has no ``__getitem__``, but ``__iter__``; or it is a function
+    known_parts(dataset)                    how many parts it is made of, if it says so
+    Copies(dataset).make()                  a copy of the dataset as it was
+    OpenPart(dataset, number, parts)        a part while it is read: ``begin``, ``advance``, ``state``
+
+A dataset knows from ``torch.utils.data.get_worker_info()`` which part to yield, as in torch's own workers: ``id`` is
+the number of the part, ``num_workers`` the number of parts. A function may take the two numbers as arguments instead.
+
+A part is read from its beginning, or from a state of the dataset's own ``state_dict``. Without one, getting to a point
+means reading all samples before it. A checksum of the first sample of each batch says whether they are the same ones.
+
+An `OpenPart` owns the iterator, and a copy of the dataset where several parts are open in one process: many datasets
+keep their position in themselves. What can go wrong is the user's: whatever the dataset raises.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import sys
+import threading
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.engine.stream import PartPoint
+
+CHECKED_BYTES = 1 << 16
+"""Of an array or a text that goes into the checksum, so many bytes count."""
+
+_opening = threading.RLock()
+"""Held while torch is told of a part that a thread opens."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can be read in its own order only.
+
+    Example:
+        >>> is_stream(range(3)), is_stream(lambda: range(3)), is_stream({1, 2})
+        (False, True, True)
+    """
+    kind = type(dataset)
+    if isinstance(dataset, type) or _has_own(kind, "__getitem__"):
+        return False
+    return _has_own(kind, "__iter__") or callable(dataset)
+
+
+def _has_own(kind: type, name: str) -> bool:
+    """Whether a class has a method that does something: torch's base classes have some that only raise."""
+    method = getattr(kind, name, None)
+    module = sys.modules.get("torch.utils.data")
+    bases = (getattr(module, base, None) for base in ("Dataset", "IterableDataset"))
+    return method is not None and all(method is not getattr(base, name, None) for base in bases)
+
+
+def known_parts(dataset: Any) -> int | None:
+    """How many parts a dataset says that it has, as Hugging Face's do; None if it does not."""
+    for name in ("num_shards", "n_shards"):
+        count = getattr(dataset, name, None)
+        if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+            return count
+    return None
+
+
+SHARED_BYTES = 64 << 20
+"""Arrays from this size on are data, and all parts share them. Smaller ones may be an order, shuffled in place."""
+
+
+class Copies:
+    """Copies of a dataset as it is now. Functions, classes, modules and large arrays in it are shared.
+
+    Example:
+        >>> data = [1, print]
+        >>> copies = Copies(data)
+        >>> data.append(2)
+        >>> copies.make() == [1, print]
+        True
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._shared: list[Any] = []
+        stream = io.BytesIO()
+        try:
+            _Copier(stream, self._shared).dump(dataset)
+            self._pickled = stream.getvalue()
+        except Exception:  # it cannot be pickled
+            self._pickled = b""
+
+    def make(self) -> Any:
+        """One copy; the dataset itself where it cannot be copied."""
+        if not self._pickled:
+            return self._dataset
+        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
+        unpickler.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
+
+
+class _Copier(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(stream, protocol=5)
+        self._shared = shared
+
+    def persistent_id(self, obj: Any) -> int | None:
+        large = getattr(obj, "nbytes", 0) if hasattr(obj, "__array__") else 0
+        if not isinstance(obj, type | types.FunctionType | types.ModuleType) and large < SHARED_BYTES:
+            return None
+        self._shared.append(obj)
+        return len(self._shared) - 1
+
+
+class OpenPart:
+    """One part of iterable data while it is read.
+
+    Args:
+        dataset: the dataset, or a copy of it that this part has to itself.
+        number, parts: which part, and how many there are.
+        seed: what ``get_worker_info().seed`` is.
+        alone: no other thread of this process reads a part.
+        told: call the dataset's ``set_epoch``.
+
+    Attributes:
+        number: as above.
+        point: where the part is. `advance` changes nothing in it; the reader does.
+        busy: a thread is in the middle of a batch.
+        advance: the next sample; StopIteration at the end of a pass.
+    """
+
+    def __init__(
+        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = True, told: bool = True
+    ) -> None:
+        self.number = number
+        self._dataset, self._parts, self._seed = dataset, parts, seed
+        self._alone, self._told = alone, told
+        self._items: Any = None
+        self.point = PartPoint()
+        self.busy = False
+        self.advance: Callable[[], Any] = _nothing
+
+    def begin(self, passes: int, state: Any = None) -> None:
+        """Begin a pass, or go on from a state that `state` has returned."""
+        dataset, first = self._dataset, []
+        set_epoch = getattr(dataset, "set_epoch", None)
+        if self._told and callable(set_epoch):
+            set_epoch(passes)
+        of_dataset, of_items = state or (None, None)
+        if of_dataset is not None:
+            dataset.load_state_dict(copy.deepcopy(of_dataset))
+        with self.seen():
+            items = dataset if hasattr(type(dataset), "__iter__") else _call(dataset, self.number, self._parts)
+            self._items = iter(items)
+            if of_items is not None:
+                self._items.load_state_dict(copy.deepcopy(of_items))
+            if not self._alone:  # a generator function runs nothing before its first item
+                first = [one for _, one in zip(range(1), self._items, strict=False)]
+        self.advance = self._items.__next__
+        if first:
+            self.advance = _after(first, self._items.__next__)
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Inside, ``get_worker_info()`` tells of this part. In threads that is only done while it is opened."""
+        torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+        if torch_worker is None:
+            yield
+            return
+        with _opening:
+            before = torch_worker._worker_info
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=self.number, num_workers=self._parts, seed=self._seed, dataset=self._dataset
+            )
+            try:
+                yield
+            finally:
+                torch_worker._worker_info = before
+
+    def end(self) -> None:
+        """The part has no more samples: let go of the iterator."""
+        self._items, self.advance = None, _nothing
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the dataset, or its iterator, can say where it is."""
+        return is_stateful(self._dataset) or is_stateful(self._items)
+
+    def state(self) -> Any:
+        """What `begin` goes on from; None if the dataset cannot say."""
+        # A copy: some return the dict that they go on changing.
+        of_dataset = copy.deepcopy(self._dataset.state_dict()) if is_stateful(self._dataset) else None
+        of_items = None
+        if self._items is not self._dataset and is_stateful(self._items):
+            of_items = copy.deepcopy(self._items.state_dict())
+        return None if of_dataset is None and of_items is None else (of_dataset, of_items)
+
+
+def is_stateful(one: Any) -> bool:
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _nothing() -> Any:
+    raise StopIteration
+
+
+def _after(first: list[Any], advance: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: first.pop() if first else advance()
+
+
+def _call(function: Callable[..., Any], number: int, parts: int) -> Any:
+    """What a function of the user's returns for a part: it takes the numbers, or nothing."""
+    needed = [
+        one
+        for one in inspect.signature(function).parameters.values()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
+    ]
+    return function(number, parts) if len(needed) >= 2 else function()
+
+
+def checksum(sample: Any, before: int) -> int:
+    """CRC-32 of a sample's numbers, texts and structure, and of what came before. Other objects count by their class.
+
+    Example:
+        >>> checksum([1, "a"], 0) == checksum([1, "a"], 0), checksum([1, "a"], 0) == checksum([1, "b"], 0)
+        (True, False)
+    """
+    if hasattr(sample, "__array__") and not isinstance(sample, np.generic):
+        try:
+            array = np.asarray(sample)
+        except Exception:  # on a device, or with a gradient
+            return zlib.crc32(type(sample).__qualname__.encode(), before)
+        before = zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), before)
+        if array.dtype.hasobject:
+            return before
+        rows = array.reshape(-1)[: max(1, CHECKED_BYTES // max(1, array.itemsize))]
+        return zlib.crc32(np.ascontiguousarray(rows).view(np.uint8).data, before)
+    if isinstance(sample, str | bytes | int | float | complex | bool | np.generic | None):
+        text = sample if isinstance(sample, bytes) else repr(sample).encode(errors="replace")
+        return zlib.crc32(text[:CHECKED_BYTES], before)
+    before = zlib.crc32(type(sample).__qualname__.encode(), before)
+    if isinstance(sample, Mapping):
+        sample = [part for pair in sample.items() for part in pair]
+    if isinstance(sample, list | tuple):
+        for part in sample[:64]:
+            before = checksum(part, before)
+    return before

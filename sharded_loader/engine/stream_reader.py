@@ -1,0 +1,274 @@
+"""Reads one batch of iterable data: the samples that come next in a part, then batchify. The same code in every pool.
+
+    Task (part, number of the batch) -> StreamReader.read -> Result, with the point that the part has got to
+    reader_for(job) -> Reader        this reader for iterable data, otherwise the plain one
+
+A part stays open from batch to batch, so its tasks come to one worker (``Task.lane``). Nothing depends on that: a
+reader that does not have the part open, or has read past the batch, opens it again and reads up to the batch. It begins
+at the point that the task brings, if that has a state of the dataset's own, otherwise at the beginning of the part. So
+a killed worker, an interrupted batch and a loaded state are one case.
+
+The samples on the way must be the ones of before. If their checksum is another one, the batch is an error.
+
+Owns the open parts. What can go wrong is the user's: the error of its batch. An iterator that has raised an error is
+asked for the next sample again. A generator has ended then, and so does its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from sharded_loader.engine.batch_scope import BatchScope
+from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD
+from sharded_loader.engine.messages import Job
+from sharded_loader.engine.parts import Copies, OpenPart, checksum
+from sharded_loader.engine.reader import Bad, Reader
+from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
+from sharded_loader.rng import derive_key, reading
+from sharded_loader.sampling.shards import shard_sizes
+
+
+def reader_for(
+    job: Job,
+    *,
+    tells_epoch: bool = False,
+    notes_samples: bool = False,
+    readers: int = 1,
+    alone: bool = True,
+    seed: Callable[[int, int], None] | None = None,
+) -> Reader:
+    """The reader of a job.
+
+    Args:
+        job: what is read.
+        tells_epoch, notes_samples: see `Reader`.
+        readers: how many readers share the parts of iterable data; see `StreamReader`.
+        alone, seed: see `StreamReader`.
+    """
+    if job.stream is None:
+        return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
+    return StreamReader(job, notes_samples=notes_samples, several=job.stream.parts > readers, alone=alone, seed=seed)
+
+
+class StreamReader(Reader):
+    """Makes batches of iterable data.
+
+    Args:
+        job, notes_samples: see `Reader`.
+        several: several parts may be open here at a time. Each then has a copy of the dataset to itself.
+        alone: no other thread of this process reads samples.
+        seed: seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        notes_samples: bool = False,
+        several: bool = True,
+        alone: bool = True,
+        seed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(job, notes_samples=notes_samples, in_bulk=False)
+        assert job.stream is not None  # see `reader_for`
+        self._stream: Stream = job.stream
+        self._several, self._alone, self._seed_globals = several, alone, seed
+        self._copies: Copies | None = None
+        self._opened: dict[tuple[int, int], OpenPart] = {}
+
+    def read_sample(self, index: Any, epoch: int) -> Any:
+        """Sample ``(part, place)``: the part is read up to it."""
+        try:
+            part, place = index
+        except TypeError:
+            raise TypeError(f"a sample of iterable data is read as (part, place), not as {index!r}") from None
+        opened = OpenPart(Copies(self._dataset).make(), part, self._stream.parts, self._part_seed(part, epoch))
+        scope, before = self._scope(epoch), reading.scope
+        try:
+            reading.scope = scope
+            scope.indices = PartIndices(part, range(place + 1))
+            scope.items = items = iter(range(place + 1))
+            opened.begin(epoch)
+            with opened.seen():
+                for _ in items:
+                    sample = opened.advance()
+        except StopIteration:
+            raise IndexError(f"part {part} of epoch {epoch} has no sample {place}") from None
+        finally:
+            reading.scope = before
+        return sample
+
+    # -- one batch ------------------------------------------------------------------------------------------
+
+    def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
+        task, part = at.task, at.task.part
+        assert part is not None  # a task of iterable data has one
+        if self._stream.endless:
+            at.epoch = 0  # a pass may begin in one epoch and end in the next
+        opened = self._open_at(part, at)
+        if opened.point.ended:
+            at.point = opened.point
+            return [], None
+        self._seed(task.epoch, task.position)
+        opened.busy = True
+        try:
+            samples = self._read_batch(opened, task.shards, at, self._tolerant)
+        finally:
+            at.point = opened.point
+            opened.busy = False
+        if opened.is_stateful:
+            at.point = opened.point = opened.point._replace(state=opened.state())
+        planned = sum(map(len, task.shards))
+        shards: Sequence[Any] = task.shards
+        if len(samples) < planned:
+            if not samples or self._stream.drops_last:
+                return [], None
+            at.dropped += planned - len(samples)
+            shards = _shortened(shards, len(samples))
+        found, begin = [], 0
+        for indices in shards:
+            found.append((indices, samples[begin : begin + len(indices)]))
+            begin += len(indices)
+        if self._tolerant:
+            return self._make_of_good([list(zip(*one, strict=True)) for one in found], at)
+        batches = []
+        for number, (indices, its) in enumerate(found):
+            at.board[SHARD], at.indices = number, indices
+            batches.append(self._make_batch(its, at))
+        return batches, None
+
+    def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope, tolerant: bool) -> list[Any]:
+        """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
+        board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
+        point, samples, failed = opened.point, list[Any](), False
+        passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
+        advance = opened.advance
+        try:
+            with opened.seen() if self._alone else nullcontext():
+                for number, indices in enumerate(shards):
+                    board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
+                    at.indices, at.drawn, before = indices, None, len(samples)
+                    at.items = items = iter(range(len(indices)))
+                    while not ended:
+                        try:
+                            for place in items:
+                                if notes:
+                                    board[SAMPLE] = place
+                                samples.append(advance())
+                            break
+                        except StopIteration:
+                            ended = not stream.endless
+                            if stream.endless:
+                                if len(samples) + base == 0:
+                                    raise self._is_empty(at) from None
+                                passes, base = passes + 1, -len(samples)
+                                opened.begin(passes)
+                                advance = opened.advance
+                                at.items = items = iter(range(len(samples) - before, len(indices)))
+                        except Exception as error:
+                            if not tolerant or at.passes(error):
+                                raise
+                            samples.append(self._in_place_of(indices[place], error, at))
+        except BaseException as error:
+            failed = True
+            if at.passes(error):  # it may have lost samples: the part is opened again
+                self._forget(opened)
+            raise
+        finally:
+            count, total = point.batches + (failed or bool(samples)), len(samples) + base + failed
+            checked = point.checksum
+            if samples and not opened.is_stateful:
+                checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
+            opened.point = PartPoint(count, passes, total, checked, ended)
+            if ended:
+                opened.end()
+        return samples
+
+    def _is_empty(self, at: BatchScope) -> ValueError:
+        part = at.task.part
+        number = None if part is None else part.number
+        return ValueError(
+            f"part {number} of {self._stream.parts} has no samples, so it cannot start over: give fewer parts "
+            f"(streams=), or leave steps_per_epoch out"
+        )
+
+    # -- parts ----------------------------------------------------------------------------------------------
+
+    def _open_at(self, part: PartBatch, at: BatchScope) -> OpenPart:
+        """The part, open at the batch that is asked for, or at its end."""
+        for key in list(self._opened):
+            if key[0] < part.oldest:
+                self._opened.pop(key, None)
+        opened = self._opened.get((part.stream, part.number))
+        if opened is None or opened.busy or opened.point.batches > part.batch:
+            at.board[SAMPLE] = BEGINNING
+            opened = self._open(part, at)
+            self._opened[part.stream, part.number] = opened
+        self._skip(opened, part.batch, at)
+        return opened
+
+    def _open(self, part: PartBatch, at: BatchScope) -> OpenPart:
+        if self._copies is None and self._several:
+            self._copies = Copies(self._dataset)  # before any part has changed it
+        dataset = self._dataset if self._copies is None else self._copies.make()
+        seed = self._part_seed(part.number, at.task.epoch)
+        opened = OpenPart(dataset, part.number, self._stream.parts, seed, alone=self._alone)
+        point, first = part.point, 0 if self._stream.endless else at.task.epoch
+        opened.point = PartPoint(passes=first) if point.state is None else point
+        self._seed(at.task.epoch, opened.point.batches * self._stream.parts + part.number)
+        opened.begin(opened.point.passes, point.state)
+        if point.state is None and not point.ended:
+            self._skip(opened, point.batches, at)
+            if opened.point != point._replace(passes=max(first, point.passes)):
+                raise self._differs(part, opened.point)
+        return opened
+
+    def _skip(self, opened: OpenPart, batch: int, at: BatchScope) -> None:
+        """Read the batches before ``batch``, and drop them."""
+        number, size = opened.number, self._stream.batch_size
+        while opened.point.batches < batch and not opened.point.ended:
+            count = opened.point.batches
+            self._seed(at.task.epoch, count * self._stream.parts + number)
+            indices = PartIndices(number, range(count * size, (count + 1) * size))
+            try:
+                self._read_batch(opened, [indices], at, self._tolerant)
+            except Exception as error:  # as when it was read: the batches behind it come all the same
+                if at.passes(error):
+                    raise
+            at.skipped.clear()
+            at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
+
+    def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
+        then, kind = part.point, type(self._dataset).__name__
+        what = f"other samples than the {then.samples} that it had yielded"
+        if found.ended and found.samples < then.samples:
+            what = f"only {found.samples} samples, where it had yielded {then.samples}"
+        return ValueError(
+            f"the state cannot be resumed: part {part.number} of the dataset, a {kind}, yields {what}. Its samples "
+            f"must be the same each time it is read: seed what is random in it by the epoch, or give it state_dict() "
+            f"and load_state_dict()"
+        )
+
+    def _forget(self, opened: OpenPart) -> None:
+        for key, other in list(self._opened.items()):
+            if other is opened:
+                self._opened.pop(key, None)
+
+    def _seed(self, epoch: int, position: int) -> None:
+        if self._seed_globals is not None:
+            self._seed_globals(0 if self._stream.endless else epoch, position)
+
+    def _part_seed(self, part: int, epoch: int) -> int:
+        epoch = 0 if self._stream.endless else epoch
+        return derive_key(self._job.seed, "part", epoch, part) & 0x7FFFFFFFFFFFFFFF
+
+
+def _shortened(shards: Sequence[Any], count: int) -> list[Any]:
+    """The same shares of fewer samples, none of them empty."""
+    places, part, found, begin = shards[0].places, shards[0].part, [], 0
+    for size in filter(None, shard_sizes(count, len(shards), list(map(len, shards)))):
+        found.append(PartIndices(part, range(places.start + begin, places.start + begin + size)))
+        begin += size
+    return found

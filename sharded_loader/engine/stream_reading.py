@@ -1,0 +1,187 @@
+"""One epoch over iterable data: which part gives the next batch, as far as anybody can know it.
+
+    StreamReading.batch(seq) -> PartBatch       batch b of part p
+    StreamReading.note(seq, result)             how far the part has got: only its reader finds out
+    position_after(delivered)                   the position between two batches
+
+The next batch comes from the part that has given the fewest batches, of several the first. So parts take turns, and
+parts that have ended are passed over. That order depends on the parts alone, not on workers or on how fast they are.
+
+Batches are planned before it is known where a part ends. What is planned behind the end of its part comes back empty,
+and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
+
+A reading owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
+its part has got (a worker died over it). The part ends there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+from sharded_loader.engine.messages import NOTHING, Result
+from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
+from sharded_loader.engine.stream_state import StreamPosition
+
+
+class StreamReading:
+    """One epoch of iterable data for one rank, from a position on. What `EpochReading` is for samplers.
+
+    Args:
+        order: the `StreamOrder` of the loader.
+        stream: how the data is cut into batches.
+        parts: the parts of this rank.
+        epoch: which epoch.
+        position: where in it; None: at its beginning.
+        number: identifies the reading to those who hold parts open.
+
+    Attributes:
+        epoch, stream: as above.
+        resumed: whether there was a position.
+        first: number of the first batch.
+    """
+
+    keeps = True
+    carry = None
+
+    def __init__(
+        self,
+        order: Any,
+        stream: Stream,
+        parts: range,
+        epoch: int,
+        position: StreamPosition | None,
+        number: int,
+    ) -> None:
+        self.epoch, self.stream, self.resumed = epoch, stream, position is not None
+        self.signature = order.signature()
+        self._order, self._parts, self.number = order, parts, number
+        at = position or order.beginning(epoch, parts)
+        self.first = self._batches = at.batches
+        self._counts = {part: at.counts.get(part, 0) for part in parts}
+        beginning = PartPoint(passes=0 if stream.endless else epoch)
+        self._base = {part: at.points.get(part, beginning) for part in parts}
+        self._last: int | None = order.steps  # no batch of this number, or of a greater one
+        self._known = dict(self._base)  # of each part the farthest point that somebody has reached
+        self._turns = [(self._counts[part], part) for part in parts if not self._base[part].ended]
+        heapq.heapify(self._turns)
+        self._planned: dict[int, PartBatch] = {}
+        self._notes: dict[int, tuple[int, PartPoint]] = {}
+        self._coming = self.first
+
+    def batch(self, seq: int) -> PartBatch | None:
+        """The batch of this number; None behind the last one.
+
+        Args:
+            seq: at least `first`, and not forgotten.
+        """
+        while self._coming <= seq:
+            planned = self._next()
+            if planned is None:
+                return None
+            self._planned[self._coming] = planned
+            self._coming += 1
+        return self._planned.get(seq)
+
+    def _next(self) -> PartBatch | None:
+        if self._last is not None and self._coming >= self._last:
+            return None
+        while self._turns:
+            count, part = self._turns[0]
+            point = self._known[part]
+            if not point.ended:
+                heapq.heapreplace(self._turns, (count + 1, part))
+                oldest = self._order.oldest()
+                return PartBatch(self.number, oldest, part, count, point)
+            heapq.heappop(self._turns)
+        return None
+
+    def lane(self, part: int) -> int:
+        """Which lane a part of this rank is read in."""
+        return self._parts.index(part)
+
+    def note(self, seq: int, result: Result) -> None:
+        """A batch has come back: its part has got further, or has ended."""
+        planned = self._planned.get(seq)
+        if planned is None:
+            return
+        point = result.point
+        if point is None:
+            # It was given up, or nobody can say how far the part was read. Behind it nothing can be read.
+            before = self._known[planned.number]
+            count = planned.batch + (result.batch is not NOTHING)
+            point = PartPoint(count, before.passes, before.samples, before.checksum, ended=True)
+            self._last = None if self._last is None else self._last + planned.batch + 1 - count
+        self._notes[seq] = planned.number, point
+        known = self._known[planned.number]
+        if point.ended or point.batches > known.batches:
+            self._known[planned.number] = point
+        self._order.reached(planned.number, point)
+
+    def forget(self, delivered: int) -> None:
+        """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
+        for seq in [one for one in self._planned if one < delivered - 1]:
+            del self._planned[seq]
+            noted = self._notes.pop(seq, None)
+            if noted is not None:
+                self._pass(*noted)
+
+    def _pass(self, part: int, point: PartPoint) -> None:
+        self._base[part] = point
+        self._batches += point.batches - self._counts[part]
+        self._counts[part] = point.batches
+
+    # -- positions ------------------------------------------------------------------------------------------
+
+    def position_after(self, delivered: int) -> StreamPosition:
+        """The position after the batches before number ``delivered`` were received."""
+        counts, points, batches = dict(self._counts), dict(self._base), self._batches
+        for seq in sorted(self._notes):
+            if seq < delivered:
+                part, point = self._notes[seq]
+                batches += point.batches - counts[part]
+                counts[part], points[part] = point.batches, point
+        if self._last is None and not any(counts.values()):
+            return StreamPosition(self.epoch)
+        return StreamPosition(self.epoch, batches, counts, points)
+
+    def batches(self, delivered: int) -> int:
+        """How many batches of the epoch were received, if so many numbers are done."""
+        return self.position_after(delivered).batches
+
+    @property
+    def in_mid_epoch(self) -> bool:
+        """Whether some batches were received before the position."""
+        return self.resumed and bool(self.first)
+
+    def is_over(self) -> bool:
+        """Whether no batch is left at the position, as far as that can be known now."""
+        if self._last is not None:
+            return self.first >= self._last
+        return self.resumed and all(point.ended for point in self._base.values())
+
+    def following(self) -> StreamPosition:
+        """Where the next epoch begins, if this one `is_over`."""
+        if self._last is None:
+            return StreamPosition(self.epoch + 1)
+        return StreamPosition(self.epoch + 1, 0, dict(self._counts), dict(self._base))
+
+    def after(self, begin: StreamPosition) -> StreamPosition:
+        """The beginning of the next epoch, as it is after this one."""
+        if self._last is None:
+            return begin
+        at = self.position_after(self._coming)
+        return StreamPosition(begin.epoch, 0, at.counts, at.points)
+
+    def counts_behind(self) -> Mapping[int, int]:
+        """How many batches each part has given when the epoch is over."""
+        counts = dict(self._counts)
+        for planned in self._planned.values():
+            counts[planned.number] = max(counts[planned.number], planned.batch + 1)
+        return counts
+
+    def length(self) -> int:
+        """How many batches the epoch has; an estimate, unless ``steps_per_epoch`` says it."""
+        length: int = self._order.length(self.epoch)
+        return length
