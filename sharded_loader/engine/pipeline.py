@@ -199,7 +199,9 @@ class Pipeline:
                 if not self.pool.started:
                     self._recover()  # somebody has closed the pool itself
                     continue
-                self._wait(run, block=window[0].result is None)
+                self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
+            if run.any_order and window:
+                run.advance()
             if window and window[0].result is not None:
                 return window[0]
 
@@ -289,7 +291,9 @@ class Pipeline:
         for result in results:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
-            number = result.seq - window[0].seq if window else -1
+            number = -1
+            if filed is not None and window:
+                number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
                 window[number].result = result
                 if (task := window[number].task) is not None and task.part is not None:

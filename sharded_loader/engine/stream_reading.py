@@ -39,10 +39,12 @@ class StreamReading:
     Attributes:
         epoch, stream: as above.
         resumed: whether there was a position.
+        any_order: batches come as they are finished, not in turns.
         first: number of the first batch.
     """
 
     keeps = True
+    any_order = False
     carry = None
 
     def __init__(
@@ -85,16 +87,25 @@ class StreamReading:
         return self._planned.get(seq)
 
     def _next(self) -> PartBatch | None:
+        if self.any_order and self._turns:
+            # Not to wait for a slow part: the one with the fewest batches in flight.
+            self._turns.sort(key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
         if self._last is not None and self._coming >= self._last:
             return None
         while self._turns:
             count, part = self._turns[0]
             point = self._known[part]
             if not point.ended:
-                heapq.heapreplace(self._turns, (count + 1, part))
+                if self.any_order:
+                    self._turns[0] = count + 1, part
+                else:
+                    heapq.heapreplace(self._turns, (count + 1, part))
                 oldest = self._order.oldest()
                 return PartBatch(self.number, oldest, part, count, point)
-            heapq.heappop(self._turns)
+            if self.any_order:
+                del self._turns[0]
+            else:
+                heapq.heappop(self._turns)
         return None
 
     def lane(self, part: int) -> int:
@@ -118,6 +129,11 @@ class StreamReading:
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
         self._order.reached(planned.number, point)
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        """What is kept of batches in flight, by their numbers."""
+        return self._planned, self._notes
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
@@ -145,6 +161,14 @@ class StreamReading:
         if self._last is None and not any(counts.values()):
             return StreamPosition(self.epoch)
         return StreamPosition(self.epoch, batches, counts, points)
+
+    def primed(self, part: int, point: PartPoint) -> None:
+        """A part has been opened, and is at this point."""
+        self._base[part] = self._known[part] = point
+
+    def at_beginning(self) -> StreamPosition:
+        """The position that the reading began at, with a point for each part."""
+        return StreamPosition(self.epoch, self.first, dict(self._counts), dict(self._base))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if so many numbers are done."""
