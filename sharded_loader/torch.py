@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_on_error, refuse_unknown_of_torch
 from sharded_loader.devices.names import find_devices
-from sharded_loader.drop_in.iterator import LoaderIterator, Place
+from sharded_loader.drop_in.iterator import LoaderIterator
+from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.messages import OnError
 

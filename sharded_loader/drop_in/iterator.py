@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import signal
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -27,20 +26,18 @@ from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.place import Place, next_epoch
 from sharded_loader.drop_in.reading import LanePlan, SamplerReading, SamplerStart
+from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.parts import is_stateful
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Run, StreamPlan
-from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reader import StreamReader
-from sharded_loader.engine.stream_state import StreamPosition
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
-from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.processes import ProcessPool
-from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.stats import Meter
 
 _numbers = itertools.count()
@@ -94,46 +91,6 @@ class _OneEpoch:
         return False
 
 
-class Place:
-    """Where an epoch is. The loader keeps it when the iterator has gone, after a ``break``.
-
-    Args:
-        reading, run: of the epoch.
-        order: of iterable data; None: the reading is of a sampler.
-        loader: the loader.
-        base_seed: what the workers' generators were seeded with.
-        yielded: how many batches of the epoch were received before.
-    """
-
-    def __init__(
-        self, reading: Any, run: Run, order: StreamOrder | None, loader: Any, base_seed: int, yielded: int
-    ) -> None:
-        self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
-        self.base_seed, self._generator = base_seed, loader.generator
-        self.yielded, self.finished = yielded, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
-        state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
-        state["_base_seed"] = self.base_seed
-        if self._generator is not None:
-            state["_generator"] = bytes(self._generator.get_state().numpy()).hex()
-        if self.order is None:
-            state["_sampler"] = found = self.reading.state_after(self.run.delivered, self.finished)
-            datasets = found.get("datasets", [None] * max(1, self._num_workers))
-            snapshots = [{"dataset_state": one, "fetcher_state": None} for one in datasets]
-        else:
-            position = self.reading.position_after(self.run.delivered)
-            if not position.counts:
-                position = self.reading.at_beginning()
-            state["_stream"] = self.order.dump(position, self.order.signature())
-            snapshots = [_snapshot(position, part) for part in position.counts]
-        if self._num_workers == 0:
-            return {**state, **snapshots[0]}
-        workers = {f"worker_{i}": {"worker_id": i, **one} for i, one in enumerate(snapshots)}
-        return {**state, "_snapshot": {"_worker_snapshots": workers}}
-
-
 class LoaderIterator(_BaseDataLoaderIter):
     """One epoch of a `sharded_loader.torch.DataLoader`; with persistent workers one after the other.
 
@@ -155,7 +112,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
-        self._pool = _make_pool(loader)
+        self._pool = make_pool(loader)
         self._pool.use_memory(self._placement.empty, self._placement.register)
         self._pipeline = Pipeline(self._pool)
         # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
@@ -241,7 +198,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._shutdown_workers()
             raise
         except (WorkerDiedError, WorkerTimeoutError) as error:
-            raise _in_torchs_words(error, self._timeout) from error
+            raise in_torchs_words(error, self._timeout) from error
         self.place.yielded += 1
         if self._pin_memory and self._devices is None:
             data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
@@ -275,33 +232,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         return len(self._index_sampler)
 
 
-class Worker:
-    """A worker process as torch shows it: what programs ask of one that they look at or kill."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self.pid: int = handle.pid
-
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return bool(self._handle.is_alive())
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
-        self._handle.wait(timeout)
-
-    @property
-    def exitcode(self) -> int | None:
-        """How it has ended; None if it has not."""
-        return None if self.is_alive() else self._handle.exitcode
-
-    def terminate(self) -> None:
-        """End it."""
-        self._handle.kill()
-
-    kill = terminate
-
-
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
     """Give the user's generator the state that it had."""
     if generator is not None and state is not None and "_generator" in state:
@@ -325,57 +255,9 @@ def _stream_of(loader: Any, seed: int, state: Any, finished: bool) -> tuple[Stre
         return order, order.read(0)
     position, signature = order.parse(state)
     order.adopt(signature)
-    return order, order.read(0, _next_epoch(position) if finished else position)
-
-
-def _next_epoch(position: StreamPosition) -> StreamPosition:
-    """The beginning of an epoch that goes on with the datasets as they are at a position."""
-    points = {}
-    for part, point in position.points.items():
-        state = None if point.state is None else (*point.state, "next")
-        points[part] = point._replace(batches=0, samples=0, checksum=0, ended=False, state=state)
-    return StreamPosition(0, 0, dict.fromkeys(position.counts, 0), points)
-
-
-def _snapshot(position: StreamPosition, part: int) -> dict[str, Any]:
-    """The state of one part as torchdata's loader shows it."""
-    point = position.points.get(part)
-    of_dataset, of_items = (point.state if point is not None else None) or (None, None)
-    ended = point is not None and point.ended
-    return {
-        "dataset_state": of_dataset,
-        "fetcher_state": {"dataset_iter_state": of_items, "fetcher_ended": ended},
-    }
-
-
-def _make_pool(loader: Any) -> Pool:
-    if loader.num_workers == 0:
-        return InlinePool()
-    timeout = loader.timeout or None
-    if loader.thread_pool:
-        return ThreadPool(loader.num_workers, worker_init_fn=loader.worker_init_fn, timeout=timeout)
-    context = loader.multiprocessing_context
-    return ProcessPool(
-        loader.num_workers,
-        start_method=loader.start_method or (None if context is None else context.get_start_method()),
-        worker_init_fn=loader.worker_init_fn,
-        timeout=timeout,
-        restarts=loader.restarts if timeout is None else 0,
-        max_bytes=loader.max_bytes,
-    )
+    return order, order.read(0, next_epoch(position) if finished else position)
 
 
 def _close(close_pool: Any, close_placement: Any) -> None:
     close_pool()
     close_placement()
-
-
-def _in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
-    if isinstance(error, WorkerTimeoutError):
-        return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
-    code = error.exitcode
-    if code is not None and code < 0:
-        return RuntimeError(
-            f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
-        )
-    return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
