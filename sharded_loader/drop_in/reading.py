@@ -30,7 +30,7 @@ from sharded_loader.engine.plan import Split, moved
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import bytes_of
+from sharded_loader.sampling.foreign import bytes_of, rank_of
 from sharded_loader.sampling.shards import split_batch
 
 _PLAIN = (BatchSampler, SequentialSampler)
@@ -100,7 +100,7 @@ class SamplerStart:
         finally:
             if "rng" in self.state:
                 torch.set_rng_state(before)
-        if checksum != state["checksum"]:
+        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
             raise ValueError(
                 f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
                 f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
@@ -221,6 +221,9 @@ class SamplerReading:
         low = _advanced(self._low, ahead)
         checksum, own = self._marks[low]
         state = {**self._start.state, "yielded": low, "checksum": checksum}
+        rank = rank_of(self._start.sampler)
+        if rank is not None:  # another rank may load the state: its checksum is another one
+            state["rank"] = rank
         if ahead:
             state["ahead"] = sorted(ahead)
         if finished:
