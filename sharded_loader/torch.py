@@ -147,7 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         if prepared is not None and self._loaded is None:
             return prepared
         if not (self.persistent_workers and self.num_workers > 0):
-            return self._get_iterator()
+            return self._get_iterator()  # type: ignore[no-any-return]
         if self._iterator is None or getattr(self._iterator, "_shutdown", False):
             self._iterator = self._get_iterator()
         else:

@@ -70,12 +70,14 @@ def check(command: list[str], script: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_mypy_knows_what_a_loader_yields(script: Path) -> None:
     check([sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", str(script.parent)], script)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_pyright_knows_what_a_loader_yields(script: Path) -> None:
     program = Path(sysconfig.get_path("scripts")) / "basedpyright"
     if not program.exists():
