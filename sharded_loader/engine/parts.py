@@ -22,22 +22,19 @@ import inspect
 import io
 import pickle
 import sys
-import threading
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.worker_info import Part, telling
 
 CHECKED_BYTES = 1 << 16
 """Of an array or a text that goes into the checksum, so many bytes count."""
-
-_opening = threading.RLock()
-"""Held while torch is told of a part that a thread opens."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -147,7 +144,7 @@ class OpenPart:
 
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or go on from a state that `state` has returned."""
-        dataset, first = self._dataset, []
+        dataset = self._dataset
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._told and callable(set_epoch):
             set_epoch(passes)
@@ -159,28 +156,11 @@ class OpenPart:
             self._items = iter(items)
             if of_items is not None:
                 self._items.load_state_dict(copy.deepcopy(of_items))
-            if not self._alone:  # a generator function runs nothing before its first item
-                first = [one for _, one in zip(range(1), self._items, strict=False)]
         self.advance = self._items.__next__
-        if first:
-            self.advance = _after(first, self._items.__next__)
 
-    @contextmanager
-    def seen(self) -> Iterator[None]:
-        """Inside, ``get_worker_info()`` tells of this part. In threads that is only done while it is opened."""
-        torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-        if torch_worker is None:
-            yield
-            return
-        with _opening:
-            before = torch_worker._worker_info
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=self.number, num_workers=self._parts, seed=self._seed, dataset=self._dataset
-            )
-            try:
-                yield
-            finally:
-                torch_worker._worker_info = before
+    def seen(self) -> AbstractContextManager[None]:
+        """Inside, ``get_worker_info()`` tells of this part."""
+        return telling(Part(self.number, self._parts, self._seed, self._dataset), alone=self._alone)
 
     def end(self) -> None:
         """The part has no more samples: let go of the iterator."""
@@ -208,10 +188,6 @@ def is_stateful(one: Any) -> bool:
 
 def _nothing() -> Any:
     raise StopIteration
-
-
-def _after(first: list[Any], advance: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: first.pop() if first else advance()
 
 
 def _call(function: Callable[..., Any], number: int, parts: int) -> Any:

@@ -17,7 +17,6 @@ asked for the next sample again. A generator has ended then, and so does its par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from sharded_loader.engine.batch_scope import BatchScope
@@ -146,7 +145,7 @@ class StreamReader(Reader):
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         advance = opened.advance
         try:
-            with opened.seen() if self._alone else nullcontext():
+            with opened.seen():
                 for number, indices in enumerate(shards):
                     board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
                     at.indices, at.drawn, before = indices, None, len(samples)

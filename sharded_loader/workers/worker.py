@@ -39,6 +39,7 @@ from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.stream_reader import reader_for
+from sharded_loader.engine.worker_info import tell_torch
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_globals
 from sharded_loader.interrupts import python_handlers
@@ -342,3 +343,4 @@ def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:
         seed=key & 0x7FFFFFFFFFFFFFFF,
         dataset=dataset,
     )
+    tell_torch()
