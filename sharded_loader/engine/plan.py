@@ -143,8 +143,13 @@ class EpochPlan:
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
         return task._replace(shards=tuple(shards), sharded=True)
 
-    def note(self, result: Result) -> None:
-        """A batch of iterable data has come back; there is none."""
+    def note(self, result: Result) -> Result:
+        """A batch has come back. Only the parts of iterable data can end at one."""
+        return result
+
+    def is_given_up(self, task: Task) -> bool:
+        """No task is: batches of a sampler do not depend on each other."""
+        return False
 
     def _is_within(self, indices: Any, length: int) -> bool:
         """Whether these are indices of the dataset. Batches that are views of one block are checked together.
@@ -204,9 +209,13 @@ class StreamPlan:
         lane = self._reading.lane(part.number)
         return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
 
-    def note(self, result: Result) -> None:
-        """A batch has come back: its part has got further, or has ended."""
-        self._reading.note(result.seq, result)
+    def note(self, result: Result) -> Result:
+        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before."""
+        return self._reading.note(result.seq, result)
+
+    def is_given_up(self, task: Task) -> bool:
+        """Whether the task's part cannot be read on: then nobody has to try."""
+        return task.part is not None and self._reading.is_given_up(task.part)
 
     def split(self, task: Task) -> Task:
         """A batch as shards, by the weights of this moment. If the part ends in the batch, the reader splits again."""

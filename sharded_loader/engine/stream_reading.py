@@ -1,7 +1,7 @@
 """One epoch over iterable data: which part gives the next batch, as far as anybody can know it.
 
     StreamReading.batch(seq) -> PartBatch       batch b of part p
-    StreamReading.note(seq, result)             how far the part has got: only its reader finds out
+    StreamReading.note(seq, result) -> Result   how far the part has got: only its reader finds out
     position_after(delivered)                   the position between two batches
 
 The next batch comes from the part that has given the fewest batches, of several the first. So parts take turns, and
@@ -11,7 +11,8 @@ Batches are planned before it is known where a part ends. What is planned behind
 and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
 
 A reading owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
-its part has got (a worker died over it). The part ends there.
+its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
+behind it comes back empty, whether anybody has tried to read it or not: how much was in flight must not show.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class StreamReading:
         heapq.heapify(self._turns)
         self._planned: dict[int, PartBatch] = {}
         self._notes: dict[int, tuple[int, PartPoint]] = {}
+        self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
         self._coming = self.first
 
     def batch(self, seq: int) -> PartBatch | None:
@@ -101,23 +103,35 @@ class StreamReading:
         """Which lane a part of this rank is read in."""
         return self._parts.index(part)
 
-    def note(self, seq: int, result: Result) -> None:
-        """A batch has come back: its part has got further, or has ended."""
+    def note(self, seq: int, result: Result) -> Result:
+        """A batch has come back: its part has got further, or has ended.
+
+        Returns:
+            The result; an empty one, if the part has ended before this batch.
+        """
         planned = self._planned.get(seq)
         if planned is None:
-            return
+            return result
         point = result.point
-        if point is None:
-            # It was given up, or nobody can say how far the part was read. Behind it nothing can be read.
+        if self.is_given_up(planned):
+            result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
+            if self._last is not None and seq not in self._notes:
+                self._last += 1
+        elif point is None:
+            # Nobody can say how far the part was read. Behind it nothing can be read.
             before = self._known[planned.number]
-            count = planned.batch + (result.batch is not NOTHING)
-            point = PartPoint(count, before.passes, before.samples, before.checksum, ended=True)
-            self._last = None if self._last is None else self._last + planned.batch + 1 - count
+            self._given_up[planned.number] = planned.batch
+            point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
         self._order.reached(planned.number, point)
+        return result
+
+    def is_given_up(self, planned: PartBatch) -> bool:
+        """Whether the part has ended before this batch, because it cannot be read on."""
+        return planned.batch > self._given_up.get(planned.number, planned.batch)
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
