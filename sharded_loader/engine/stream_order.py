@@ -213,7 +213,7 @@ class StreamOrder:
     def differences(self, saved: StreamSignature, position: StreamPosition, strict: bool) -> list[str]:
         """Why a state does not fit."""
         own = self.signature()
-        if self._given is None and position.counts:
+        if self._given is None:
             own = replace(own, streams=saved.streams)
         return differences(saved, own, position, strict)
 
@@ -222,6 +222,7 @@ class StreamOrder:
         changed = (saved.seed, saved.streams) != (self.seed, self._given)
         self.seed, self._given = saved.seed, saved.streams
         self._reached.clear()
+        self._last = None
         return changed
 
     dump = staticmethod(dump)

@@ -189,10 +189,15 @@ class StreamReading:
         return StreamPosition(begin.epoch, 0, at.counts, at.points)
 
     def counts_behind(self) -> Mapping[int, int]:
-        """How many batches each part has given when the epoch is over."""
-        counts = dict(self._counts)
-        for planned in self._planned.values():
-            counts[planned.number] = max(counts[planned.number], planned.batch + 1)
+        """How many batches each part has given when the epoch is over, also if its loop was left before."""
+        counts = {part: point.batches for part, point in self._known.items()}
+        turns = [(count, part) for count, part in self._turns if not self._known[part].ended]
+        counts.update((part, count) for count, part in turns)
+        heapq.heapify(turns)
+        for _ in range(0 if self._last is None or not turns else self._last - self._coming):
+            count, part = turns[0]
+            heapq.heapreplace(turns, (count + 1, part))
+            counts[part] = count + 1
         return counts
 
     def length(self) -> int:
