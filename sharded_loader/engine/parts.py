@@ -58,6 +58,11 @@ def _has_own(kind: type, name: str) -> bool:
     return method is not None and all(method is not getattr(base, name, None) for base in bases)
 
 
+def keeps_place(dataset: Any) -> bool:
+    """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
+    return any(hasattr(dataset, name) for name in ("state_dict", "__next__", "set_epoch"))
+
+
 def known_parts(dataset: Any) -> int | None:
     """How many parts a dataset says that it has, as Hugging Face's do; None if it does not."""
     for name in ("num_shards", "n_shards"):

@@ -16,16 +16,17 @@ asked for the next sample again. A generator has ended then, and so does its par
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD
 from sharded_loader.engine.messages import Job
-from sharded_loader.engine.parts import Copies, OpenPart, checksum
+from sharded_loader.engine.parts import Copies, OpenPart, checksum, keeps_place
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
-from sharded_loader.rng import derive_key, reading
+from sharded_loader.rng import SampleScope, derive_key, reading
 from sharded_loader.sampling.shards import shard_sizes
 
 
@@ -48,7 +49,8 @@ def reader_for(
     """
     if job.stream is None:
         return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
-    return StreamReader(job, notes_samples=notes_samples, several=job.stream.parts > readers, alone=alone, seed=seed)
+    several = job.stream.parts > readers or keeps_place(job.dataset)
+    return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
 class StreamReader(Reader):
@@ -56,7 +58,8 @@ class StreamReader(Reader):
 
     Args:
         job, notes_samples: see `Reader`.
-        several: several parts may be open here at a time. Each then has a copy of the dataset to itself.
+        several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
+            up. Each then has a copy of the dataset to itself.
         alone: no other thread of this process reads samples.
         seed: seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded.
     """
@@ -80,21 +83,32 @@ class StreamReader(Reader):
     def read_sample(self, index: Any, epoch: int) -> Any:
         """Sample ``(part, place)``: the part is read up to it."""
         try:
-            part, place = index
-        except TypeError:
+            part, place = map(operator.index, index)
+        except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, place), not as {index!r}") from None
-        opened = OpenPart(Copies(self._dataset).make(), part, self._stream.parts, self._part_seed(part, epoch))
-        scope, before = self._scope(epoch), reading.scope
+        stream, passes = self._stream, 0 if self._stream.endless else epoch
+        missing = IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {stream.parts} parts")
+        if not 0 <= part < stream.parts or place < 0:
+            raise missing
+        opened = OpenPart(Copies(self._dataset).make(), part, stream.parts, self._part_seed(part, epoch))
+        scope, before = self._scope(passes), reading.scope
         try:
             reading.scope = scope
-            scope.indices = PartIndices(part, range(place + 1))
-            scope.items = items = iter(range(place + 1))
-            opened.begin(epoch)
+            _at_first(scope, part)
+            opened.begin(passes)
+            scope.indices, scope.items = PartIndices(part, range(place + 1)), iter(range(place + 1))
             with opened.seen():
-                for _ in items:
-                    sample = opened.advance()
+                for _ in scope.items:
+                    try:
+                        sample = opened.advance()
+                    except StopIteration:
+                        if not stream.endless:
+                            raise
+                        passes += 1
+                        opened.begin(passes)
+                        sample = opened.advance()
         except StopIteration:
-            raise IndexError(f"part {part} of epoch {epoch} has no sample {place}") from None
+            raise missing from None
         finally:
             reading.scope = before
         return sample
@@ -176,7 +190,8 @@ class StreamReader(Reader):
                 self._forget(opened)
             raise
         finally:
-            count, total = point.batches + (failed or bool(samples)), len(samples) + base + failed
+            is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
+            count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
@@ -217,6 +232,7 @@ class StreamReader(Reader):
         point, first = part.point, 0 if self._stream.endless else at.task.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
         self._seed(at.task.epoch, opened.point.batches * self._stream.parts + part.number)
+        _at_first(at, part.number)
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, at)
@@ -262,6 +278,12 @@ class StreamReader(Reader):
     def _part_seed(self, part: int, epoch: int) -> int:
         epoch = 0 if self._stream.endless else epoch
         return derive_key(self._job.seed, "part", epoch, part) & 0x7FFFFFFFFFFFFFFF
+
+
+def _at_first(scope: SampleScope, part: int) -> None:
+    """A part is opened: what it draws belongs to its first sample, as in a generator, which begins there."""
+    scope.indices, scope.items, scope.drawn = PartIndices(part, range(1)), iter(range(1)), None
+    next(scope.items)
 
 
 def _shortened(shards: Sequence[Any], count: int) -> list[Any]:
