@@ -82,6 +82,8 @@ def differences(
         strict: whether another batch size matters at the beginning of an epoch.
     """
     found = []
+    if saved.streams < own.num_replicas:
+        found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
     for name, text in _COMPARED.items():
         was, now = getattr(saved, name), getattr(own, name)
         if was != now and (strict or position.counts or name != "batch_size"):
@@ -175,6 +177,9 @@ def _merged(
     if len({position.epoch for position in positions}) > 1:
         epochs = ", ".join(str(position.epoch) for position in positions)
         raise ValueError(f"the states of the ranks lie in different epochs ({epochs}): save them after the same step")
+    if first.steps_per_epoch is not None and len({position.batches for position in positions}) > 1:
+        steps = ", ".join(str(position.batches) for position in positions)
+        raise ValueError(f"the states of the ranks lie after different steps ({steps}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
     batches = positions[0].batches
