@@ -25,13 +25,12 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.engine.worker_info import Part, telling
+from sharded_loader.engine.worker_info import Part, here, tell
 
 CHECKED_BYTES = 1 << 16
 """Of an array or a text that goes into the checksum, so many bytes count."""
@@ -137,7 +136,7 @@ class OpenPart:
     """
 
     def __init__(
-        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = True, told: bool = True
+        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
     ) -> None:
         self.number = number
         self._dataset, self._parts, self._seed = dataset, parts, seed
@@ -156,16 +155,19 @@ class OpenPart:
         of_dataset, of_items = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
-        with self.seen():
+        before = self.tell()
+        try:
             items = dataset if hasattr(type(dataset), "__iter__") else _call(dataset, self.number, self._parts)
             self._items = iter(items)
             if of_items is not None:
                 self._items.load_state_dict(copy.deepcopy(of_items))
+        finally:
+            here.part = before
         self.advance = self._items.__next__
 
-    def seen(self) -> AbstractContextManager[None]:
-        """Inside, ``get_worker_info()`` tells of this part."""
-        return telling(Part(self.number, self._parts, self._seed, self._dataset), alone=self._alone)
+    def tell(self) -> Part | None:
+        """Tell this thread of the part; see `engine.worker_info`."""
+        return tell(Part(self.number, self._parts, self._seed, self._dataset), alone=self._alone)
 
     def end(self) -> None:
         """The part has no more samples: let go of the iterator."""

@@ -26,6 +26,7 @@ from sharded_loader.engine.messages import Job
 from sharded_loader.engine.parts import Copies, OpenPart, checksum, keeps_place
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
+from sharded_loader.engine.worker_info import here
 from sharded_loader.rng import SampleScope, derive_key, reading
 from sharded_loader.sampling.shards import shard_sizes
 
@@ -36,7 +37,7 @@ def reader_for(
     tells_epoch: bool = False,
     notes_samples: bool = False,
     readers: int = 1,
-    alone: bool = True,
+    alone: bool = False,
     seed: Callable[[int, int], None] | None = None,
 ) -> Reader:
     """The reader of a job.
@@ -70,7 +71,7 @@ class StreamReader(Reader):
         *,
         notes_samples: bool = False,
         several: bool = True,
-        alone: bool = True,
+        alone: bool = False,
         seed: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(job, notes_samples=notes_samples, in_bulk=False)
@@ -91,26 +92,26 @@ class StreamReader(Reader):
         if not 0 <= part < stream.parts or place < 0:
             raise missing
         opened = OpenPart(Copies(self._dataset).make(), part, stream.parts, self._part_seed(part, epoch))
-        scope, before = self._scope(passes), reading.scope
+        scope, before, told = self._scope(passes), reading.scope, here.part
         try:
             reading.scope = scope
             _at_first(scope, part)
             opened.begin(passes)
             scope.indices, scope.items = PartIndices(part, range(place + 1)), iter(range(place + 1))
-            with opened.seen():
-                for _ in scope.items:
-                    try:
-                        sample = opened.advance()
-                    except StopIteration:
-                        if not stream.endless:
-                            raise
-                        passes += 1
-                        opened.begin(passes)
-                        sample = opened.advance()
+            opened.tell()
+            for _ in scope.items:
+                try:
+                    sample = opened.advance()
+                except StopIteration:
+                    if not stream.endless:
+                        raise
+                    passes += 1
+                    opened.begin(passes)
+                    sample = opened.advance()
         except StopIteration:
             raise missing from None
         finally:
-            reading.scope = before
+            reading.scope, here.part = before, told
         return sample
 
     # -- one batch ------------------------------------------------------------------------------------------
@@ -122,15 +123,16 @@ class StreamReader(Reader):
             at.epoch = 0  # a pass may begin in one epoch and end in the next
         opened = self._open_at(part, at)
         if opened.point.ended:
-            at.point = opened.point
+            at.point, opened.busy = opened.point, False
             return [], None
         self._seed(task.epoch, task.position)
-        opened.busy = True
         try:
             samples = self._read_batch(opened, task.shards, at, self._tolerant)
-        finally:
-            at.point = opened.point
-            opened.busy = False
+        except BaseException as error:
+            if not at.passes(error):
+                at.point, opened.busy = opened.point, False
+            raise
+        at.point, opened.busy = opened.point, False
         if opened.is_stateful:
             at.point = opened.point = opened.point._replace(state=opened.state())
         planned = sum(map(len, task.shards))
@@ -157,39 +159,37 @@ class StreamReader(Reader):
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance = opened.advance
+        advance, told = opened.advance, opened.tell()
         try:
-            with opened.seen():
-                for number, indices in enumerate(shards):
-                    board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-                    at.indices, at.drawn, before = indices, None, len(samples)
-                    at.items = items = iter(range(len(indices)))
-                    while not ended:
-                        try:
-                            for place in items:
-                                if notes:
-                                    board[SAMPLE] = place
-                                samples.append(advance())
-                            break
-                        except StopIteration:
-                            ended = not stream.endless
-                            if stream.endless:
-                                if len(samples) + base == 0:
-                                    raise self._is_empty(at) from None
-                                passes, base = passes + 1, -len(samples)
-                                opened.begin(passes)
-                                advance = opened.advance
-                                at.items = items = iter(range(len(samples) - before, len(indices)))
-                        except Exception as error:
-                            if not tolerant or at.passes(error):
-                                raise
-                            samples.append(self._in_place_of(indices[place], error, at))
+            for number, indices in enumerate(shards):
+                board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
+                at.indices, at.drawn, before = indices, None, len(samples)
+                at.items = items = iter(range(len(indices)))
+                while not ended:
+                    try:
+                        for place in items:
+                            if notes:
+                                board[SAMPLE] = place
+                            samples.append(advance())
+                        break
+                    except StopIteration:
+                        ended = not stream.endless
+                        if stream.endless:
+                            if len(samples) + base == 0:
+                                raise self._is_empty(at) from None
+                            passes, base = passes + 1, -len(samples)
+                            opened.begin(passes)
+                            advance = opened.advance
+                            at.items = items = iter(range(len(samples) - before, len(indices)))
+                    except Exception as error:
+                        if not tolerant or at.passes(error):
+                            raise
+                        samples.append(self._in_place_of(indices[place], error, at))
         except BaseException as error:
-            failed = True
-            if at.passes(error):  # it may have lost samples: the part is opened again
-                self._forget(opened)
+            failed = not at.passes(error)
             raise
         finally:
+            here.part = told
             is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
             count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
@@ -220,6 +220,7 @@ class StreamReader(Reader):
             at.board[SAMPLE] = BEGINNING
             opened = self._open(part, at)
             self._opened[part.stream, part.number] = opened
+        opened.busy = True  # until its batch is read: if something strikes before that, it has perhaps lost samples
         self._skip(opened, part.batch, at)
         return opened
 
@@ -265,11 +266,6 @@ class StreamReader(Reader):
             f"must be the same each time it is read: seed what is random in it by the epoch, or give it state_dict() "
             f"and load_state_dict()"
         )
-
-    def _forget(self, opened: OpenPart) -> None:
-        for key, other in list(self._opened.items()):
-            if other is opened:
-                self._opened.pop(key, None)
 
     def _seed(self, epoch: int, position: int) -> None:
         if self._seed_globals is not None:

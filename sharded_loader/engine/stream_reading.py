@@ -59,18 +59,25 @@ class StreamReading:
         self.signature = order.signature()
         self._order, self._parts, self.number = order, parts, number
         at = position or order.beginning(epoch, parts)
-        self.first = self._batches = at.batches
+        self.first = at.batches
         self._counts = {part: at.counts.get(part, 0) for part in parts}
+        self._before = at.batches - sum(self._counts.values())
         beginning = PartPoint(passes=0 if stream.endless else epoch)
         self._base = {part: at.points.get(part, beginning) for part in parts}
-        self._last: int | None = order.steps  # no batch of this number, or of a greater one
         self._known = dict(self._base)  # of each part the farthest point that somebody has reached
-        self._turns = [(self._counts[part], part) for part in parts if not self._base[part].ended]
-        heapq.heapify(self._turns)
+        turns = [(self._counts[part], part) for part in parts if not self._base[part].ended]
+        heapq.heapify(turns)
+        # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
+        self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
         self._planned: dict[int, PartBatch] = {}
         self._notes: dict[int, tuple[int, PartPoint]] = {}
         self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
-        self._coming = self.first
+        self._empty: set[int] = set()  # what was planned behind those
+
+    @property
+    def _last(self) -> int | None:
+        """No batch has this number, or a greater one; None: that is not known."""
+        return None if self._order.steps is None else self._order.steps + len(self._empty)
 
     def batch(self, seq: int) -> PartBatch | None:
         """The batch of this number; None behind the last one.
@@ -78,26 +85,17 @@ class StreamReading:
         Args:
             seq: at least `first`, and not forgotten.
         """
-        while self._coming <= seq:
-            planned = self._next()
-            if planned is None:
+        while (coming := self._line[0]) <= seq:
+            turns = self._line[1].copy()
+            while turns and self._known[turns[0][1]].ended:
+                heapq.heappop(turns)
+            if not turns or (self._last is not None and coming >= self._last):
                 return None
-            self._planned[self._coming] = planned
-            self._coming += 1
+            count, part = turns[0]
+            heapq.heapreplace(turns, (count + 1, part))
+            self._planned[coming] = PartBatch(self.number, self._order.oldest(), part, count, self._known[part])
+            self._line = coming + 1, turns
         return self._planned.get(seq)
-
-    def _next(self) -> PartBatch | None:
-        if self._last is not None and self._coming >= self._last:
-            return None
-        while self._turns:
-            count, part = self._turns[0]
-            point = self._known[part]
-            if not point.ended:
-                heapq.heapreplace(self._turns, (count + 1, part))
-                oldest = self._order.oldest()
-                return PartBatch(self.number, oldest, part, count, point)
-            heapq.heappop(self._turns)
-        return None
 
     def lane(self, part: int) -> int:
         """Which lane a part of this rank is read in."""
@@ -115,8 +113,7 @@ class StreamReading:
         point = result.point
         if self.is_given_up(planned):
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
-            if self._last is not None and seq not in self._notes:
-                self._last += 1
+            self._empty.add(seq)
         elif point is None:
             # Nobody can say how far the part was read. Behind it nothing can be read.
             before = self._known[planned.number]
@@ -136,26 +133,22 @@ class StreamReading:
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
         for seq in [one for one in self._planned if one < delivered - 1]:
-            del self._planned[seq]
-            noted = self._notes.pop(seq, None)
-            if noted is not None:
-                self._pass(*noted)
-
-    def _pass(self, part: int, point: PartPoint) -> None:
-        self._base[part] = point
-        self._batches += point.batches - self._counts[part]
-        self._counts[part] = point.batches
+            if seq in self._notes:
+                part, point = self._notes[seq]
+                self._base[part], self._counts[part] = point, point.batches
+                self._notes.pop(seq, None)
+            del self._planned[seq]  # at the end: interrupted before, all of it is done again
 
     # -- positions ------------------------------------------------------------------------------------------
 
     def position_after(self, delivered: int) -> StreamPosition:
         """The position after the batches before number ``delivered`` were received."""
-        counts, points, batches = dict(self._counts), dict(self._base), self._batches
+        counts, points = dict(self._counts), dict(self._base)
         for seq in sorted(self._notes):
             if seq < delivered:
                 part, point = self._notes[seq]
-                batches += point.batches - counts[part]
                 counts[part], points[part] = point.batches, point
+        batches = self._before + sum(counts.values())
         if self._last is None and not any(counts.values()):
             return StreamPosition(self.epoch)
         return StreamPosition(self.epoch, batches, counts, points)
@@ -185,16 +178,16 @@ class StreamReading:
         """The beginning of the next epoch, as it is after this one."""
         if self._last is None:
             return begin
-        at = self.position_after(self._coming)
+        at = self.position_after(self._line[0])
         return StreamPosition(begin.epoch, 0, at.counts, at.points)
 
     def counts_behind(self) -> Mapping[int, int]:
         """How many batches each part has given when the epoch is over, also if its loop was left before."""
         counts = {part: point.batches for part, point in self._known.items()}
-        turns = [(count, part) for count, part in self._turns if not self._known[part].ended]
+        turns = [(count, part) for count, part in self._line[1] if not self._known[part].ended]
         counts.update((part, count) for count, part in turns)
         heapq.heapify(turns)
-        for _ in range(0 if self._last is None or not turns else self._last - self._coming):
+        for _ in range(0 if self._last is None or not turns else self._last - self._line[0]):
             count, part = turns[0]
             heapq.heapreplace(turns, (count + 1, part))
             counts[part] = count + 1

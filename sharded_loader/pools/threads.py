@@ -171,7 +171,7 @@ class ThreadPool(Pool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None, alone=False)
+        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None)
         if self.started:
             return
         # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.

@@ -175,6 +175,7 @@ class Worker:
                 tells_epoch=True,
                 notes_samples=new.notes_samples,
                 readers=self._num_workers,
+                alone=True,
                 seed=self._seed_globals,
             )
         except BaseException as error:
