@@ -29,7 +29,7 @@ FLOORS = (
     ("engine", "devices"),
     ("workers",),
     ("pools",),
-    ("loader", "iterator", "parallel", *APART),
+    ("loader", "iterator", "parallel", "drop_in", "torch", *APART),
 )
 """The lowest floor first. A module imports its own floor and the floors below. Other modules are not checked."""
 

@@ -117,6 +117,15 @@ def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> Non
         raise TypeError("\n  ".join([f"ShardedDataLoader has none of these {len(advice)} arguments:", *advice]))
 
 
+def refuse_unknown_of_torch(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
+    """Refuse arguments that the drop-in for torch's loader does not have: all at once."""
+    if unknown:
+        known = inspect.signature(owner).parameters
+        close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        advice = [f"{name!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for name, found in close.items()]
+        raise TypeError(f"DataLoader has no argument {', '.join(advice)}")
+
+
 def _advice(name: str, known: Iterable[str]) -> str:
     for whose, spelling in ("torch's", TORCH_SPELLING), ("Gluon's", GLUON_SPELLING):
         if name in spelling:

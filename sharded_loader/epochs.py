@@ -216,7 +216,8 @@ class Epochs:
                 result = reader.read(task)
                 if result.error is not None:
                     raise result.error
-                run.plan.note(result)
+                if task.part is not None:
+                    result = run.plan.note(result, seq)
                 if result.batch is not NOTHING:
                     return self._placement.place(result.batch, task.sharded)
                 seq += 1

@@ -45,6 +45,7 @@ class WorkerDiedError(RuntimeError):
     Attributes:
         worker: number of the worker, from 0.
         exitcode: its exit code; minus the number of the signal that killed it; None where unknown.
+        pid: its process id.
         batch: number of the batch that it was reading, None if it was starting.
         epoch: number of the epoch, None likewise.
         index: the sample that it was reading, None if it was reading several at once, or none.
@@ -65,9 +66,11 @@ class WorkerDiedError(RuntimeError):
         batch: int | None = None,
         epoch: int | None = None,
         index: Any = None,
+        pid: int | None = None,
     ) -> None:
         super().__init__(message)
         self.worker = worker
+        self.pid = pid
         self.exitcode = exitcode
         self.batch = batch
         self.epoch = epoch

@@ -91,6 +91,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_state.begin_afresh)
 
 
+def seed_as_torch(base_seed: int, worker: int) -> None:
+    """Seed ``random`` and NumPy as worker number ``worker`` of torch's own loader does. torch gets their sum.
+
+    Args:
+        base_seed: what torch's loader draws for all workers of an iterator.
+        worker: the number of the worker, from 0.
+    """
+    random.seed(base_seed + worker)
+    words = np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0])
+    np.random.seed(words.generate_state(4))
+
+
 def seed_globals(key: int, *, whole: bool = True) -> None:
     """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator.
 

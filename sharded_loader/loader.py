@@ -169,6 +169,8 @@ class ShardedDataLoader(LoaderAttributes):
         timeout: float | None = None,
         **unknown: NoReturn,
     ) -> None:
+        # What it was given, to make another one like it: see `integrations.accelerate`.
+        self._given = {name: one for name, one in locals().items() if name not in ("self", "unknown", "__class__")}
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)

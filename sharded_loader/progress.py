@@ -130,7 +130,7 @@ class Progress:
         """Epoch, and batches delivered in it."""
         run = self.run()
         if run is not None:
-            return run.epoch, run.reading.batches(run.delivered)
+            return run.epoch, int(run.reading.batches(run.delivered))
         if not self.resumes:
             return self._order.next_epoch, 0
         return self._order.next_epoch, self.coming().first
@@ -139,9 +139,8 @@ class Progress:
         """Batches in the epoch of `at`."""
         run = self.run()
         if run is not None and run.reading.resumed:
-            return run.reading.length()
-        length: int = self.coming().length() if self.resumes else self._order.length(self.at()[0])
-        return length
+            return int(run.reading.length())
+        return int(self.coming().length() if self.resumes else self._order.length(self.at()[0]))
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -112,6 +112,8 @@ def part_of_torch(parts: int | None = None) -> int:
     from torch.utils.data import get_worker_info
 
     info = get_worker_info()
+    if info is None and parts in (None, 1):
+        return 0  # one part in the main process is everything, and nobody is a worker
     assert info is not None and (parts is None or info.num_workers == parts)
     return int(info.id)
 

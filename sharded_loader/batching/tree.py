@@ -215,6 +215,25 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
 # -- arrays as tensors -------------------------------------------------------------------------------------------------
 
 
+class TensorBatch:
+    """An array, or a list of arrays and tensors, that are to be tensors where the batch is used.
+
+    Only a function of this library makes one. NumPy arrays in other batches stay what they are there.
+    """
+
+    __slots__ = ("arrays",)
+
+    def __init__(self, arrays: Any) -> None:
+        self.arrays = arrays
+
+    def to_torch(self) -> Any:
+        """The tensors, over the same memory."""
+        return to_torch(self.arrays)
+
+    def __reduce__(self) -> Any:
+        return TensorBatch, (self.arrays,)
+
+
 def to_torch(tree: Any) -> Any:
     """Turn the NumPy arrays and scalars in a structure into torch tensors over the same memory.
 

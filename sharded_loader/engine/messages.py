@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 from sharded_loader.memory.exceptions import EncodedError
@@ -194,6 +195,10 @@ class Job:
         on_error: see the loader.
         keep_batch: a batch without a good sample is an error, even with ``on_error="skip"``.
         stream: how the dataset is read if it is iterable data.
+        base_seed: worker i seeds the global generators with ``base_seed + i`` when it starts, as torch's workers do,
+            and not for each batch. None: for each batch.
+        in_bulk: read several samples at once where the dataset can.
+        keeps_state: the dataset has a state that each worker keeps; it is part of the results.
     """
 
     dataset: Any
@@ -202,6 +207,9 @@ class Job:
     on_error: OnError = "raise"
     keep_batch: bool = False
     stream: Stream | None = None
+    base_seed: int | None = None
+    in_bulk: bool = True
+    keeps_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,7 +247,9 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     point = result.point
     if result.error is not None or result.skipped or result.lost_shards or (point and point.state is not None):
         return None
-    batch = result.batch
+    batch, is_tensors = result.batch, type(result.batch) is TensorBatch
+    if is_tensors:
+        batch = batch.arrays
     arrays = batch if type(batch) is list else [batch]
     # If a list holds one array twice, pickle keeps it one array.
     if not all(map(is_plain, arrays)) or len(set(map(id, arrays))) < len(arrays):
@@ -258,14 +268,15 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
                 buffers.append(array.reshape(-1).view(np.uint8).data)
         fields.append((array.shape, array.dtype.str, data))
     told = None if point is None else tuple(point)
-    head = pickle.dumps((type(batch) is list, fields, result.samples, result.seconds, told), protocol=5)
+    head = pickle.dumps((type(batch) is list, is_tensors, fields, result.samples, result.seconds, told), protocol=5)
     return Encoded(head, tuple(places), tuple(buffers))
 
 
 def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any]) -> Result:
     """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
-    is_list, fields, samples, seconds, told = packed
+    is_list, is_tensors, fields, samples, seconds, told = packed
     following = iter(buffers)
     arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
     point = None if told is None else PartPoint(*told)
-    return Result(run, seq, arrays if is_list else arrays[0], samples, None, (), (), seconds, point)
+    batch = arrays if is_list else arrays[0]
+    return Result(run, seq, TensorBatch(batch) if is_tensors else batch, samples, None, (), (), seconds, point)

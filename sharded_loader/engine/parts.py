@@ -142,49 +142,61 @@ class OpenPart:
         self._dataset, self._parts, self._seed = dataset, parts, seed
         self._alone, self._told = alone, told
         self._items: Any = None
+        self._is_iterator = False
+        self._last_state: Any = None
         self.point = PartPoint()
         self.busy = False
         self.advance: Callable[[], Any] = _nothing
 
     def begin(self, passes: int, state: Any = None) -> None:
-        """Begin a pass, or go on from a state that `state` has returned."""
+        """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
         dataset = self._dataset
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._told and callable(set_epoch):
             set_epoch(passes)
-        of_dataset, of_items = state or (None, None)
+        of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
         before = self.tell()
         try:
             items = dataset if hasattr(type(dataset), "__iter__") else _call(dataset, self.number, self._parts)
             self._items = iter(items)
+            self._is_iterator = self._items is dataset
             if of_items is not None:
                 self._items.load_state_dict(copy.deepcopy(of_items))
+            if begins_anew:  # the state is that of the end of a pass
+                self._items = iter(items)
         finally:
             here.part = before
         self.advance = self._items.__next__
 
     def tell(self) -> Part | None:
         """Tell this thread of the part; see `engine.worker_info`."""
-        return tell(Part(self.number, self._parts, self._seed, self._dataset), alone=self._alone)
+        # One part in the main process is everything, as in torch: nobody is a worker.
+        is_all = self._parts == 1 and not self._alone
+        part = None if is_all else Part(self.number, self._parts, self._seed, self._dataset)
+        return tell(part, alone=self._alone)
 
     def end(self) -> None:
         """The part has no more samples: let go of the iterator."""
+        self._last_state = self.state()
         self._items, self.advance = None, _nothing
 
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset, or its iterator, can say where it is."""
-        return is_stateful(self._dataset) or is_stateful(self._items)
+        return is_stateful(self._dataset) or is_stateful(self._items) or self._last_state is not None
 
     def state(self) -> Any:
         """What `begin` goes on from; None if the dataset cannot say."""
-        # A copy: some return the dict that they go on changing.
-        of_dataset = copy.deepcopy(self._dataset.state_dict()) if is_stateful(self._dataset) else None
-        of_items = None
-        if self._items is not self._dataset and is_stateful(self._items):
-            of_items = copy.deepcopy(self._items.state_dict())
+        if self._last_state is not None:
+            return self._last_state
+        # Copies: some return the dict that they go on changing. A dataset that is its own iterator is loaded as that.
+        items = self._dataset if self._is_iterator else self._items
+        of_items = copy.deepcopy(items.state_dict()) if is_stateful(items) else None
+        of_dataset = None
+        if not self._is_iterator and is_stateful(self._dataset):
+            of_dataset = copy.deepcopy(self._dataset.state_dict())
         return None if of_dataset is None and of_items is None else (of_dataset, of_items)
 
 

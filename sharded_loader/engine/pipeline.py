@@ -199,7 +199,9 @@ class Pipeline:
                 if not self.pool.started:
                     self._recover()  # somebody has closed the pool itself
                     continue
-                self._wait(run, block=window[0].result is None)
+                self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
+            if run.any_order and window:
+                run.advance()
             if window and window[0].result is not None:
                 return window[0]
 
@@ -265,7 +267,7 @@ class Pipeline:
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
             if task.part is not None and run.plan.is_given_up(task):
-                entry.result = run.plan.note(Result(run.number, entry.seq, NOTHING))
+                entry.result = run.plan.note(Result(run.number, entry.seq, NOTHING), entry.seq)
                 continue
             try:
                 if run.plan.splits:
@@ -292,9 +294,13 @@ class Pipeline:
         for result in results:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
-            number = result.seq - window[0].seq if window else -1
+            number = -1
+            if filed is not None and window:
+                number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                window[number].result = filed.plan.note(result)
+                if (task := window[number].task) is not None and task.part is not None:
+                    result = filed.plan.note(result, window[number].seq)
+                window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):

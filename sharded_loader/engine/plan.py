@@ -143,13 +143,8 @@ class EpochPlan:
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
         return task._replace(shards=tuple(shards), sharded=True)
 
-    def note(self, result: Result) -> Result:
-        """A batch has come back. Only the parts of iterable data can end at one."""
-        return result
-
-    def is_given_up(self, task: Task) -> bool:
-        """No task is: batches of a sampler do not depend on each other."""
-        return False
+    def move(self, seq: int, to: int) -> None:
+        """A batch comes earlier than planned. This plan keeps the order."""
 
     def _is_within(self, indices: Any, length: int) -> bool:
         """Whether these are indices of the dataset. Batches that are views of one block are checked together.
@@ -209,13 +204,23 @@ class StreamPlan:
         lane = self._reading.lane(part.number)
         return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
 
-    def note(self, result: Result) -> Result:
-        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before."""
-        return self._reading.note(result.seq, result)
+    def note(self, result: Result, seq: int) -> Result:
+        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before.
+
+        Args:
+            result: the batch.
+            seq: its number now; another than its own, if it comes earlier than planned.
+        """
+        return self._reading.note(seq, result)
 
     def is_given_up(self, task: Task) -> bool:
         """Whether the task's part cannot be read on: then nobody has to try."""
         return task.part is not None and self._reading.is_given_up(task.part)
+
+    def move(self, seq: int, to: int) -> None:
+        """A batch comes earlier than planned; those that it overtakes keep their order."""
+        for table in self._reading.tables:
+            moved(table, seq, to)
 
     def split(self, task: Task) -> Task:
         """A batch as shards, by the weights of this moment. If the part ends in the batch, the reader splits again."""
@@ -226,6 +231,20 @@ class StreamPlan:
             shards.append(indices[begin : begin + size])
             begin += size
         return task._replace(shards=tuple(shards), sharded=True)
+
+
+def moved(table: dict[int, Any], seq: int, to: int) -> None:
+    """Give what stands under ``seq`` the number ``to``, and what stands from there on the next numbers.
+
+    Example:
+        >>> table = {4: "a", 5: "b", 7: "d"}
+        >>> moved(table, 7, 4)
+        >>> table
+        {4: 'd', 5: 'a', 6: 'b'}
+    """
+    numbers = range(to, seq + 1)
+    found = [table.pop(number, None) for number in (seq, *numbers[:-1])]
+    table.update((number, one) for number, one in zip(numbers, found, strict=True) if one is not None)
 
 
 @dataclass(slots=True)
@@ -248,8 +267,8 @@ class Run:
     Attributes:
         number: identifies the run in tasks and results.
         epoch: number of the epoch.
-        plan: gives the run's tasks.
-        reading: the epoch's batches, and the positions between them.
+        plan: gives the run's tasks: an `EpochPlan`, or one that has its methods.
+        reading: the epoch's batches, and the positions between them: an `EpochReading`, or one that has its methods.
         delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
             only truth: everything below can be thrown away and built again from it.
         planned: the number of the batch behind the window.
@@ -261,12 +280,14 @@ class Run:
         exhausted: all its batches have been planned.
         is_ahead: its epoch has not begun; it is read while the one before it is consumed.
         next: the run that is read ahead behind this one.
+        any_order: a batch that is finished is handed out before one that is not.
+        moved: where the results of batches that have changed places belong, by their own numbers.
     """
 
     number: int
     epoch: int
-    plan: EpochPlan | StreamPlan
-    reading: EpochReading | StreamReading
+    plan: Any
+    reading: Any
     delivered: int = 0
     planned: int = 0
     window: deque[Entry] = field(default_factory=deque)
@@ -277,12 +298,37 @@ class Run:
     exhausted: bool = False
     is_ahead: bool = False
     next: Run | None = None
+    any_order: bool = False
+    moved: dict[int, int] = field(default_factory=dict)
+
+    def is_finished(self) -> bool:
+        """Whether any batch in the window is finished."""
+        return any(entry.result is not None for entry in self.window)
+
+    def advance(self) -> None:
+        """Move the first finished batch to the head of the window."""
+        window = self.window
+        for entry in window:
+            if entry.result is not None:
+                break
+        else:
+            return
+        if entry is not window[0]:
+            self.plan.move(entry.seq, window[0].seq)
+            origins = {place: number for number, place in self.moved.items()}
+            between = [one for one in window if one.seq <= entry.seq]
+            contents = [(origins.get(one.seq, one.seq), one.task, one.result) for one in between]
+            # Those it overtakes keep their order: batches of one part must.
+            for one, (origin, task, result) in zip(between, [contents[-1], *contents[:-1]], strict=True):
+                one.task, one.result = task, result
+                self.moved[origin] = one.seq
 
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
         self.window.clear()
         self.waiting.clear()
+        self.moved.clear()
         self.planned = self.delivered
 
 

@@ -53,7 +53,7 @@ class Reader:
         tells_epoch: call the dataset's ``set_epoch`` when a task's epoch differs from the last one's (where
             the dataset is this reader's own).
         notes_samples: note each sample on the board before it is read, not only those of careful tasks.
-        in_bulk: read several samples at once where the dataset can.
+        in_bulk: read several samples at once where the dataset and the job can.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Reader:
         self._job = job
         self._dataset = job.dataset
         self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
+        in_bulk = in_bulk and job.in_bulk
         self._gather = as_bulk(job.dataset) if in_bulk and job.batchify_fn is None else None
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None

@@ -20,12 +20,14 @@ class Stream(NamedTuple):
         batch_size: samples in a batch; all of a batch come from one part.
         drops_last: leave out what does not fill a batch at the end of a part.
         endless: a part that has ended starts over, and no batch is short.
+        tells_epoch: call the dataset's ``set_epoch`` when a part is opened.
     """
 
     parts: int
     batch_size: int
     drops_last: bool = False
     endless: bool = False
+    tells_epoch: bool = True
 
 
 class PartPoint(NamedTuple):

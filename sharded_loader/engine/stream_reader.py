@@ -16,13 +16,16 @@ asked for the next sample again. A generator has ended then, and so does its par
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sharded_loader.engine.batch_scope import BatchScope
-from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD
-from sharded_loader.engine.messages import Job
+from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.parts import Copies, OpenPart, checksum, keeps_place
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
@@ -48,9 +51,12 @@ def reader_for(
         readers: how many readers share the parts of iterable data; see `StreamReader`.
         alone, seed: see `StreamReader`.
     """
+    if job.keeps_state and job.stream is None:
+        return StatefulReader(job, notes_samples=notes_samples)
     if job.stream is None:
         return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
-    several = job.stream.parts > readers or keeps_place(job.dataset)
+    # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
+    several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
     return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
@@ -113,6 +119,16 @@ class StreamReader(Reader):
         finally:
             reading.scope, here.part = before, told
         return sample
+
+    def prime(self, task: Task) -> PartPoint:
+        """Open the part of a task, and say where it is: before the first batch, as torch does in the main process."""
+        at = BatchScope(self._job.seed, task.epoch)
+        at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
+        at.skipped, at.lost = [], []
+        assert task.part is not None  # a task of iterable data has one
+        opened = self._open_at(task.part, at)
+        opened.busy = False
+        return opened.point._replace(state=opened.state())
 
     # -- one batch ------------------------------------------------------------------------------------------
 
@@ -229,7 +245,8 @@ class StreamReader(Reader):
             self._copies = Copies(self._dataset)  # before any part has changed it
         dataset = self._dataset if self._copies is None else self._copies.make()
         seed = self._part_seed(part.number, at.task.epoch)
-        opened = OpenPart(dataset, part.number, self._stream.parts, seed, alone=self._alone)
+        stream = self._stream
+        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, told=stream.tells_epoch)
         point, first = part.point, 0 if self._stream.endless else at.task.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
         self._seed(at.task.epoch, opened.point.batches * self._stream.parts + part.number)
@@ -274,6 +291,29 @@ class StreamReader(Reader):
     def _part_seed(self, part: int, epoch: int) -> int:
         epoch = 0 if self._stream.endless else epoch
         return derive_key(self._job.seed, "part", epoch, part) & 0x7FFFFFFFFFFFFFFF
+
+
+class StatefulReader(Reader):
+    """Makes batches of a map-style dataset that has ``state_dict``: its state is part of the results.
+
+    A batch belongs to a lane. If the batch before it was not read here, the dataset gets the state of the task's point.
+    """
+
+    def __init__(self, job: Job, *, notes_samples: bool = False) -> None:
+        super().__init__(job, notes_samples=notes_samples)
+        self._at: tuple[int, int, int] | None = None
+
+    def _make_batches(self, at: BatchScope) -> tuple[list[Any], BaseException | None]:
+        part = at.task.part
+        assert part is not None  # a task of such a job has one
+        here = part.stream, part.number, part.batch
+        if self._at != here and part.point.state is not None:
+            self._dataset.load_state_dict(copy.deepcopy(part.point.state))
+        self._at = part.stream, part.number, part.batch + 1
+        try:
+            return super()._make_batches(at)
+        finally:
+            at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._dataset.state_dict()))
 
 
 def _at_first(scope: SampleScope, part: int) -> None:

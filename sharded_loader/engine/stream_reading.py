@@ -40,10 +40,12 @@ class StreamReading:
     Attributes:
         epoch, stream: as above.
         resumed: whether there was a position.
+        any_order: batches come as they are finished, not in turns.
         first: number of the first batch.
     """
 
     keeps = True
+    any_order = False
     carry = None
 
     def __init__(
@@ -92,7 +94,14 @@ class StreamReading:
             if not turns or (self._last is not None and coming >= self._last):
                 return None
             count, part = turns[0]
-            heapq.heapreplace(turns, (count + 1, part))
+            if self.any_order:  # not to wait for a slow part: the one with the fewest batches in flight
+                turns = [turn for turn in turns if not self._known[turn[1]].ended]
+                count, part = min(turns, key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
+                turns.remove((count, part))
+                heapq.heapify(turns)
+                heapq.heappush(turns, (count + 1, part))
+            else:
+                heapq.heapreplace(turns, (count + 1, part))
             self._planned[coming] = PartBatch(self.number, self._order.oldest(), part, count, self._known[part])
             self._line = coming + 1, turns
         return self._planned.get(seq)
@@ -130,9 +139,14 @@ class StreamReading:
         """Whether the part has ended before this batch, because it cannot be read on."""
         return planned.batch > self._given_up.get(planned.number, planned.batch)
 
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        """What is kept of batches in flight, by their numbers."""
+        return self._planned, self._notes
+
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for seq in [one for one in self._planned if one < delivered - 1]:
+        for seq in sorted(one for one in self._planned if one < delivered - 1):
             if seq in self._notes:
                 part, point = self._notes[seq]
                 self._base[part], self._counts[part] = point, point.batches
@@ -152,6 +166,14 @@ class StreamReading:
         if self._last is None and not any(counts.values()):
             return StreamPosition(self.epoch)
         return StreamPosition(self.epoch, batches, counts, points)
+
+    def primed(self, part: int, point: PartPoint) -> None:
+        """A part has been opened, and is at this point."""
+        self._base[part] = self._known[part] = point
+
+    def at_beginning(self) -> StreamPosition:
+        """The position that the reading began at, with a point for each part."""
+        return StreamPosition(self.epoch, self.first, dict(self._counts), dict(self._base))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if so many numbers are done."""

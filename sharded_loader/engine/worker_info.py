@@ -56,11 +56,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def tell(part: Part, *, alone: bool = False) -> Part | None:
+def tell(part: Part | None, *, alone: bool = False) -> Part | None:
     """Tell this thread of a part.
 
     Args:
-        part: the part.
+        part: the part; None: torch's own answer counts.
         alone: no other thread of this process reads samples. Threads that the dataset has started are told too.
 
     Returns:
@@ -69,7 +69,7 @@ def tell(part: Part, *, alone: bool = False) -> Part | None:
     global _whole
     before = here.part
     tell_torch()
-    if alone:
+    if alone and part is not None:
         _whole = threading.get_ident(), part
     here.part = part
     return before

@@ -20,6 +20,9 @@ from sharded_loader.engine.stream_reader import reader_for
 class InlinePool(Pool):
     """Read in the thread that iterates.
 
+    Attributes:
+        reader: reads the batches, once the pool is started.
+
     Example:
         >>> from sharded_loader import InlinePool, ShardedDataLoader
         >>> [batch.tolist() for batch in ShardedDataLoader(range(4), 2, pool=InlinePool())]
@@ -30,7 +33,7 @@ class InlinePool(Pool):
     room = 1
 
     def __init__(self) -> None:
-        self._reader: Reader | None = None
+        self.reader: Reader | None = None
         self._tasks: deque[Task] = deque()
 
     def __repr__(self) -> str:
@@ -38,16 +41,16 @@ class InlinePool(Pool):
 
     @property
     def started(self) -> bool:
-        return self._reader is not None
+        return self.reader is not None
 
     def start(self, job: Job) -> None:
-        self._reader = reader_for(job)
+        self.reader = reader_for(job)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         self._tasks.extend(tasks)
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        reader = self._reader
+        reader = self.reader
         if reader is None or not self._tasks or not block:
             return ()
         # Out of the queue while it is read: a dataset may itself iterate over the loader.
@@ -68,5 +71,5 @@ class InlinePool(Pool):
         self._tasks = deque(task for task in self._tasks if task.run != run)
 
     def close(self) -> None:
-        self._reader = None
+        self.reader = None
         self._tasks.clear()

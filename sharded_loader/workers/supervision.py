@@ -180,7 +180,7 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
         words: the last one's board.
         deaths: how many there were.
     """
-    make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode)
+    make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode, pid=death.pid)
     who = f"worker {death.worker} (pid {death.pid})"
     return _given_up(make, who, str(death), task, words, deaths, "", ", which it may end too")
 
@@ -204,6 +204,7 @@ def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = N
         f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
         worker=death.worker,
         exitcode=death.exitcode,
+        pid=death.pid,
     )
     error.__cause__ = None if traceback is None else WorkerTraceback(traceback)
     return error
@@ -216,6 +217,7 @@ def died_idle(death: Death) -> WorkerDiedError:
         f"the worker ends it (a thread of the dataset, a limit)",
         worker=death.worker,
         exitcode=death.exitcode,
+        pid=death.pid,
     )
 
 

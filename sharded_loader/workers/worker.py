@@ -41,7 +41,7 @@ from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.stream_reader import reader_for
 from sharded_loader.engine.worker_info import tell_torch
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
-from sharded_loader.global_generators import seed_globals
+from sharded_loader.global_generators import seed_as_torch, seed_globals
 from sharded_loader.interrupts import python_handlers
 from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, decode, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
@@ -166,10 +166,16 @@ class Worker:
             new = self._load(segment, content, buffers) if inherited is None else inherited
             self._job = new.job
             key = derive_key(new.job.seed, "worker_init_fn", self._number)
-            call_after_import("torch", lambda: _tell_torch(self._number, self._num_workers, key, new.job.dataset))
+            base, number = new.job.base_seed, self._number
+            # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
+            seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
+            call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, new.job))
+            if first and base is not None:
+                seed_as_torch(base, number)
             if first and new.worker_init_fn is not None:
-                seed_globals(key)
-                new.worker_init_fn(self._number)
+                if base is None:
+                    seed_globals(key)
+                new.worker_init_fn(number)
             self._reader = reader_for(
                 new.job,
                 tells_epoch=True,
@@ -224,7 +230,8 @@ class Worker:
     def _seed_globals(self, epoch: int, position: int) -> None:
         """A batch that is built again, by whichever worker, gets the same seeds."""
         assert self._job is not None  # a batch is read
-        seed_globals(derive_key(self._job.seed, "batch globals", epoch, position), whole=False)
+        if self._job.base_seed is None:
+            seed_globals(derive_key(self._job.seed, "batch globals", epoch, position), whole=False)
 
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
@@ -330,7 +337,7 @@ def _leave(exitcode: int) -> NoReturn:
     os._exit(exitcode)
 
 
-def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:
+def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
     """Tell torch, which has been imported, that this is a worker."""
     import torch
     from torch.utils.data._utils import worker as torch_worker
@@ -339,9 +346,9 @@ def _tell_torch(number: int, num_workers: int, key: int, dataset: Any) -> None:
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number,
         num_workers=num_workers,
-        # What torch.initial_seed() says in worker_init_fn. Not seed + number: worker 1 of one run would have
-        # the numbers of worker 0 of the next.
-        seed=key & 0x7FFFFFFFFFFFFFFF,
-        dataset=dataset,
+        seed=seed,  # what torch.initial_seed() says in worker_init_fn
+        dataset=job.dataset,
     )
     tell_torch()
+    if job.base_seed is not None:
+        torch.manual_seed(seed)

@@ -1,0 +1,1 @@
+"""The parts of `sharded_loader.torch.DataLoader`: torch's meaning over this library's engine."""

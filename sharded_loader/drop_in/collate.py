@@ -1,0 +1,138 @@
+"""torch's ``default_collate`` in bulk: the same batches, put together at the speed of this library.
+
+    Collate().assemble(samples, empty) -> TensorBatch, or whatever ``default_collate`` returns
+    OneSample(fn)                      -> ``fn(sample)``: what ``batch_size=None`` means
+
+What most samples are, arrays, tensors and numbers, and tuples or lists of them, is stacked into memory from ``empty``.
+Everything else goes through torch's own function: other types, other shapes, errors, and all samples if somebody has
+changed ``default_collate_fn_map``. Nothing here imports torch before that, so a worker may do without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
+from sharded_loader.batching.stack import JOINABLE, stack_arrays
+from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
+from sharded_loader.batching.tree import TensorBatch, to_torch
+
+_NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
+
+
+class Collate:
+    """``default_collate`` as a function of this library.
+
+    Example:
+        >>> Collate().assemble([(np.zeros(2), 1), (np.ones(2), 2)], np.empty).to_torch()
+        [tensor([[0., 0.],
+                [1., 1.]], dtype=torch.float64), tensor([1, 2])]
+    """
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The batch, its arrays in memory from ``empty``."""
+        if not _is_changed():
+            types = set(map(type, samples))
+            try:
+                if types <= {tuple} or types <= {list}:
+                    if len(set(map(len, samples))) == 1:
+                        fields = [
+                            _stacked(column, set(map(type, column)), empty) for column in zip(*samples, strict=True)
+                        ]
+                        if fields and not any(field is None for field in fields):
+                            return TensorBatch(fields)
+                else:
+                    array = _stacked(samples, types, empty)
+                    if array is not None:
+                        return TensorBatch(array)
+            except (BatchifyError, OverflowError, IndexError):
+                pass  # torch says it in its own words
+        return self(samples)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        from torch.utils.data import default_collate
+
+        return default_collate(list(samples))
+
+
+def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
+    """One array or tensor of these values; None if that is torch's affair."""
+    if len(types) != 1:
+        return None
+    [kind] = types
+    if kind is np.ndarray:
+        if len(set(map(dtype_of, column))) > 1 or column[0].dtype.num not in JOINABLE or column[0].dtype.char in "gG":
+            return None
+        return stack_arrays(column, empty) if column[0].dtype.isnative else None
+    if kind in _NUMBERS:
+        return np.array(column, _NUMBERS[kind])
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and kind is torch.Tensor and is_plain(column) and len(set(map(dtype_of, column))) == 1:
+        return None if any(tensor.requires_grad for tensor in column) else stack_tensors(column, empty)
+    return None
+
+
+def _is_changed() -> bool:
+    """Whether somebody has told ``default_collate`` of other types."""
+    collate: Any = sys.modules.get("torch.utils.data._utils.collate")
+    if collate is None:
+        return False
+    functions = collate.default_collate_fn_map
+    return (
+        len(functions) != _TYPES
+        or functions.get(np.ndarray) is not collate.collate_numpy_array_fn
+        or functions.get(int) is not collate.collate_int_fn
+        or functions.get(float) is not collate.collate_float_fn
+        or functions.get(sys.modules["torch"].Tensor) is not collate.collate_tensor_fn
+    )
+
+
+_TYPES = 7
+"""How many entries torch's own table has."""
+
+
+class Assembled:
+    """A batchify function of this library as a collate function: its arrays become tensors."""
+
+    def __init__(self, batchify_fn: Batchify) -> None:
+        self._assemble = assembler(batchify_fn)
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The batch, its arrays in memory from ``empty``."""
+        batch = self._assemble(samples, empty)
+        kinds = set(map(type, batch)) if type(batch) is list else {type(batch)}
+        return TensorBatch(batch) if kinds == {np.ndarray} else to_torch(batch)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return to_torch(self.assemble(samples, np.empty))
+
+
+class OneSample:
+    """A collate function of one sample, which gets a list with it."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return self._collate_fn(samples[0])
+
+
+def batchify_fn_of(collate_fn: Any, *, batched: bool) -> Any:
+    """What makes a batch in this library's engine, for a ``collate_fn`` of torch's loader.
+
+    Args:
+        collate_fn: of the loader.
+        batched: False with ``batch_size=None``.
+    """
+    from torch.utils.data import default_collate
+
+    if not batched:
+        return OneSample(collate_fn)
+    if collate_fn is default_collate:
+        return Collate()
+    return Assembled(collate_fn) if isinstance(collate_fn, Batchify) else collate_fn

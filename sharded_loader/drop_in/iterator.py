@@ -1,0 +1,263 @@
+"""The iterator of the drop-in: torch's own base class around this library's iterator.
+
+    LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
+
+An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
+``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch.
+
+What goes wrong in a worker is raised here as torch raises it: a dead worker and a timeout are a RuntimeError in torch's
+words, with this library's error as its cause.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, _utils
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from sharded_loader.arguments import make_split
+from sharded_loader.batching.tree import TensorBatch
+from sharded_loader.devices.names import find_devices
+from sharded_loader.devices.placement import Placement
+from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.place import Place, next_epoch
+from sharded_loader.drop_in.reading import LanePlan, SamplerReading, SamplerStart
+from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
+from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.parts import is_stateful
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Run, StreamPlan
+from sharded_loader.engine.stream_order import StreamOrder
+from sharded_loader.engine.stream_reader import StreamReader
+from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.iterator import EpochIterator
+from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.stats import Meter
+
+_numbers = itertools.count()
+
+
+class AsCollated(Placement):
+    """Leaves batches as the collate function made them, or puts them on devices."""
+
+    def __init__(self, devices: list[torch.device] | None) -> None:
+        super().__init__(devices, pin_memory=False)
+        self.is_plain = False
+
+    def place(self, batch: Any, sharded: bool) -> Any:
+        shards = [one.to_torch() if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
+        if not self._on_host:
+            return self.finish(self.begin(shards if sharded else shards[0], sharded), sharded)
+        return shards if sharded else shards[0]
+
+    def begin(self, batch: Any, sharded: bool) -> Any:
+        shards = [one.arrays if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
+        return super().begin(shards if sharded else shards[0], sharded)
+
+
+class _OneEpoch:
+    """What `EpochIterator` asks `Epochs` and `Progress` for, where there is one epoch, with one run."""
+
+    shown: Any = None
+
+    def __init__(self, pipeline: Pipeline, run: Run, job: Job) -> None:
+        self._pipeline, self._run, self._job = pipeline, run, job
+
+    def choose(self, iterator: EpochIterator) -> None:
+        iterator.run = self._run
+
+    def open(self, iterator: EpochIterator) -> None:
+        self._pipeline.open(self._run, self._job)
+
+    def keep(self, iterator: EpochIterator, mark: Any) -> None:
+        iterator.run = None
+
+    def read_ahead(self, run: Run) -> None:
+        """Another epoch may be of another sampler."""
+
+    def mark(self) -> tuple[int, None, None]:
+        return 0, None, None
+
+    def begun(self, run: Run, iterator: EpochIterator) -> None:
+        """Nobody counts epochs."""
+
+    def was_over(self, run: Run) -> bool:
+        return False
+
+
+class LoaderIterator(_BaseDataLoaderIter):
+    """One epoch of a `sharded_loader.torch.DataLoader`; with persistent workers one after the other.
+
+    Args:
+        loader: the loader.
+        state: where to go on; see `Place.state_dict`.
+
+    Attributes:
+        place: where it is.
+    """
+
+    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+        finished = state is not None and bool(state["_iterator_finished"])
+        if finished:
+            _load_generator(loader.generator, state)
+        super().__init__(loader)
+        if not finished:
+            _load_generator(loader.generator, state)
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._devices, self._sharded = find_devices(loader.device, loader.devices)
+        self._placement = AsCollated(self._devices)
+        self._pool = make_pool(loader)
+        self._pool.use_memory(self._placement.empty, self._placement.register)
+        self._pipeline = Pipeline(self._pool)
+        # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
+        self._pipeline.scale_by_group = loader.scales_prefetch
+        self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
+        self._closer = weakref.finalize(self, _close, self._pool.closer(), self._placement.closer())
+        self._shutdown = False
+        self._processes: list[Worker] = []
+        self._begin(loader, state)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin another epoch with the workers that run."""
+        super()._reset(loader, first_iter)
+        self._begin(loader, None)
+
+    def _begin(self, loader: Any, state: dict[str, Any] | None) -> None:
+        """Make the parts of one epoch. Nothing is read yet."""
+        number, lanes = next(_numbers), max(1, loader.num_workers)
+        finished = state is not None and bool(state["_iterator_finished"])
+        # A state may tell nothing of a worker that has done nothing: its generators are what they were.
+        # An epoch without persistent workers begins with new ones.
+        begins_anew = state is None or (finished and not loader.persistent_workers and loader.num_workers > 0)
+        drawn = int(self._base_seed if state is None or begins_anew else state["_base_seed"])
+        seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
+        split = make_split(self._devices, self._sharded, loader.num_shards)
+        batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
+        job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
+        order: StreamOrder | None = None
+        plan: LanePlan | StreamPlan
+        reading: Any
+        if self._is_stream:
+            found = None if state is None or begins_anew else state["_stream"]
+            order, reading = _stream_of(loader, seed, found, finished)
+            plan = StreamPlan(number, reading, split)
+            job = replace(job, stream=order.stream._replace(tells_epoch=False))
+        else:
+            found = None if state is None else state["_sampler"]
+            start = SamplerStart(loader._index_sampler, found, finished)
+            items = self._sampler_iter if found is None or finished else start.items()
+            datasets = () if begins_anew else (found or {}).get("datasets", ())
+            job = replace(job, keeps_state=is_stateful(self._dataset))
+            reading = SamplerReading(
+                start, items, lanes, None if finished else found, datasets, job.keeps_state, number
+            )
+            plan = LanePlan(number, reading, lanes, self._auto_collation, split)
+        any_order = not loader.in_order and loader.num_workers > 0
+        if any_order:
+            reading.any_order = True
+        run = Run(number, 0, plan, reading, reading.first, reading.first, any_order=any_order)
+        epoch: Any = _OneEpoch(self._pipeline, run, job)
+        self._inner = EpochIterator(None, epoch, self._pipeline, self._placement, Meter(), epoch)  # type: ignore[arg-type]
+        self._job = job
+        self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
+        self.place = Place(reading, run, order, loader, drawn, self._num_yielded)
+        if loader.num_workers == 0:
+            self._prime(plan, reading, is_new=state is None)
+
+    def _prime(self, plan: LanePlan | StreamPlan, reading: Any, is_new: bool) -> None:
+        """Ask for the iterator of a dataset that is read in this process, and for its state, as torch does now."""
+        if not self._is_stream:
+            if self._job.keeps_state and is_new:
+                dataset: Any = self._dataset
+                reading.primed(copy.deepcopy(dataset.state_dict()))
+            return
+        with self._pipeline.lock:
+            inside = self._pipeline.begin()
+            self._pool.start(self._job)
+            self._pipeline.end(inside)
+        task, reader = plan.task(reading.first), getattr(self._pool, "reader", None)
+        if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
+            reading.primed(task.part.number, reader.prime(task))
+
+    # -- batches --------------------------------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        if self._shutdown:
+            raise StopIteration
+        try:
+            data = next(self._inner)
+        except StopIteration:
+            self.place.finished = True
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise
+        except (WorkerDiedError, WorkerTimeoutError) as error:
+            raise in_torchs_words(error, self._timeout) from error
+        self.place.yielded += 1
+        if self._pin_memory and self._devices is None:
+            data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        return data
+
+    # -- workers --------------------------------------------------------------------------------------------
+
+    @property
+    def _workers(self) -> list[Worker]:
+        """The worker processes, as torch's iterator shows them. They are started now."""
+        pool = self._pool
+        if isinstance(pool, ProcessPool) and not self._shutdown:
+            if not pool.started:
+                with self._pipeline.lock:
+                    inside = self._pipeline.begin()
+                    pool.start(self._job)
+                    self._pipeline.end(inside)
+            self._processes = [Worker(handle) for handle in pool._workers]
+        return self._processes
+
+    def _shutdown_workers(self) -> None:
+        """End the workers; twice is fine."""
+        if not self._shutdown:
+            if self._pool.started:
+                self._processes = self._workers
+            self._shutdown = True
+            self._pipeline.close()
+            self._placement.closer()()
+
+    def __len__(self) -> int:
+        return len(self._index_sampler)
+
+
+def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
+    """Give the user's generator the state that it had."""
+    if generator is not None and state is not None and "_generator" in state:
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state["_generator"]), dtype=torch.uint8))
+
+
+def _stream_of(loader: Any, seed: int, state: Any, finished: bool) -> tuple[StreamOrder, Any]:
+    """The order and the reading of an epoch of iterable data."""
+    order = StreamOrder(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        last_batch="discard" if loader.drop_last else None,
+        num_replicas=None,
+        rank=None,
+        seed=seed,
+        steps_per_epoch=None,
+        streams=loader.streams or max(1, loader.num_workers),
+        num_workers=loader.num_workers,
+    )
+    if state is None:
+        return order, order.read(0)
+    position, signature = order.parse(state)
+    order.adopt(signature)
+    return order, order.read(0, next_epoch(position) if finished else position)
+
+
+def _close(close_pool: Any, close_placement: Any) -> None:
+    close_pool()
+    close_placement()

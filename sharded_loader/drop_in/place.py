@@ -1,0 +1,75 @@
+"""Where a loader is: what ``state_dict`` of the drop-in returns. It looks like a state of torchdata's loader.
+
+    Place(reading, run, order, ...).state_dict()      a dict; the reading and the run say how far the epoch is
+    next_epoch(position)                              the beginning of the epoch after a position
+
+A place outlives its iterator: the loader keeps it after a ``break``, when the workers have gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sharded_loader.engine.plan import Run
+from sharded_loader.engine.stream_order import StreamOrder
+from sharded_loader.engine.stream_state import StreamPosition
+
+
+class Place:
+    """Where an epoch is. The loader keeps it when the iterator has gone, after a ``break``.
+
+    Args:
+        reading, run: of the epoch.
+        order: of iterable data; None: the reading is of a sampler.
+        loader: the loader.
+        base_seed: what the workers' generators were seeded with.
+        yielded: how many batches of the epoch were received before.
+    """
+
+    def __init__(
+        self, reading: Any, run: Run, order: StreamOrder | None, loader: Any, base_seed: int, yielded: int
+    ) -> None:
+        self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
+        self.base_seed, self._generator = base_seed, loader.generator
+        self.yielded, self.finished = yielded, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
+        state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
+        state["_base_seed"] = self.base_seed
+        if self._generator is not None:
+            state["_generator"] = bytes(self._generator.get_state().numpy()).hex()
+        if self.order is None:
+            state["_sampler"] = found = self.reading.state_after(self.run.delivered, self.finished)
+            datasets = found.get("datasets", [None] * max(1, self._num_workers))
+            snapshots = [{"dataset_state": one, "fetcher_state": None} for one in datasets]
+        else:
+            position = self.reading.position_after(self.run.delivered)
+            if not position.counts:
+                position = self.reading.at_beginning()
+            state["_stream"] = self.order.dump(position, self.order.signature())
+            snapshots = [_snapshot(position, part) for part in position.counts]
+        if self._num_workers == 0:
+            return {**state, **snapshots[0]}
+        workers = {f"worker_{i}": {"worker_id": i, **one} for i, one in enumerate(snapshots)}
+        return {**state, "_snapshot": {"_worker_snapshots": workers}}
+
+
+def next_epoch(position: StreamPosition) -> StreamPosition:
+    """The beginning of an epoch that goes on with the datasets as they are at a position."""
+    points = {}
+    for part, point in position.points.items():
+        state = None if point.state is None else (*point.state, "next")
+        points[part] = point._replace(batches=0, samples=0, checksum=0, ended=False, state=state)
+    return StreamPosition(0, 0, dict.fromkeys(position.counts, 0), points)
+
+
+def _snapshot(position: StreamPosition, part: int) -> dict[str, Any]:
+    """The state of one part as torchdata's loader shows it."""
+    point = position.points.get(part)
+    of_dataset, of_items = (point.state if point is not None else None) or (None, None)
+    ended = point is not None and point.ended
+    return {
+        "dataset_state": of_dataset,
+        "fetcher_state": {"dataset_iter_state": of_items, "fetcher_ended": ended},
+    }

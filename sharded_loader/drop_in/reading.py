@@ -1,0 +1,306 @@
+"""The batches of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
+
+    SamplerReading(begin, state)        the sampler's items, and where it is after each of them
+    LanePlan.task(seq) -> Task          batch number i is read by worker i % num_workers, as in torch
+    position_after(delivered)           what a state says of the sampler, and of the workers' datasets
+
+Nothing of the sampler is a function of (seed, epoch) here: it draws from the generators that it draws from under torch.
+So the global generator of torch is noted before it is started, and put back for the start if a state is loaded. Items
+up to the state are passed over; a checksum says whether they are the same ones. A sampler with ``state_dict`` is loaded
+instead.
+
+What can go wrong: the sampler raises an error, which comes in the batch's place and ends the epoch; other items than
+before the state was saved (ValueError).
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.parts import is_stateful
+from sharded_loader.engine.plan import Split, moved
+from sharded_loader.engine.stream import PartBatch, PartPoint
+from sharded_loader.errors import add_note, as_batch_error
+from sharded_loader.sampling.base import nested
+from sharded_loader.sampling.foreign import bytes_of, rank_of
+from sharded_loader.sampling.shards import split_batch
+
+_PLAIN = (BatchSampler, SequentialSampler)
+"""Samplers of torch's whose order is always the same."""
+
+
+class SamplerStart:
+    """Starts a sampler, at its beginning or where a state says.
+
+    Args:
+        sampler: the user's: of batches, or of single indices.
+        state: what `SamplerReading.state_after` has returned; None: at its beginning.
+        finished: the state was taken at the end of its epoch, and the next one begins.
+
+    Attributes:
+        state: what decides the order of this epoch.
+    """
+
+    def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool) -> None:
+        self.sampler = sampler
+        self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
+        plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
+        self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
+        if state is not None and finished:
+            if self.shuffle is not None and "shuffle" in state:
+                self.shuffle.load_begin_state(state["shuffle"])
+            if self.stateful is not None and state.get("state") is not None:
+                self.stateful.load_state_dict(copy.deepcopy(state["state"]))
+            state = None
+        self.state: dict[str, Any] = {}
+        if state is not None:
+            self.state = {name: value for name, value in state.items() if name in ("shuffle", "rng")}
+        elif self.shuffle is not None:
+            self.state["shuffle"] = self.shuffle.begin_state()
+        elif not plain and self.stateful is None and not isinstance(sampler, list | tuple | range):
+            self.state["rng"] = bytes(torch.get_rng_state().numpy()).hex()
+        self._from = state
+
+    def items(self) -> Iterator[Any]:
+        """The sampler's items, those before the state passed over.
+
+        Raises:
+            ValueError: they are not those of then.
+        """
+        state = self._from
+        if state is None:
+            return iter(self.sampler)
+        if self.shuffle is not None and "shuffle" in self.state:
+            self.shuffle.load_begin_state(self.state["shuffle"])
+        of_sampler = state.get("state")
+        if of_sampler is not None and self.stateful is not None:
+            self.stateful.load_state_dict(copy.deepcopy(of_sampler))
+            return iter(self.sampler)
+        before = torch.get_rng_state()
+        if "rng" in self.state:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.state["rng"]), dtype=torch.uint8))
+        try:
+            items: Any = iter(self.sampler)
+            if of_sampler is not None and is_stateful(items):
+                items.load_state_dict(copy.deepcopy(of_sampler))
+                return items  # type: ignore[no-any-return]
+            checksum = 0
+            for _ in range(state["yielded"]):
+                checksum = zlib.crc32(bytes_of([next(items)]), checksum)
+        except StopIteration:
+            checksum = -1
+        finally:
+            if "rng" in self.state:
+                torch.set_rng_state(before)
+        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
+            raise ValueError(
+                f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
+                f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
+                f"then, or give it state_dict() and load_state_dict()"
+            )
+        return items  # type: ignore[no-any-return]
+
+
+class SamplerReading:
+    """One epoch of a sampler, read once.
+
+    Args:
+        start: of the sampler.
+        items: what ``start.items()`` has returned.
+        lanes: how many workers there are, at least 1.
+        state: where the epoch goes on; None: at its beginning.
+        datasets: the states of the workers' datasets, if they are to be loaded.
+        keeps_state: the dataset has a state that each worker keeps.
+        number: of this reading, among those over the same workers.
+
+    Attributes:
+        first: the number of the first batch.
+    """
+
+    keeps = True
+    carry = None
+    resumed = in_mid_epoch = any_order = False
+
+    def __init__(
+        self,
+        start: SamplerStart,
+        items: Iterator[Any],
+        lanes: int,
+        state: dict[str, Any] | None,
+        datasets: Sequence[Any],
+        keeps_state: bool,
+        number: int,
+    ) -> None:
+        self._start, self._items, self._lanes = start, items, lanes
+        self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
+        self.epoch = 0
+        self._ended = False
+        self._planned: dict[int, tuple[int, Any]] = {}  # by seq: which item, and the item
+        # Items that were delivered although one before them was not, with in_order=False.
+        self._ahead: set[int] = set((state or {}).get("ahead", ()))
+        checksum, own = (0, None) if state is None else (state["checksum"], state.get("state"))
+        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, own)}  # by item: before it
+        self._keeps_state, self._number = keeps_state, number
+        self._points = dict.fromkeys(range(lanes), PartPoint())
+        for lane, of_dataset in enumerate(datasets):
+            self._points[lane % lanes] = PartPoint(state=of_dataset)
+        self._known = dict(self._points)
+        self._notes: dict[int, PartPoint] = {}
+
+    def batch(self, seq: int) -> Any:
+        """Item number ``seq``, in a tuple of one; None behind the last one."""
+        while self._coming <= seq and not self._ended:
+            try:
+                found = next(self._items)
+            except StopIteration:
+                self._ended = True
+                break
+            except BaseException:
+                self._ended = True
+                raise
+            number, self._drawn = self._drawn, self._drawn + 1
+            checksum, _ = self._marks[number]
+            self._marks[self._drawn] = zlib.crc32(bytes_of([found]), checksum), self._own_state()
+            if number not in self._ahead:
+                self._planned[self._coming] = number, found
+                self._coming += 1
+        return self._planned[seq][1:] if seq in self._planned else None
+
+    def _own_state(self) -> Any:
+        stateful = self._start.stateful
+        if stateful is None and is_stateful(self._items):
+            stateful = self._items
+        return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+    def part(self, seq: int) -> PartBatch | None:
+        """Which state a worker's dataset must have before a batch; None if it keeps none."""
+        if not self._keeps_state:
+            return None
+        lane = seq % self._lanes
+        return PartBatch(self._number, self._number, lane, (seq - self.first) // self._lanes, self._known[lane])
+
+    def note(self, result: Result) -> None:
+        """A batch has come back, with the state of its worker's dataset."""
+        if result.point is not None:
+            self._notes[result.seq] = self._known[result.seq % self._lanes] = result.point
+
+    def primed(self, state: Any) -> None:
+        """The state of the dataset in this process, before the first batch."""
+        self._points[0] = self._known[0] = PartPoint(state=state)
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        """What is kept of batches in flight, by their numbers."""
+        return (self._planned,)
+
+    def forget(self, delivered: int) -> None:
+        """Batches before the last delivered one are not asked for again."""
+        for seq in [one for one in self._planned if one < delivered - 1]:
+            self._ahead.add(self._planned.pop(seq)[0])
+            if seq in self._notes:
+                self._points[seq % self._lanes] = self._notes.pop(seq)
+        self._low = _advanced(self._low, self._ahead)
+        for number in [one for one in self._marks if one < self._low]:
+            del self._marks[number]
+
+    def batches(self, delivered: int) -> int:
+        """How many batches were received, if so many numbers are done."""
+        return delivered
+
+    def state_after(self, delivered: int, finished: bool) -> dict[str, Any]:
+        """Where the sampler and the workers' datasets are after so many batches; ``finished``: the end was seen."""
+        ahead = self._ahead | {number for seq, (number, _) in self._planned.items() if seq < delivered}
+        low = _advanced(self._low, ahead)
+        checksum, own = self._marks[low]
+        state = {**self._start.state, "yielded": low, "checksum": checksum}
+        rank = rank_of(self._start.sampler)
+        if rank is not None:  # another rank may load the state: its checksum is another one
+            state["rank"] = rank
+        if ahead:
+            state["ahead"] = sorted(ahead)
+        if finished:
+            own = self._own_state()
+            if self._start.shuffle is not None:
+                state["shuffle"] = self._start.shuffle.begin_state()
+        if own is not None:
+            state["state"] = own
+        if self._keeps_state:
+            points = dict(self._points)
+            for seq in sorted(self._notes):
+                if seq < delivered:
+                    points[seq % self._lanes] = self._notes[seq]
+            state["datasets"] = [copy.deepcopy(point.state) for point in points.values()]
+        return state
+
+
+def _advanced(low: int, ahead: set[int]) -> int:
+    """The first item that is not in ``ahead``, from ``low`` on; those before it are taken out."""
+    while low in ahead:
+        ahead.remove(low)
+        low += 1
+    return low
+
+
+class LanePlan:
+    """Tasks of a `SamplerReading`.
+
+    Args:
+        run: which iterator asks.
+        reading: gives the batches.
+        lanes: how many workers there are, at least 1.
+        batched: an item is a list of indices; False: a single index.
+        split: how batches become shards.
+    """
+
+    def __init__(self, run: int, reading: SamplerReading, lanes: int, batched: bool, split: Split) -> None:
+        self._run, self._reading, self._lanes, self._batched, self._split = run, reading, lanes, batched, split
+        self.splits = split.num_shards is not None
+
+    def task(self, seq: int) -> Task | Exception | None:
+        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+        try:
+            found = self._reading.batch(seq)
+        except Exception as raised:
+            error = as_batch_error(raised, "by the sampler")
+            add_note(error, f"sharded_loader: raised by the sampler at batch {seq}")
+            try:
+                return error
+            finally:
+                del error
+        if found is None:
+            return None
+        indices = found[0] if self._batched else found
+        if not isinstance(indices, list | tuple):
+            indices = list(indices)
+        # In any order a batch goes to the worker that has the least to do.
+        lane = None if self._reading.any_order and self._reading.part(seq) is None else seq % self._lanes
+        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, self._reading.part(seq))
+
+    def note(self, result: Result, seq: int) -> Result:
+        """A batch has come back."""
+        self._reading.note(result)
+        return result
+
+    def is_given_up(self, task: Task) -> bool:
+        """No task is: what a worker's dataset has in its state is all that its batches have in common."""
+        return False
+
+    def move(self, seq: int, to: int) -> None:
+        """A batch comes earlier than planned; those that it overtakes keep their order."""
+        for table in self._reading.tables:
+            moved(table, seq, to)
+
+    def split(self, task: Task) -> Task:
+        """A batch as shards."""
+        if self._split.num_shards is None:
+            return task
+        shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
+        return task._replace(shards=tuple(shards), sharded=True)

@@ -1,0 +1,72 @@
+"""The workers of the drop-in: the pool that the loader's arguments ask for, and what torch's users see of it.
+
+make_pool(loader) -> Pool
+Worker(handle)                       a worker process as torch's iterator shows it
+in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError that torch raises
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from sharded_loader.engine.pool import Pool
+from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.pools.threads import ThreadPool
+
+
+def make_pool(loader: Any) -> Pool:
+    if loader.num_workers == 0:
+        return InlinePool()
+    timeout = loader.timeout or None
+    if loader.thread_pool:
+        return ThreadPool(loader.num_workers, worker_init_fn=loader.worker_init_fn, timeout=timeout)
+    context = loader.multiprocessing_context
+    return ProcessPool(
+        loader.num_workers,
+        start_method=loader.start_method or (None if context is None else context.get_start_method()),
+        worker_init_fn=loader.worker_init_fn,
+        timeout=timeout,
+        restarts=loader.restarts if timeout is None else 0,
+        max_bytes=loader.max_bytes,
+    )
+
+
+class Worker:
+    """A worker process as torch shows it: what programs ask of one that they look at or kill."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.pid: int = handle.pid
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return bool(self._handle.is_alive())
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        self._handle.wait(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it has ended; None if it has not."""
+        return None if self.is_alive() else self._handle.exitcode
+
+    def terminate(self) -> None:
+        """End it."""
+        self._handle.kill()
+
+    kill = terminate
+
+
+def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
+    if isinstance(error, WorkerTimeoutError):
+        return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
+    code = error.exitcode
+    if code is not None and code < 0:
+        return RuntimeError(
+            f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
+        )
+    return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")

@@ -1,0 +1,210 @@
+"""`DataLoader`: torch's own loader, with this library's engine inside.
+
+    from sharded_loader.torch import DataLoader      instead of torch.utils.data's; nothing else changes
+
+It is a subclass of torch's `DataLoader` and takes the same arguments with the same meaning. The constructor, the
+checks and the attributes are torch's. What is new is the iterator (`sharded_loader.drop_in`): batches lie in shared
+memory that is used again, killed workers are replaced, errors name the sample, and `state_dict` is exact.
+
+A loader owns no workers: its iterator does. So it can be pickled and copied before and between epochs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.utils.data
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+
+from sharded_loader.arguments import check_on_error, refuse_unknown_of_torch
+from sharded_loader.devices.names import find_devices
+from sharded_loader.drop_in.iterator import LoaderIterator
+from sharded_loader.drop_in.place import Place
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.engine.messages import OnError
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """torch's ``DataLoader`` with this library's engine.
+
+    Args:
+        dataset: map-style or iterable.
+        batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
+            worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
+            in_order: as torch documents them. With ``prefetch_factor`` left out, more than two batches per worker are
+            read ahead while a batch takes less than 1 ms. A batch times out if it makes no progress for ``timeout``
+            seconds.
+        seed: of everything random: the order of ``shuffle=True`` is a function of (seed, epoch), and workers seed the
+            global generators for each batch. So nothing depends on the number of workers. None: torch's meaning.
+        on_error: ``"raise"``, ``"skip"``, ``"replace"`` or a callable; see `ShardedDataLoader`.
+        device, devices, num_shards: put batches on a device, or in shards on several; see `ShardedDataLoader`.
+        start_method: of worker processes, instead of ``multiprocessing_context``.
+        thread_pool: threads instead of processes.
+        restarts: how many workers a batch may kill before it is an error. 0: none.
+        max_bytes: bound on the shared memory that batches lie in.
+        streams: the number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
+        snapshot_every_n_steps: argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
+            after every batch.
+
+    Raises:
+        ValueError, TypeError: as torch's; and for arguments that neither has, all at once.
+
+    Example:
+        >>> loader = DataLoader(range(10), batch_size=4)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+    Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        on_error: OnError = "raise",
+        device: Any = None,
+        devices: Any = None,
+        num_shards: int | None = None,
+        start_method: str | None = None,
+        thread_pool: bool = False,
+        restarts: int = 3,
+        max_bytes: int | None = None,
+        streams: int | None = None,
+        snapshot_every_n_steps: int = 1,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown_of_torch(unknown, type(self).__init__)
+        check_on_error(on_error)
+        find_devices(device, devices)
+        self.seed, self.on_error = seed, on_error
+        self.device, self.devices, self.num_shards = device, devices, num_shards
+        self.start_method, self.thread_pool, self.restarts, self.max_bytes = (
+            start_method,
+            thread_pool,
+            restarts,
+            max_bytes,
+        )
+        self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
+        self.scales_prefetch = prefetch_factor is None
+        self._place: Place | None = None
+        self._prepared: LoaderIterator | None = None
+        self._loaded: dict[str, Any] | None = None
+        if shuffle and sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
+            # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
+            sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,  # type: ignore[arg-type]
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def _get_iterator(self) -> Any:
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            return super()._get_iterator()  # datapipes are bound to torch's own workers
+        if self.num_workers:
+            self.check_worker_number_rationality()
+        state, self._loaded = self._loaded, None
+        iterator = LoaderIterator(self, state)
+        self._place = iterator.place
+        return iterator
+
+    def __iter__(self) -> Any:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and self._loaded is None:
+            return prepared
+        if not (self.persistent_workers and self.num_workers > 0):
+            return self._get_iterator()
+        if self._iterator is None or getattr(self._iterator, "_shutdown", False):
+            self._iterator = self._get_iterator()
+        else:
+            self._iterator._reset(self)
+            self._place = getattr(self._iterator, "place", None)
+        return self._iterator
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, as torchdata's ``StatefulDataLoader`` says it: of the iterator that was made last.
+
+        Returns:
+            A dict of numbers, strings and lists, with the states that the dataset and the sampler return themselves.
+
+        Example:
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> other = DataLoader(range(6), batch_size=2, num_workers=2)
+            >>> other.load_state_dict(state)
+            >>> [batch.tolist() for batch in other]
+            [[2, 3], [4, 5]]
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        if self._place is None:
+            # The epoch is settled now, so that the state is the state of the epoch that comes.
+            self._prepared = self._get_iterator()
+            if self.persistent_workers and self.num_workers > 0:
+                self._iterator = self._prepared
+        if self._place is None:
+            raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
+        return self._place.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on where `state_dict` was taken, with any number of workers.
+
+        Raises:
+            TypeError, ValueError: it is no such state.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state is a {type(state_dict).__name__}; give what state_dict() has returned")
+        kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
+        missing = [
+            name for name in ("_num_yielded", "_iterator_finished", "_base_seed", kind) if name not in state_dict
+        ]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() of such a loader has returned")
+        self._loaded = copy.deepcopy(dict(state_dict))
+        self._prepared = None
+        if isinstance(self._iterator, LoaderIterator):  # its workers have datasets and generators of another time
+            self._iterator._shutdown_workers()
+            self._iterator = None
+
+    # -- copies ---------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments. Workers and positions stay here."""
+        return {**self.__dict__, "_iterator": None, "_place": None, "_prepared": None, "_loaded": None}
