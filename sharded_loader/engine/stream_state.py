@@ -158,10 +158,11 @@ def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
         points = [PartPoint(*one) for one in zip(*columns, states, strict=True)]
         counts = {part: int(count) for part, count in zip(numbers, parts["given"], strict=True)}
         by_part = dict(zip(numbers, points, strict=True))
+        epoch, batches = state["epoch"], state["batches"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"the state is damaged ({type(error).__name__}: {error}): {_ADVICE}") from None
-    epoch = check_int("the state's 'epoch'", state["epoch"], 0, _ADVICE, ValueError)
-    batches = check_int("the state's 'batches'", state["batches"], 0, _ADVICE, ValueError)
+    epoch = check_int("the state's 'epoch'", epoch, 0, _ADVICE, ValueError)
+    batches = check_int("the state's 'batches'", batches, 0, _ADVICE, ValueError)
     return StreamPosition(epoch, batches, counts, by_part), signature
 
 
