@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -201,6 +203,40 @@ class Changing:
 
     def __call__(self) -> Iterator[Any]:
         return iter([random.SystemRandom().randrange(1 << 40) for _ in range(self.length)])
+
+
+class CannotSay(StatefulRows):
+    """Its state raises an error in the second batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.place > 4:
+            raise LookupError("no state")
+        return super().state_dict()
+
+
+class WithoutState(Parts):
+    def __call__(self, part: int, parts: int) -> Iterator[Any]:
+        return CannotSay(self, part)
+
+
+class NoIterator:
+    def __iter__(self) -> Any:
+        return 3
+
+
+def stops_early(part: int, parts: int) -> Iterator[int]:
+    yield part
+    raise StopIteration("too early")
+
+
+def exits(part: int, parts: int) -> Iterator[int]:
+    yield from range(6)
+    sys.exit(3)
+
+
+def gives_what_cannot_travel(part: int, parts: int) -> Iterator[Any]:
+    for place in range(10):
+        yield threading.Lock() if place == 2 else place
 
 
 class At:

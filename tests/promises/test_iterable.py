@@ -21,16 +21,21 @@ from stream_samples import (
     GoOn,
     ItsOwnIterator,
     Late,
+    NoIterator,
     Own,
     Parts,
     Stateful,
     Told,
+    WithoutState,
     WithStatefulRows,
     batches_of,
+    exits,
     fail,
+    gives_what_cannot_travel,
     hang,
     hang_for_a_while,
     kill,
+    stops_early,
     values,
 )
 
@@ -401,6 +406,47 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
             assert places == without_the_rest(2, 0, (9, 9, 9, 9))
             assert [type(error) for error in errors] == [FileNotFoundError]
             assert "sample (2, 0)" in "".join(notes_of(errors[0]))
+
+
+ODD = {
+    stops_early: [None] * 4,
+    exits: [[0, 1, 2, 3]] * 4 + [None] * 4,
+    NoIterator(): [None] * 4,
+    WithoutState((9, 3, 0, 4)): [[0, 1, 2, 3], [100, 101, 102], [300, 301, 302, 303], None, None],
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("dataset", ODD, ids=["stops", "exits", "no iterator", "no state"])
+def test_odd_datasets_give_the_same_errors_everywhere(pool: str, dataset: Any) -> None:
+    with loader_of(dataset, pool, prefetch=8) as loader, loader_of(dataset) as inline:
+        _, errors, places = until_the_end(iter(loader))
+        _, expected, _ = until_the_end(iter(inline))
+    assert places == ODD[dataset]
+    assert [(type(error), str(error)) for error in errors] == [(type(error), str(error)) for error in expected]
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str) -> None:
+    with loader_of(gives_what_cannot_travel, method, batchify_fn=list) as loader:
+        _, errors, places = until_the_end(iter(loader))
+    assert places == [None] * 4 + [[4, 5, 6, 7]] * 4 + [[8, 9]] * 4
+    assert all("the batch cannot leave its worker process" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("pool", POOLS[1:])
+def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
+    options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
+    with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=0.4, **options), prefetch=9) as loader:
+        _, errors, places = until_the_end(iter(loader))
+    assert places == without_the_rest(2, 0, (9, 9, 9, 9))
+    assert [type(error) for error in errors] == [WorkerTimeoutError]
+
+
+class HangsToBegin(Parts):
+    def __call__(self, part: int, parts: int) -> Iterator[Any]:
+        time.sleep(3 * (part == 2))
+        return super().__call__(part, parts)
 
 
 class CannotSum:
