@@ -408,6 +408,30 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
             assert "sample (2, 0)" in "".join(notes_of(errors[0]))
 
 
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_what_is_left_out_counts_once_whoever_dies(method: str, tmp_path: Path) -> None:
+    lengths = (20, 20)
+    calls = [At(fail, 0, 2), At(kill, 0, 14, once=tmp_path / "once")]
+    dataset = GoOn(lengths, before=Both(*calls))
+    with loader_of(dataset, method, streams=2, on_error="skip") as loader:
+        found = sum((values(batch) for batch in loader), [])
+        assert sorted(found) == [value for value in sorted(sum(batches_of(lengths, SIZE), [])) if value != 2]
+        assert loader.num_skipped == 1 and [index for index, _ in loader.skipped] == [(0, 2)]
+        assert (loader.stats().samples, loader.stats().batches) == (39, 10)
+    assert (tmp_path / "once").exists()
+
+
+class Both:
+    """Calls both."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        self.one, self.other = one, other
+
+    def __call__(self, part: int, place: int) -> None:
+        self.one(part, place)
+        self.other(part, place)
+
+
 ODD = {
     stops_early: [None] * 4,
     exits: [[0, 1, 2, 3]] * 4 + [None] * 4,

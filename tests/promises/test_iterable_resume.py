@@ -318,6 +318,40 @@ def test_parts_that_nobody_has_chosen_come_from_the_state(count: int) -> None:
     rest.close()
 
 
+def test_also_by_a_loader_that_has_read_already() -> None:
+    state = save_after(Own(LENGTHS), 3, streams=None, pool=ThreadPool(4))
+    with loader_of(Own((5, 5)), pool=ThreadPool(2), streams=None) as loader:
+        assert len(list(loader)) == 4
+    with loader_of(Halves(), pool=ThreadPool(2), streams=None) as loader:
+        assert sorted(sum((values(batch) for batch in loader), [])) == list(range(20))
+        first = save_after(Halves(), 3, streams=None, pool=ThreadPool(4))
+        loader.load_state_dict(first)
+        whole = epochs_of(Halves(), 1, streams=4)[0]
+        assert [values(batch) for batch in loader] == whole[3:]
+    assert state["streams"] == 4
+
+
+class Halves:
+    """Its samples are shared out among any number of parts."""
+
+    def __call__(self, part: int, parts: int) -> Iterator[int]:
+        return iter(range(part, 20, parts))
+
+
+@pytest.mark.parametrize("kind", [Parts, GoOn])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_samples_that_were_left_out_are_so_again(kind: Callable[..., Any], on_error: str) -> None:
+    dataset = kind(before=At(fail, 3, 5))
+    whole = epochs_of(dataset, 1, on_error=on_error)[0]
+    bad = next(number for number, batch in enumerate(whole) if 304 in batch)
+    for count in range(len(whole) + 1):
+        state = through_json(save_after(dataset, count, pool="thread", on_error=on_error))
+        with loader_of(dataset, on_error=on_error) as loader:
+            loader.load_state_dict(state)
+            assert [values(batch) for batch in loader] == (whole[count:] or whole)
+            assert loader.num_skipped == (count <= bad or count == len(whole))
+
+
 def test_without_batches_before_it_another_batch_size_is_allowed_if_asked_for() -> None:
     state = save_after(Parts(), 0)
     with loader_of(Parts(), batch_size=3) as loader:
