@@ -62,12 +62,14 @@ class StreamReading:
         self._order, self._parts, self.number = order, parts, number
         at = position or order.beginning(epoch, parts)
         self.first = at.batches
-        self._counts = {part: at.counts.get(part, 0) for part in parts}
-        self._before = at.batches - sum(self._counts.values())
+        counts = {part: at.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if stream.endless else epoch)
-        self._base = {part: at.points.get(part, beginning) for part in parts}
-        self._known = dict(self._base)  # of each part the farthest point that somebody has reached
-        turns = [(self._counts[part], part) for part in parts if not self._base[part].ended]
+        points = {part: at.points.get(part, beginning) for part in parts}
+        # How many batches of each part are forgotten, and the point there: changed in one assignment.
+        self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
+        self._before = at.batches - sum(counts.values())
+        self._known = dict(points)  # of each part the farthest point that somebody has reached
+        turns = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(turns)
         # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
         self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
@@ -146,22 +148,29 @@ class StreamReading:
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for seq in sorted(one for one in self._planned if one < delivered - 1):
-            if seq in self._notes:
-                part, point = self._notes[seq]
-                self._base[part], self._counts[part] = point, point.batches
-                self._notes.pop(seq, None)
-            del self._planned[seq]  # at the end: interrupted before, all of it is done again
+        over = sorted(one for one in self._planned if one < delivered - 1)
+        self._passed = self._advanced(over)
+        for seq in over:  # at the end: interrupted before, all of it is done again
+            self._notes.pop(seq, None)
+            del self._planned[seq]
+
+    def _advanced(self, seqs: list[int]) -> tuple[dict[int, int], dict[int, PartPoint]]:
+        """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
+        notes = self._notes.copy()
+        counts, points = self._passed
+        counts, points = counts.copy(), points.copy()
+        for seq in seqs:
+            if seq in notes:
+                part, point = notes[seq]
+                if point.batches >= counts[part]:
+                    counts[part], points[part] = point.batches, point
+        return counts, points
 
     # -- positions ------------------------------------------------------------------------------------------
 
     def position_after(self, delivered: int) -> StreamPosition:
         """The position after the batches before number ``delivered`` were received."""
-        counts, points = dict(self._counts), dict(self._base)
-        for seq in sorted(self._notes):
-            if seq < delivered:
-                part, point = self._notes[seq]
-                counts[part], points[part] = point.batches, point
+        counts, points = self._advanced(sorted(seq for seq in self._notes.copy() if seq < delivered))
         batches = self._before + sum(counts.values())
         if self._last is None and not any(counts.values()):
             return StreamPosition(self.epoch)
@@ -169,11 +178,11 @@ class StreamReading:
 
     def primed(self, part: int, point: PartPoint) -> None:
         """A part has been opened, and is at this point."""
-        self._base[part] = self._known[part] = point
+        self._passed[1][part] = self._known[part] = point
 
     def at_beginning(self) -> StreamPosition:
         """The position that the reading began at, with a point for each part."""
-        return StreamPosition(self.epoch, self.first, dict(self._counts), dict(self._base))
+        return StreamPosition(self.epoch, self.first, *self._advanced([]))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if so many numbers are done."""
@@ -188,13 +197,13 @@ class StreamReading:
         """Whether no batch is left at the position, as far as that can be known now."""
         if self._last is not None:
             return self.first >= self._last
-        return self.resumed and all(point.ended for point in self._base.values())
+        return self.resumed and all(point.ended for point in self._passed[1].values())
 
     def following(self) -> StreamPosition:
         """Where the next epoch begins, if this one `is_over`."""
         if self._last is None:
             return StreamPosition(self.epoch + 1)
-        return StreamPosition(self.epoch + 1, 0, dict(self._counts), dict(self._base))
+        return StreamPosition(self.epoch + 1, 0, *self._advanced([]))
 
     def after(self, begin: StreamPosition) -> StreamPosition:
         """The beginning of the next epoch, as it is after this one."""
