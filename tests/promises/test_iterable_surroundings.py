@@ -7,6 +7,7 @@ import itertools
 import linecache
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -454,6 +455,33 @@ def test_loops_in_several_threads_share_a_loader() -> None:
             for thread in threads:
                 thread.join()
         assert sorted(found) == whole
+
+
+def test_a_state_may_be_taken_in_another_thread() -> None:
+    lengths, states, over = (1200, 900, 300), list[Any](), threading.Event()
+    whole = batches_of(lengths, SIZE)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with loader_of(Parts(lengths), streams=3) as loader:
+
+            def look() -> None:
+                while not over.is_set():
+                    states.append(loader.state_dict())
+                    assert loader.position >= 0 and repr(loader)
+
+            thread = threading.Thread(target=look)
+            thread.start()
+            assert [values(batch) for batch in loader] == whole
+            over.set()
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert [state["batches"] for state in states] == sorted(state["batches"] for state in states) or states[-1]["epoch"]
+    for state in states[:: max(1, len(states) // 20)]:
+        with loader_of(Parts(lengths), streams=3) as loader:
+            loader.load_state_dict(state)
+            assert [values(batch) for batch in loader] == whole[state["batches"] :]
 
 
 def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:
