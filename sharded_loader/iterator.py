@@ -157,7 +157,7 @@ class EpochIterator(Iterator[Batch]):
                     pipeline.drop(run.number)
                     self._epochs.choose(self)
                     self._epochs.open(self)
-                    run = self.run
+                    run, is_first = self.run, True  # also if the run before has given empty batches
                     assert run is not None
                     continue
                 self._placement.end_epoch()

@@ -284,9 +284,14 @@ class LanePlan:
         lane = None if self._reading.any_order and self._reading.part(seq) is None else seq % self._lanes
         return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, self._reading.part(seq))
 
-    def note(self, result: Result) -> None:
+    def note(self, result: Result, seq: int) -> Result:
         """A batch has come back."""
         self._reading.note(result)
+        return result
+
+    def is_given_up(self, task: Task) -> bool:
+        """No task is: what a worker's dataset has in its state is all that its batches have in common."""
+        return False
 
     def move(self, seq: int, to: int) -> None:
         """A batch comes earlier than planned; those that it overtakes keep their order."""

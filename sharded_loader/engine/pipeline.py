@@ -22,7 +22,7 @@ import os
 import threading
 from collections import deque
 
-from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
@@ -266,6 +266,9 @@ class Pipeline:
             entry = run.waiting.popleft()
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
+            if task.part is not None and run.plan.is_given_up(task):
+                entry.result = run.plan.note(Result(run.number, entry.seq, NOTHING), entry.seq)
+                continue
             try:
                 if run.plan.splits:
                     entry.task = task = run.plan.split(task)
@@ -295,9 +298,9 @@ class Pipeline:
             if filed is not None and window:
                 number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                window[number].result = result
                 if (task := window[number].task) is not None and task.part is not None:
-                    filed.plan.note(result)
+                    result = filed.plan.note(result, window[number].seq)
+                window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):
