@@ -247,15 +247,14 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
     expected = epochs_of(loader_of(kind(lengths), "fork"), 2)
     pool = make_pool(method, workers, restarts=1000)
     assert isinstance(pool, ProcessPool)
-    over, deaths = threading.Event(), itertools.count()
+    over, turns, deaths = threading.Event(), itertools.count(), itertools.count()
 
     def kill_often() -> None:
-        turn = 0
-        while not over.wait(0.15):
+        # Not for ever: a worker that takes longer to import torch than it is left to live would get nowhere.
+        while not over.wait(0.15) and next(turns) < 15:
             ready = [one for one in list(pool._workers) if one.ready and not one.has_ended()]
             if ready:
-                turn = next(deaths)
-                os.kill(ready[turn % len(ready)].pid, signal.SIGKILL)
+                os.kill(ready[next(deaths) % len(ready)].pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_often)
     with loader_of(kind(lengths, **slow), pool) as loader:
