@@ -32,6 +32,7 @@ from sharded_loader.arguments import (
     make_split,
     one_of,
     prefetch_of,
+    refuse_streams,
     refuse_unknown,
 )
 from sharded_loader.attributes import LoaderAttributes
@@ -200,6 +201,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
                 **common,
             )
         else:
+            refuse_streams(streams, dataset)
             self._order = EpochOrder(
                 length(dataset, needed=sampler is None and batch_sampler is None),
                 shuffle=shuffle,
