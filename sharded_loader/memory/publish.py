@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from sharded_loader.memory import inherit
 from sharded_loader.memory.codec import (
     ALIGNMENT,
     Array,
@@ -99,6 +100,8 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
         if reduced is NotImplemented:
+            reduced = inherit.reduced(obj)
+        if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:
                 self._note_module(obj)
@@ -125,19 +128,26 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         return rebuild_tensor, (raw, dtype_name(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
-def publish(job: Any, **parts: Any) -> Encoded:
+class NeedsInheritanceError(TypeError):
+    """The job has objects that a worker can only inherit when it is started."""
+
+
+def publish(job: Any, inherited: inherit.Inherited | None = None, **parts: Any) -> Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
         job: what the workers get.
+        inherited: takes what the workers have to be started with.
         **parts: the user's objects in it, by the name that the user knows, for the error message.
 
     Raises:
         TypeError: it cannot be pickled; names the attribute and the ways out.
     """
     try:
-        return _dump(job)
+        with contextlib.nullcontext() if inherited is None else inherited:
+            return _dump(job)
     except Exception as error:
+        kind = NeedsInheritanceError if inherited is None and inherit.is_needed(error) else TypeError
         try:
             culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
         except RecursionError:  # too deep for pickle, and so for us
@@ -146,7 +156,7 @@ def publish(job: Any, **parts: Any) -> Encoded:
             '; or use ProcessPool(start_method="fork"), which does not pickle, unless it is an open file or a '
             "connection: forked workers would share it, and read each other's data"
         )
-        raise TypeError(
+        raise kind(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
             f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__), or read with threads: "
             f"thread_pool=True{'' if sys.platform == 'win32' else fork}"

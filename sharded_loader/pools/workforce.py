@@ -23,6 +23,7 @@ from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory import publish
 from sharded_loader.memory.classes import classes_of_main
+from sharded_loader.memory.inherit import Inherited
 from sharded_loader.workers.link import Link
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
 from sharded_loader.workers.start import launch, send_segment, start_forkserver
@@ -97,20 +98,36 @@ class Workforce:
             if self.start_method != "fork":
                 # While they start: that takes as long as to publish 150 MB.
                 if resources.published is None:
-                    self._publish(new)
+                    try:
+                        self._publish(new)
+                    except publish.NeedsInheritanceError:
+                        if self.start_method != "spawn":
+                            raise
+                        self._start_with_inheritance(new)
                 self._send_jobs()
         except BaseException:
             self.close()
             raise
 
+    def _start_with_inheritance(self, new: NewJob) -> None:
+        """Start the workers again, with the descriptors of the locks and shared values in the job."""
+        resources = self.resources
+        with uninterrupted():
+            resources.stop_workers()
+            resources.inherited = inherited = Inherited()
+            self._publish(new, inherited)
+            for number in range(self.num_workers):
+                resources.handles.append(self._launch(number))
+
     def _launch(self, number: int) -> WorkerHandle:
         assert self._new_job is not None  # the workers are being started, or have been
         return launch(number, self.num_workers, self.start_method, self.resources, self._new_job)
 
-    def _publish(self, new: NewJob) -> frozenset[str]:
+    def _publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
         """Pickle the job for the workers; the modules that it needs there."""
         encoded = publish.publish(
             new,
+            inherited,
             dataset=new.job.dataset,
             batchify_fn=new.job.batchify_fn,
             on_error=new.job.on_error,

@@ -26,6 +26,7 @@ from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, new_board
 from sharded_loader.engine.messages import STACKS, Task, pack_head
 from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.arena import Arena, Register
+from sharded_loader.memory.inherit import Inherited
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.process_hooks import Fork
@@ -67,6 +68,7 @@ class WorkerResources:
         self.lifeline: Lifeline | None = None
         self.template: Template | None = None
         self.published: Published | None = None
+        self.inherited: Inherited | None = None  # descriptors that spawned workers are started with
         self.poller: Poller | None = None  # of these handles; made again after one of them was replaced
         self._oom_kills: int | None = None
         self._pid = os.getpid()
@@ -106,10 +108,11 @@ class WorkerResources:
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         steps += [one.close for one in (published, self.arena) if one is not None]
         steps.append(self.stop_workers)
-        owned = self.wake_reader, self._wake_writer, self.lifeline, self.board
+        owned = self.wake_reader, self._wake_writer, self.lifeline, self.board, self.inherited
         steps += [one.close for one in owned if one is not None]
         with uninterrupted(), contextlib.ExitStack() as last:  # each step is done, whatever another one raises
             self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = None
+            self.inherited = None
             self.arena = Arena(self.max_bytes, self.register)
             for step in reversed(steps):
                 last.callback(step)

@@ -22,7 +22,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import multiprocess
@@ -134,7 +134,8 @@ def _start(
         if start_method == "fork":
             name = f"sharded_loader-worker-{number}"
             return template.start_forked(name, worker.main, theirs, number, num_workers, new_job), link
-        return _spawn(number, num_workers, start_method, theirs), link
+        fds = [] if resources.inherited is None else resources.inherited.fds
+        return _spawn(number, num_workers, start_method, theirs, fds), link
     except BaseException:
         link.close()
         raise
@@ -154,11 +155,11 @@ _PROGRAM = (
 )
 
 
-def _spawn(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
+def _spawn(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
     name = f"sharded_loader-worker-{number}"
     started: Any
     if start_method == "spawn" and _HAS_INTERPRETER:
-        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn)
+        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn, fds)
     else:
         context = multiprocess.get_context(start_method)
         started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
@@ -232,7 +233,7 @@ if _HAS_INTERPRETER:
                 command = [spawn.get_executable(), *util._args_from_interpreter_flags()]
                 # The last argument is how ``multiprocess`` marks what it spawns.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
-                inherited = [fd, source, alive, *([] if tracker is None else [tracker])]
+                inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]
                 self.pid = util.spawnv_passfds(command[0], command, inherited)
                 with open(orders, "wb", closefd=False) as stream:
                     data = spawn.get_preparation_data(started.name)
@@ -254,12 +255,14 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
         name: of the process.
         orders: what `spawned.main` gets beside what ``multiprocess`` tells its children.
         conn: the worker's end of the pipe; closed by the caller when the process has started.
+        fds: other descriptors that it gets, with the numbers that they have here.
     """
 
-    def __init__(self, name: str, orders: dict[str, Any], conn: Any) -> None:
+    def __init__(self, name: str, orders: dict[str, Any], conn: Any, fds: Sequence[int] = ()) -> None:
         super().__init__(name=name, daemon=True)
         self.orders = orders
         self.conn = conn
+        self.fds = fds
 
     @staticmethod
     def _Popen(started: SpawnedProcess) -> Any:
