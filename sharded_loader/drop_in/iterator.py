@@ -27,7 +27,8 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.place import Place, next_epoch
-from sharded_loader.drop_in.reading import LanePlan, SamplerReading, SamplerStart
+from sharded_loader.drop_in.reading import LanePlan, SamplerReading
+from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.parts import is_stateful
@@ -103,12 +104,16 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
-        finished = state is not None and bool(state["_iterator_finished"])
-        if finished:
+        # A loaded epoch draws nothing: its seed and its order are in the state. If the user puts the global generator
+        # back too, the epochs after it are those that would have come.
+        before = None if state is None or state["_iterator_finished"] else torch.get_rng_state()
+        if before is None:
             _load_generator(loader.generator, state)
+        self._start = _start_of(loader, state)
         super().__init__(loader)
-        if not finished:
+        if before is not None:
             _load_generator(loader.generator, state)
+            torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
@@ -121,15 +126,21 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._closer = weakref.finalize(self, _close, self._pool.closer(), self._placement.closer())
         self._shutdown = False
         self._processes: list[Worker] = []
-        self._begin(loader, state)
+        self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin another epoch with the workers that run."""
+        self._start = _start_of(loader, None)
         super()._reset(loader, first_iter)
-        self._begin(loader, None)
+        self._begin(loader, None, self._sampler_iter)
 
-    def _begin(self, loader: Any, state: dict[str, Any] | None) -> None:
-        """Make the parts of one epoch. Nothing is read yet."""
+    def _begin(self, loader: Any, state: dict[str, Any] | None, items: Any) -> None:
+        """Make the parts of one epoch. Nothing is read yet.
+
+        Args:
+            loader, state: as above.
+            items: of the sampler. None: torch asks for them a second time if it has workers, so it is done here too.
+        """
         number, lanes = next(_numbers), max(1, loader.num_workers)
         finished = state is not None and bool(state["_iterator_finished"])
         # A state may tell nothing of a worker that has done nothing: its generators are what they were.
@@ -150,8 +161,12 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, stream=order.stream._replace(tells_epoch=False))
         else:
             found = None if state is None else state["_sampler"]
-            start = SamplerStart(loader._index_sampler, found, finished)
-            items = self._sampler_iter if found is None or finished else start.items()
+            start = self._start
+            if found is not None and not finished:
+                items = start.items()
+            elif items is None:
+                items = start.begin()
+            start.settle()
             datasets = () if begins_anew else (found or {}).get("datasets", ())
             job = replace(job, keeps_state=is_stateful(self._dataset))
             reading = SamplerReading(
@@ -235,7 +250,15 @@ class LoaderIterator(_BaseDataLoaderIter):
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
     """Give the user's generator the state that it had."""
     if generator is not None and state is not None and "_generator" in state:
-        generator.set_state(torch.frombuffer(bytearray.fromhex(state["_generator"]), dtype=torch.uint8))
+        set_generator(generator, state["_generator"])
+
+
+def _start_of(loader: Any, state: dict[str, Any] | None) -> Any:
+    """How the sampler is started; None for iterable data."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    finished = state is not None and bool(state["_iterator_finished"])
+    return SamplerStart(loader._index_sampler, None if state is None else state["_sampler"], finished)
 
 
 def _stream_of(loader: Any, seed: int, state: Any, finished: bool) -> tuple[StreamOrder, Any]:

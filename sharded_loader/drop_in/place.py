@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sharded_loader.drop_in.start import generator_state
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition
@@ -38,7 +39,7 @@ class Place:
         state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
         state["_base_seed"] = self.base_seed
         if self._generator is not None:
-            state["_generator"] = bytes(self._generator.get_state().numpy()).hex()
+            state["_generator"] = generator_state(self._generator)
         if self.order is None:
             state["_sampler"] = found = self.reading.state_after(self.run.delivered, self.finished)
             datasets = found.get("datasets", [None] * max(1, self._num_workers))
