@@ -154,6 +154,9 @@ class SamplerReading:
         if finished:
             own = self._own_state()
             state.update(self._start.end_state())
+        elif own is not None and self._start.stateful is not None and low == self._drawn > 0:
+            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
+            state["over"] = self.batch(delivered) is None
         if own is not None:
             state["state"] = own
         if self._keeps_state:

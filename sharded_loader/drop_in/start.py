@@ -13,6 +13,7 @@ What can go wrong: other items than before the state was saved (ValueError).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import zlib
@@ -27,8 +28,8 @@ from sharded_loader.engine.parts import is_stateful
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import bytes_of
 
-_PLAIN = (BatchSampler, SequentialSampler)
-"""Samplers of torch's whose order is always the same."""
+_PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
+"""Samplers whose order is always the same."""
 
 
 def generator_state(generator: torch.Generator) -> str:
@@ -62,11 +63,10 @@ class SamplerStart:
         self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
         plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
         self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
-        self._draws = not plain and self.stateful is None and not isinstance(sampler, list | tuple | range)
+        self._draws = not plain and self.stateful is None
         found = [getattr(one, "generator", None) for one in nested(sampler) if one is not self.shuffle]
         own = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._sources = [torch.default_generator, *own.values()]
-        self._was_loaded = False
         self._from = None if finished else state
         self.state: dict[str, Any] = {}
         self.own: Any = None
@@ -81,9 +81,19 @@ class SamplerStart:
         if self.shuffle is not None and "shuffle" in state:
             self.shuffle.load_begin_state(state["shuffle"])
         if self.stateful is not None and state.get("state") is not None:
-            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
-            self._was_loaded = True
+            self._load_between(state["state"])
         _set_all(self._sources[1:], state.get("generators", ()))
+
+    def _load_between(self, own: Any) -> None:
+        """Load a state from between two epochs: asked for an iterator, the sampler begins the next epoch.
+
+        It may be a state of the end. Some samplers, asked for an iterator then, first go on there, which is nothing.
+        """
+        assert self.stateful is not None  # otherwise there is no such state
+        self.stateful.load_state_dict(copy.deepcopy(own))
+        with contextlib.suppress(Exception):
+            if list(itertools.islice(self.stateful, 1)):
+                self.stateful.load_state_dict(copy.deepcopy(own))
 
     def _note(self) -> None:
         """Before the sampler is asked for its iterator."""
@@ -104,21 +114,16 @@ class SamplerStart:
             self.state["shuffle"] = self.shuffle.begin_state()
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items; what the sampler draws for the first one is drawn now.
-
-        A sampler with a state of its own may be at the end of an epoch: its first items are those of the next one.
-        """
+        """The same items; what the sampler draws for the first one is drawn now."""
         if self._draws and self._from is None:
             now = list(map(generator_state, self._sources))
             self.state["rng"] += [now] if now not in self.state["rng"] else []
-        if is_stateful(items) or not (self._draws or self._was_loaded):
+        if is_stateful(items) or not self._draws:
             return items
-        again = self.sampler if self._was_loaded else ()
-        self._was_loaded = False
         try:
             return itertools.chain([next(items)], items)
         except StopIteration:
-            return iter(again)
+            return iter(())
         except Exception as error:
             return _raising(error)
 
@@ -142,9 +147,11 @@ class SamplerStart:
         if self.shuffle is not None and "shuffle" in self.state:
             self.shuffle.load_begin_state(self.state["shuffle"])
         if self.own is not None and self.stateful is not None:
-            self.stateful.load_state_dict(copy.deepcopy(self.own))
-            self._was_loaded = state["yielded"] == 0
-            return self.first(iter(self.sampler))
+            if state["yielded"] and not state.get("over"):
+                self.stateful.load_state_dict(copy.deepcopy(self.own))
+                return iter(self.sampler)
+            self._load_between(self.own)
+            return iter(() if state.get("over") else self.sampler)
         before, checksum = torch.get_rng_state(), 0
         noted = self.state.get("rng") if self._draws else None
         try:
