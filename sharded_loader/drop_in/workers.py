@@ -19,6 +19,8 @@ from sharded_loader.pools.threads import ThreadPool
 
 def make_pool(loader: Any) -> Pool:
     if loader.num_workers == 0:
+        if loader.timeout:
+            raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
         return InlinePool()
     timeout = loader.timeout or None
     if loader.thread_pool:
@@ -51,7 +53,7 @@ class Worker:
 
     @property
     def exitcode(self) -> int | None:
-        """How it has ended; None if it has not."""
+        """How it has ended; None if it has not, or if the loader has not noticed its end yet."""
         return None if self.is_alive() else self._handle.exitcode
 
     def terminate(self) -> None:
