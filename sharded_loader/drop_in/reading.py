@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
@@ -24,6 +24,22 @@ from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.foreign import bytes_of
 from sharded_loader.sampling.shards import split_batch
+
+
+class _Planned(NamedTuple):
+    """An item in flight.
+
+    Attributes:
+        number: which item of the sampler's it is.
+        item: the item.
+        lane: by which worker it is read, if that matters.
+        turn: how many batches that worker was given before.
+    """
+
+    number: int
+    item: Any
+    lane: int
+    turn: int
 
 
 class SamplerReading:
@@ -60,7 +76,7 @@ class SamplerReading:
         self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
         self.epoch = 0
         self._ended = False
-        self._planned: dict[int, tuple[int, Any]] = {}  # by seq: which item, and the item
+        self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
         self._ahead: set[int] = set((state or {}).get("ahead", ()))
         checksum = 0 if state is None else state["checksum"]
@@ -71,7 +87,7 @@ class SamplerReading:
         for lane, of_dataset in enumerate(datasets):
             self._points[lane % lanes] = PartPoint(state=of_dataset)
         self._known = dict(self._points)
-        self._notes: dict[int, PartPoint] = {}
+        self._notes: dict[int, tuple[int, PartPoint]] = {}
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
@@ -89,9 +105,10 @@ class SamplerReading:
             checksum, _ = self._marks[number]
             self._marks[self._drawn] = zlib.crc32(bytes_of([found]), checksum), self._own_state()
             if number not in self._ahead:
-                self._planned[self._coming] = number, found
+                turn, lane = divmod(self._coming - self.first, self._lanes)
+                self._planned[self._coming] = _Planned(number, found, (self.first + lane) % self._lanes, turn)
                 self._coming += 1
-        return self._planned[seq][1:] if seq in self._planned else None
+        return (self._planned[seq].item,) if seq in self._planned else None
 
     def _begin(self) -> None:
         if not self._is_started:
@@ -108,13 +125,15 @@ class SamplerReading:
         """Which state a worker's dataset must have before a batch; None if it keeps none."""
         if not self._keeps_state:
             return None
-        lane = seq % self._lanes
-        return PartBatch(self._number, self._number, lane, (seq - self.first) // self._lanes, self._known[lane])
+        planned = self._planned[seq]
+        return PartBatch(self._number, self._number, planned.lane, planned.turn, self._known[planned.lane])
 
     def note(self, result: Result) -> None:
         """A batch has come back, with the state of its worker's dataset."""
         if result.point is not None:
-            self._notes[result.seq] = self._known[result.seq % self._lanes] = result.point
+            lane = self._planned[result.seq].lane
+            self._notes[result.seq] = lane, result.point
+            self._known[lane] = result.point
 
     def primed(self, state: Any) -> None:
         """The state of the dataset in this process, before the first batch."""
@@ -123,14 +142,14 @@ class SamplerReading:
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
         """What is kept of batches in flight, by their numbers."""
-        return (self._planned,)
+        return self._planned, self._notes
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again."""
         for seq in [one for one in self._planned if one < delivered - 1]:
-            self._ahead.add(self._planned.pop(seq)[0])
+            self._ahead.add(self._planned.pop(seq).number)
             if seq in self._notes:
-                self._points[seq % self._lanes] = self._notes.pop(seq)
+                lane, self._points[lane] = self._notes.pop(seq)
         self._low = _advanced(self._low, self._ahead)
         for number in [one for one in self._marks if one < self._low]:
             del self._marks[number]
@@ -145,7 +164,7 @@ class SamplerReading:
         If nothing was drawn yet, the sampler draws now: the state says what comes.
         """
         self._begin()
-        ahead = self._ahead | {number for seq, (number, _) in self._planned.items() if seq < delivered}
+        ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
         low = _advanced(self._low, ahead)
         checksum, own = self._marks[low]
         state = {**self._start.state, "yielded": low, "checksum": checksum}
@@ -163,7 +182,7 @@ class SamplerReading:
             points = dict(self._points)
             for seq in sorted(self._notes):
                 if seq < delivered:
-                    points[seq % self._lanes] = self._notes[seq]
+                    lane, points[lane] = self._notes[seq]
             state["datasets"] = [copy.deepcopy(point.state) for point in points.values()]
         return state
 
@@ -207,9 +226,11 @@ class LanePlan:
         indices = found[0] if self._batched else found
         if not isinstance(indices, list | tuple):
             indices = list(indices)
+        part = self._reading.part(seq)
         # In any order a batch goes to the worker that has the least to do.
-        lane = None if self._reading.any_order and self._reading.part(seq) is None else seq % self._lanes
-        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, self._reading.part(seq))
+        lane: int | None = None if self._reading.any_order else seq % self._lanes
+        lane = lane if part is None else part.number
+        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, part)
 
     def note(self, result: Result) -> None:
         """A batch has come back."""

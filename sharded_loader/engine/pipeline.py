@@ -288,6 +288,7 @@ class Pipeline:
             self._runs.clear()
             return
         result: Result | None = None
+        entry: Entry | None = None
         for result in results:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
@@ -295,11 +296,12 @@ class Pipeline:
             if filed is not None and window:
                 number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                window[number].result = result
-                if (task := window[number].task) is not None and task.part is not None:
-                    filed.plan.note(result)
+                entry = window[number]
+                entry.result = result
+                if entry.task is not None and entry.task.part is not None:
+                    filed.plan.note(result if result.seq == entry.seq else result._replace(seq=entry.seq))
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
-        came, results, result = bool(results), (), None
+        came, results, result, entry = bool(results), (), None, None
         if came and (current.waiting or len(self._runs) > 1):
             self._dispatch(current)
 
