@@ -254,6 +254,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._shutdown = True
             self._pipeline.close()
             self._placement.closer()()
+            for worker in self._processes:
+                worker.let_go()
 
     def __len__(self) -> int:
         return len(self._index_sampler)

@@ -42,23 +42,33 @@ class Worker:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.pid: int = handle.pid
+        self._exitcode: int | None = None
 
     def is_alive(self) -> bool:
         """Whether it runs."""
-        return bool(self._handle.is_alive())
+        return self._handle is not None and bool(self._handle.is_alive())
+
+    def let_go(self) -> None:
+        """The loader has ended it. Its handle holds shared memory, so it is not kept."""
+        if self._handle is not None:
+            self._exitcode, self._handle = self._handle.exitcode, None
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end."""
-        self._handle.wait(timeout)
+        if self._handle is not None:
+            self._handle.wait(timeout)
 
     @property
     def exitcode(self) -> int | None:
         """How it has ended; None if it has not, or if the loader has not noticed its end yet."""
+        if self._handle is None:
+            return self._exitcode
         return None if self.is_alive() else self._handle.exitcode
 
     def terminate(self) -> None:
         """End it."""
-        self._handle.kill()
+        if self._handle is not None:
+            self._handle.kill()
 
     kill = terminate
 
