@@ -101,7 +101,7 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
     torch.manual_seed(1)
     loader, found, epoch = make(), [], list[Any]()
     while len(found) < 2:
-        batch = next(batches := iter(loader), None)
+        batch = next(iter(loader), None)
         if batch is None:
             found.append(epoch)
             epoch = []
