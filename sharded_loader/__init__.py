@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sharded_loader.data.datasets import Dataset as Dataset
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
     from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
+    from sharded_loader.data.interleave import interleave as interleave
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
@@ -67,6 +68,7 @@ _HOMES = {
     "sharded_loader.data.arrays": ["ArrayDataset"],
     "sharded_loader.data.datasets": ["ConcatDataset", "Dataset", "SimpleDataset", "SubsetDataset"],
     "sharded_loader.data.columns": ["PackedList"],
+    "sharded_loader.data.interleave": ["interleave"],
     "sharded_loader.recordio": ["RecordFileDataset"],
     "sharded_loader.errors": [
         "LoaderClosedError",

@@ -192,14 +192,17 @@ class Epochs:
 
     # -- single batches and samples -------------------------------------------------------------------------
 
-    def first_batch(self) -> Any:
+    def first_batch(self, reading: Any = None) -> Any:
         """The first batch of the next epoch, read here and now.
+
+        Args:
+            reading: its batches; None: what the loader reads next.
 
         Raises:
             IndexError: the epoch has no batches.
         """
         self._placement.check_not_capturing()
-        reading: Any = self._progress.begin()
+        reading = self._progress.begin() if reading is None else reading
         while reading.in_mid_epoch and reading.batch(reading.first) is None:  # a sampler without a length: noticed here
             position = reading.following()
             reading = self._order.read(position.epoch, position)
@@ -213,10 +216,14 @@ class Epochs:
                 result = reader.read(task)
                 if result.error is not None:
                     raise result.error
-                run.plan.note(result)
+                if task.part is not None:
+                    result = run.plan.note(result, seq)
                 if result.batch is not NOTHING:
                     return self._placement.place(result.batch, task.sharded)
                 seq += 1
+        if self._order.stream is not None and reading.in_mid_epoch:  # the position lies at the end: noticed here
+            position = reading.following()
+            return self.first_batch(self._order.read(position.epoch, position))
         raise IndexError(f"epoch {run.epoch} has no batches to peek at")
 
     def sample(self, index: Hashable, epoch: int) -> Any:

@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
@@ -35,8 +35,17 @@ from sharded_loader.interrupts import is_from_outside
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import Meter
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-class EpochIterator(Iterator[Any]):
+    Batch = TypeVar("Batch", default=Any)
+else:
+    from typing import TypeVar
+
+    Batch = TypeVar("Batch")
+
+
+class EpochIterator(Iterator[Batch]):
     """Batches of one epoch, in order.
 
     Args:
@@ -71,7 +80,7 @@ class EpochIterator(Iterator[Any]):
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
-    def __iter__(self) -> EpochIterator:
+    def __iter__(self) -> EpochIterator[Batch]:
         return self
 
     def __len__(self) -> int:
@@ -86,7 +95,7 @@ class EpochIterator(Iterator[Any]):
         """True, as for other iterators, whatever ``len`` says."""
         return True
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self._placement.kinds:
             self._placement.check_not_capturing()
         pipeline = self._pipeline
@@ -103,7 +112,7 @@ class EpochIterator(Iterator[Any]):
                     mark = self._progress.mark()
                 batch, error = self._step(mark, is_nested)
                 if error is None:
-                    return batch
+                    return batch  # type: ignore[no-any-return]
             except BaseException as raised:
                 self._go_back(run, delivered, mark)
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
@@ -148,7 +157,7 @@ class EpochIterator(Iterator[Any]):
                     pipeline.drop(run.number)
                     self._epochs.choose(self)
                     self._epochs.open(self)
-                    run = self.run
+                    run, is_first = self.run, True  # also if the run before has given empty batches
                     assert run is not None
                     continue
                 self._placement.end_epoch()

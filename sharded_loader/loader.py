@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Generic, Literal, NoReturn
 
 from sharded_loader.arguments import (
     check_batchify_fn,
@@ -44,15 +44,17 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
-from sharded_loader.iterator import EpochIterator
+from sharded_loader.iterator import Batch, EpochIterator
 from sharded_loader.pools.resident import ResidentPool, check_resident
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import Meter
 
 
-class ShardedDataLoader(LoaderAttributes):
+class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     """Batches of a dataset, in order, split over devices, read by workers ahead of time.
+
+    For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``batchify_fn`` says it too.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
@@ -140,28 +142,28 @@ class ShardedDataLoader(LoaderAttributes):
         batch_size: int | None = None,
         shuffle: bool = False,
         sampler: Any = None,
-        last_batch: str | None = None,
+        last_batch: Literal["keep", "discard", "rollover"] | None = None,
         batch_sampler: Any = None,
-        batchify_fn: Callable[[list[Any]], Any] | None = None,
+        batchify_fn: Callable[[list[Any]], Batch] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch: int | None = None,
         thread_pool: bool = False,
         *,
-        pool: str | Pool | None = None,
+        pool: Literal["inline", "thread", "process"] | Pool | None = None,
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
         shard_weights: Sequence[float] | None = None,
-        num_replicas: int | str | None = None,
+        num_replicas: int | Literal["auto"] | None = None,
         rank: int | None = None,
         seed: int | None = None,
         on_error: OnError = "raise",
-        resident: bool | str = False,
+        resident: bool | Literal["auto"] = False,
         prefetch_epochs: bool | None = None,
         streams: int | None = None,
         steps_per_epoch: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
         drop_last: bool | None = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
@@ -169,18 +171,20 @@ class ShardedDataLoader(LoaderAttributes):
         timeout: float | None = None,
         **unknown: NoReturn,
     ) -> None:
+        # What it was given, to make another one like it: see `integrations.accelerate`.
+        self._given = {name: one for name, one in locals().items() if name not in ("self", "unknown", "__class__")}
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         batchify_fn = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
         check_batchify_fn(batchify_fn)
-        last_batch = last_batch_of(last_batch, drop_last)
+        last: str | None = last_batch_of(last_batch, drop_last)
         self._batch_size, self._pin_memory = batch_size, bool(pin_memory)
         self._workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
         prefetch = prefetch_of(prefetch, prefetch_factor, self._workers.num_workers)
         common: dict[str, Any] = {
             "batch_size": batch_size,
-            "last_batch": last_batch,
+            "last_batch": last,
             "num_replicas": num_replicas,
             "rank": rank,
             "seed": seed,
@@ -236,7 +240,7 @@ class ShardedDataLoader(LoaderAttributes):
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> EpochIterator:
+    def __iter__(self) -> EpochIterator[Batch]:
         """An iterator over the next epoch, or over the rest of the one that was loaded.
 
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
@@ -246,7 +250,7 @@ class ShardedDataLoader(LoaderAttributes):
 
     # -- single batches and samples -------------------------------------------------------------------------
 
-    def peek(self) -> Any:
+    def peek(self) -> Batch:
         """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
 
         The batch that comes next stays the same. A sampler of another library is started for it, and put back to what
@@ -267,7 +271,7 @@ class ShardedDataLoader(LoaderAttributes):
         """
         self._pipeline.check_open()
         with self._order.undisturbed(but=self.dataset):
-            return self._epochs.first_batch()
+            return self._epochs.first_batch()  # type: ignore[no-any-return]
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -326,7 +330,7 @@ class ShardedDataLoader(LoaderAttributes):
         self._epochs.forget()
         self._closer.detach()
 
-    def __enter__(self) -> ShardedDataLoader:
+    def __enter__(self) -> ShardedDataLoader[Batch]:
         return self
 
     def __exit__(

@@ -12,8 +12,8 @@ A loader owns no workers: its iterator does. So it can be pickled and copied bef
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
@@ -24,11 +24,10 @@ from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.messages import OnError
+from sharded_loader.iterator import Batch
 
-T_co = TypeVar("T_co", covariant=True)
 
-
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -69,7 +68,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Sequence[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -143,12 +142,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._place = iterator.place
         return iterator
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
         if not (self.persistent_workers and self.num_workers > 0):
-            return self._get_iterator()
+            return self._get_iterator()  # type: ignore[no-any-return]
         if self._iterator is None or getattr(self._iterator, "_shutdown", False):
             self._iterator = self._get_iterator()
         else:

@@ -22,7 +22,7 @@ from sharded_loader.engine.parts import is_stateful
 from sharded_loader.engine.plan import Split, moved
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.errors import add_note, as_batch_error
-from sharded_loader.sampling.foreign import bytes_of
+from sharded_loader.sampling.foreign import bytes_of, rank_of
 from sharded_loader.sampling.shards import split_batch
 
 
@@ -128,11 +128,11 @@ class SamplerReading:
         planned = self._planned[seq]
         return PartBatch(self._number, self._number, planned.lane, planned.turn, self._known[planned.lane])
 
-    def note(self, result: Result) -> None:
+    def note(self, seq: int, result: Result) -> None:
         """A batch has come back, with the state of its worker's dataset."""
         if result.point is not None:
-            lane = self._planned[result.seq].lane
-            self._notes[result.seq] = lane, result.point
+            lane = self._planned[seq].lane
+            self._notes[seq] = lane, result.point
             self._known[lane] = result.point
 
     def primed(self, state: Any) -> None:
@@ -168,6 +168,9 @@ class SamplerReading:
         low = _advanced(self._low, ahead)
         checksum, own = self._marks[low]
         state = {**self._start.state, "yielded": low, "checksum": checksum}
+        rank = rank_of(self._start.sampler)
+        if rank is not None:  # another rank may load the state: its checksum is another one
+            state["rank"] = rank
         if ahead:
             state["ahead"] = sorted(ahead)
         if finished:
@@ -232,9 +235,14 @@ class LanePlan:
         lane = lane if part is None else part.number
         return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, part)
 
-    def note(self, result: Result) -> None:
+    def note(self, result: Result, seq: int) -> Result:
         """A batch has come back."""
-        self._reading.note(result)
+        self._reading.note(seq, result)
+        return result
+
+    def is_given_up(self, task: Task) -> bool:
+        """No task is: what a worker's dataset has in its state is all that its batches have in common."""
+        return False
 
     def move(self, seq: int, to: int) -> None:
         """A batch comes earlier than planned; those that it overtakes keep their order."""

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.parts import is_stateful
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import bytes_of
+from sharded_loader.sampling.foreign import bytes_of, rank_of
 
 _PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
 """Samplers whose order is always the same."""
@@ -168,7 +168,7 @@ class SamplerStart:
             checksum = -1
         finally:
             torch.set_rng_state(before)
-        if checksum != state["checksum"]:
+        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
             raise ValueError(
                 f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
                 f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "

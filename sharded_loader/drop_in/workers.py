@@ -51,7 +51,7 @@ class Worker:
     def let_go(self) -> None:
         """The loader has ended it. Its handle holds shared memory, so it is not kept."""
         if self._handle is not None:
-            self._exitcode, self._handle = self._handle.exitcode, None
+            self._exitcode, self._handle = _exitcode_of(self._handle), None
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end."""
@@ -61,9 +61,9 @@ class Worker:
     @property
     def exitcode(self) -> int | None:
         """How it has ended; None if it has not, or if the loader has not noticed its end yet."""
-        if self._handle is None:
+        if self.is_alive() or self._handle is None:
             return self._exitcode
-        return None if self.is_alive() else self._handle.exitcode
+        return _exitcode_of(self._handle)
 
     def terminate(self) -> None:
         """End it."""
@@ -71,6 +71,12 @@ class Worker:
             self._handle.kill()
 
     kill = terminate
+
+
+def _exitcode_of(handle: Any) -> int | None:
+    code: int | None = handle.exitcode
+    # Of a forked worker that was not killed nobody keeps the exit code: it has ended by itself, as it was told.
+    return 0 if code is None and not handle.was_killed else code
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:

@@ -32,7 +32,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -112,7 +112,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
     return run, seq, wanted, buffers, content[_REPLY.size : end], content[end:]
 
 
-OnError = str | Callable[[Any], Any]
+OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
 """``"raise"``, ``"skip"``, ``"replace"`` or a callable ``(SampleError) -> sample``."""
 
 

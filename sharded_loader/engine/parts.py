@@ -22,22 +22,18 @@ import inspect
 import io
 import pickle
 import sys
-import threading
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.worker_info import Part, here, tell
 
 CHECKED_BYTES = 1 << 16
 """Of an array or a text that goes into the checksum, so many bytes count."""
-
-_opening = threading.RLock()
-"""Held while torch is told of a part that a thread opens."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -59,6 +55,11 @@ def _has_own(kind: type, name: str) -> bool:
     module = sys.modules.get("torch.utils.data")
     bases = (getattr(module, base, None) for base in ("Dataset", "IterableDataset"))
     return method is not None and all(method is not getattr(base, name, None) for base in bases)
+
+
+def keeps_place(dataset: Any) -> bool:
+    """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
+    return any(hasattr(dataset, name) for name in ("state_dict", "__next__", "set_epoch"))
 
 
 def known_parts(dataset: Any) -> int | None:
@@ -135,7 +136,7 @@ class OpenPart:
     """
 
     def __init__(
-        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = True, told: bool = True
+        self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
     ) -> None:
         self.number = number
         self._dataset, self._parts, self._seed = dataset, parts, seed
@@ -149,14 +150,15 @@ class OpenPart:
 
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
-        dataset, first = self._dataset, []
+        dataset = self._dataset
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._told and callable(set_epoch):
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
-        with self.seen():
+        before = self.tell()
+        try:
             items = dataset if hasattr(type(dataset), "__iter__") else _call(dataset, self.number, self._parts)
             self._items = iter(items)
             self._is_iterator = self._items is dataset
@@ -164,29 +166,16 @@ class OpenPart:
                 self._items.load_state_dict(copy.deepcopy(of_items))
             if begins_anew:  # the state is that of the end of a pass
                 self._items = iter(items)
-            if not self._alone:  # a generator function runs nothing before its first item
-                first = [one for _, one in zip(range(1), self._items, strict=False)]
+        finally:
+            here.part = before
         self.advance = self._items.__next__
-        if first:
-            self.advance = _after(first, self._items.__next__)
 
-    @contextmanager
-    def seen(self) -> Iterator[None]:
-        """Inside, ``get_worker_info()`` tells of this part. In threads that is only done while it is opened."""
-        torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    def tell(self) -> Part | None:
+        """Tell this thread of the part; see `engine.worker_info`."""
         # One part in the main process is everything, as in torch: nobody is a worker.
-        if torch_worker is None or (self._parts == 1 and torch_worker._worker_info is None):
-            yield
-            return
-        with _opening:
-            before = torch_worker._worker_info
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=self.number, num_workers=self._parts, seed=self._seed, dataset=self._dataset
-            )
-            try:
-                yield
-            finally:
-                torch_worker._worker_info = before
+        is_all = self._parts == 1 and not self._alone
+        part = None if is_all else Part(self.number, self._parts, self._seed, self._dataset)
+        return tell(part, alone=self._alone)
 
     def end(self) -> None:
         """The part has no more samples: let go of the iterator."""
@@ -218,10 +207,6 @@ def is_stateful(one: Any) -> bool:
 
 def _nothing() -> Any:
     raise StopIteration
-
-
-def _after(first: list[Any], advance: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: first.pop() if first else advance()
 
 
 def _call(function: Callable[..., Any], number: int, parts: int) -> Any:

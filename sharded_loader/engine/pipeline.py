@@ -22,7 +22,7 @@ import os
 import threading
 from collections import deque
 
-from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
@@ -266,6 +266,9 @@ class Pipeline:
             entry = run.waiting.popleft()
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
+            if task.part is not None and run.plan.is_given_up(task):
+                entry.result = run.plan.note(Result(run.number, entry.seq, NOTHING), entry.seq)
+                continue
             try:
                 if run.plan.splits:
                     entry.task = task = run.plan.split(task)
@@ -288,7 +291,6 @@ class Pipeline:
             self._runs.clear()
             return
         result: Result | None = None
-        entry: Entry | None = None
         for result in results:
             filed = self._runs.get(result.run)
             window = () if filed is None else filed.window
@@ -296,12 +298,11 @@ class Pipeline:
             if filed is not None and window:
                 number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
-                entry = window[number]
-                entry.result = result
-                if entry.task is not None and entry.task.part is not None:
-                    filed.plan.note(result if result.seq == entry.seq else result._replace(seq=entry.seq))
+                if (task := window[number].task) is not None and task.part is not None:
+                    result = filed.plan.note(result, window[number].seq)
+                window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
-        came, results, result, entry = bool(results), (), None, None
+        came, results, result = bool(results), (), None
         if came and (current.waiting or len(self._runs) > 1):
             self._dispatch(current)
 

@@ -143,9 +143,6 @@ class EpochPlan:
         shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
         return task._replace(shards=tuple(shards), sharded=True)
 
-    def note(self, result: Result) -> None:
-        """A batch of iterable data has come back; there is none."""
-
     def move(self, seq: int, to: int) -> None:
         """A batch comes earlier than planned. This plan keeps the order."""
 
@@ -207,9 +204,18 @@ class StreamPlan:
         lane = self._reading.lane(part.number)
         return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
 
-    def note(self, result: Result) -> None:
-        """A batch has come back: its part has got further, or has ended."""
-        self._reading.note(result.seq, result)
+    def note(self, result: Result, seq: int) -> Result:
+        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before.
+
+        Args:
+            result: the batch.
+            seq: its number now; another than its own, if it comes earlier than planned.
+        """
+        return self._reading.note(seq, result)
+
+    def is_given_up(self, task: Task) -> bool:
+        """Whether the task's part cannot be read on: then nobody has to try."""
+        return task.part is not None and self._reading.is_given_up(task.part)
 
     def move(self, seq: int, to: int) -> None:
         """A batch comes earlier than planned; those that it overtakes keep their order."""

@@ -78,6 +78,7 @@ class StreamOrder:
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self.steps = check_steps(steps_per_epoch, last_batch)
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
+        self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._next_epoch = 0
         self._numbers = itertools.count()
@@ -213,7 +214,7 @@ class StreamOrder:
     def differences(self, saved: StreamSignature, position: StreamPosition, strict: bool) -> list[str]:
         """Why a state does not fit."""
         own = self.signature()
-        if self._given is None and position.counts:
+        if not self._chosen:
             own = replace(own, streams=saved.streams)
         return differences(saved, own, position, strict)
 
@@ -222,6 +223,7 @@ class StreamOrder:
         changed = (saved.seed, saved.streams) != (self.seed, self._given)
         self.seed, self._given = saved.seed, saved.streams
         self._reached.clear()
+        self._last = None
         return changed
 
     dump = staticmethod(dump)

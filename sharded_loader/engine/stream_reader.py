@@ -17,8 +17,8 @@ asked for the next sample again. A generator has ended then, and so does its par
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,11 @@ import numpy as np
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.parts import Copies, OpenPart, checksum
+from sharded_loader.engine.parts import Copies, OpenPart, checksum, keeps_place
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
-from sharded_loader.rng import derive_key, reading
+from sharded_loader.engine.worker_info import here
+from sharded_loader.rng import SampleScope, derive_key, reading
 from sharded_loader.sampling.shards import shard_sizes
 
 
@@ -39,7 +40,7 @@ def reader_for(
     tells_epoch: bool = False,
     notes_samples: bool = False,
     readers: int = 1,
-    alone: bool = True,
+    alone: bool = False,
     seed: Callable[[int, int], None] | None = None,
 ) -> Reader:
     """The reader of a job.
@@ -54,7 +55,9 @@ def reader_for(
         return StatefulReader(job, notes_samples=notes_samples)
     if job.stream is None:
         return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
-    return StreamReader(job, notes_samples=notes_samples, several=job.stream.parts > readers, alone=alone, seed=seed)
+    # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
+    several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
+    return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
 class StreamReader(Reader):
@@ -62,7 +65,8 @@ class StreamReader(Reader):
 
     Args:
         job, notes_samples: see `Reader`.
-        several: several parts may be open here at a time. Each then has a copy of the dataset to itself.
+        several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
+            up. Each then has a copy of the dataset to itself.
         alone: no other thread of this process reads samples.
         seed: seeds the global generators for a batch, by epoch and ``position``; None: they are not seeded.
     """
@@ -73,7 +77,7 @@ class StreamReader(Reader):
         *,
         notes_samples: bool = False,
         several: bool = True,
-        alone: bool = True,
+        alone: bool = False,
         seed: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(job, notes_samples=notes_samples, in_bulk=False)
@@ -86,23 +90,34 @@ class StreamReader(Reader):
     def read_sample(self, index: Any, epoch: int) -> Any:
         """Sample ``(part, place)``: the part is read up to it."""
         try:
-            part, place = index
-        except TypeError:
+            part, place = map(operator.index, index)
+        except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, place), not as {index!r}") from None
-        opened = OpenPart(Copies(self._dataset).make(), part, self._stream.parts, self._part_seed(part, epoch))
-        scope, before = self._scope(epoch), reading.scope
+        stream, passes = self._stream, 0 if self._stream.endless else epoch
+        missing = IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {stream.parts} parts")
+        if not 0 <= part < stream.parts or place < 0:
+            raise missing
+        opened = OpenPart(Copies(self._dataset).make(), part, stream.parts, self._part_seed(part, epoch))
+        scope, before, told = self._scope(passes), reading.scope, here.part
         try:
             reading.scope = scope
-            scope.indices = PartIndices(part, range(place + 1))
-            scope.items = items = iter(range(place + 1))
-            opened.begin(epoch)
-            with opened.seen():
-                for _ in items:
+            _at_first(scope, part)
+            opened.begin(passes)
+            scope.indices, scope.items = PartIndices(part, range(place + 1)), iter(range(place + 1))
+            opened.tell()
+            for _ in scope.items:
+                try:
+                    sample = opened.advance()
+                except StopIteration:
+                    if not stream.endless:
+                        raise
+                    passes += 1
+                    opened.begin(passes)
                     sample = opened.advance()
         except StopIteration:
-            raise IndexError(f"part {part} of epoch {epoch} has no sample {place}") from None
+            raise missing from None
         finally:
-            reading.scope = before
+            reading.scope, here.part = before, told
         return sample
 
     def prime(self, task: Task) -> PartPoint:
@@ -112,6 +127,7 @@ class StreamReader(Reader):
         at.skipped, at.lost = [], []
         assert task.part is not None  # a task of iterable data has one
         opened = self._open_at(task.part, at)
+        opened.busy = False
         return opened.point._replace(state=opened.state())
 
     # -- one batch ------------------------------------------------------------------------------------------
@@ -123,15 +139,16 @@ class StreamReader(Reader):
             at.epoch = 0  # a pass may begin in one epoch and end in the next
         opened = self._open_at(part, at)
         if opened.point.ended:
-            at.point = opened.point
+            at.point, opened.busy = opened.point, False
             return [], None
         self._seed(task.epoch, task.position)
-        opened.busy = True
         try:
             samples = self._read_batch(opened, task.shards, at, self._tolerant)
-        finally:
-            at.point = opened.point
-            opened.busy = False
+        except BaseException as error:
+            if not at.passes(error):
+                at.point, opened.busy = opened.point, False
+            raise
+        at.point, opened.busy = opened.point, False
         if opened.is_stateful:
             at.point = opened.point = opened.point._replace(state=opened.state())
         planned = sum(map(len, task.shards))
@@ -158,40 +175,39 @@ class StreamReader(Reader):
         board, notes, stream = at.board, self._notes_samples or at.task.careful, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance = opened.advance
+        advance, told = opened.advance, opened.tell()
         try:
-            with opened.seen() if self._alone else nullcontext():
-                for number, indices in enumerate(shards):
-                    board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-                    at.indices, at.drawn, before = indices, None, len(samples)
-                    at.items = items = iter(range(len(indices)))
-                    while not ended:
-                        try:
-                            for place in items:
-                                if notes:
-                                    board[SAMPLE] = place
-                                samples.append(advance())
-                            break
-                        except StopIteration:
-                            ended = not stream.endless
-                            if stream.endless:
-                                if len(samples) + base == 0:
-                                    raise self._is_empty(at) from None
-                                passes, base = passes + 1, -len(samples)
-                                opened.begin(passes)
-                                advance = opened.advance
-                                at.items = items = iter(range(len(samples) - before, len(indices)))
-                        except Exception as error:
-                            if not tolerant or at.passes(error):
-                                raise
-                            samples.append(self._in_place_of(indices[place], error, at))
+            for number, indices in enumerate(shards):
+                board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
+                at.indices, at.drawn, before = indices, None, len(samples)
+                at.items = items = iter(range(len(indices)))
+                while not ended:
+                    try:
+                        for place in items:
+                            if notes:
+                                board[SAMPLE] = place
+                            samples.append(advance())
+                        break
+                    except StopIteration:
+                        ended = not stream.endless
+                        if stream.endless:
+                            if len(samples) + base == 0:
+                                raise self._is_empty(at) from None
+                            passes, base = passes + 1, -len(samples)
+                            opened.begin(passes)
+                            advance = opened.advance
+                            at.items = items = iter(range(len(samples) - before, len(indices)))
+                    except Exception as error:
+                        if not tolerant or at.passes(error):
+                            raise
+                        samples.append(self._in_place_of(indices[place], error, at))
         except BaseException as error:
-            failed = True
-            if at.passes(error):  # it may have lost samples: the part is opened again
-                self._forget(opened)
+            failed = not at.passes(error)
             raise
         finally:
-            count, total = point.batches + (failed or bool(samples)), len(samples) + base + failed
+            here.part = told
+            is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
+            count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
@@ -220,6 +236,7 @@ class StreamReader(Reader):
             at.board[SAMPLE] = BEGINNING
             opened = self._open(part, at)
             self._opened[part.stream, part.number] = opened
+        opened.busy = True  # until its batch is read: if something strikes before that, it has perhaps lost samples
         self._skip(opened, part.batch, at)
         return opened
 
@@ -233,6 +250,7 @@ class StreamReader(Reader):
         point, first = part.point, 0 if self._stream.endless else at.task.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
         self._seed(at.task.epoch, opened.point.batches * self._stream.parts + part.number)
+        _at_first(at, part.number)
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, at)
@@ -266,11 +284,6 @@ class StreamReader(Reader):
             f"and load_state_dict()"
         )
 
-    def _forget(self, opened: OpenPart) -> None:
-        for key, other in list(self._opened.items()):
-            if other is opened:
-                self._opened.pop(key, None)
-
     def _seed(self, epoch: int, position: int) -> None:
         if self._seed_globals is not None:
             self._seed_globals(0 if self._stream.endless else epoch, position)
@@ -303,6 +316,12 @@ class StatefulReader(Reader):
             return super()._make_batches(at)
         finally:
             at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._dataset.state_dict()))
+
+
+def _at_first(scope: SampleScope, part: int) -> None:
+    """A part is opened: what it draws belongs to its first sample, as in a generator, which begins there."""
+    scope.indices, scope.items, scope.drawn = PartIndices(part, range(1)), iter(range(1)), None
+    next(scope.items)
 
 
 def _shortened(shards: Sequence[Any], count: int) -> list[Any]:

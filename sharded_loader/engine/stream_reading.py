@@ -1,7 +1,7 @@
 """One epoch over iterable data: which part gives the next batch, as far as anybody can know it.
 
     StreamReading.batch(seq) -> PartBatch       batch b of part p
-    StreamReading.note(seq, result)             how far the part has got: only its reader finds out
+    StreamReading.note(seq, result) -> Result   how far the part has got: only its reader finds out
     position_after(delivered)                   the position between two batches
 
 The next batch comes from the part that has given the fewest batches, of several the first. So parts take turns, and
@@ -11,7 +11,8 @@ Batches are planned before it is known where a part ends. What is planned behind
 and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
 
 A reading owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
-its part has got (a worker died over it). The part ends there.
+its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
+behind it comes back empty, whether anybody has tried to read it or not: how much was in flight must not show.
 """
 
 from __future__ import annotations
@@ -60,17 +61,27 @@ class StreamReading:
         self.signature = order.signature()
         self._order, self._parts, self.number = order, parts, number
         at = position or order.beginning(epoch, parts)
-        self.first = self._batches = at.batches
-        self._counts = {part: at.counts.get(part, 0) for part in parts}
+        self.first = at.batches
+        counts = {part: at.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if stream.endless else epoch)
-        self._base = {part: at.points.get(part, beginning) for part in parts}
-        self._last: int | None = order.steps  # no batch of this number, or of a greater one
-        self._known = dict(self._base)  # of each part the farthest point that somebody has reached
-        self._turns = [(self._counts[part], part) for part in parts if not self._base[part].ended]
-        heapq.heapify(self._turns)
+        points = {part: at.points.get(part, beginning) for part in parts}
+        # How many batches of each part are forgotten, and the point there: changed in one assignment.
+        self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
+        self._before = at.batches - sum(counts.values())
+        self._known = dict(points)  # of each part the farthest point that somebody has reached
+        turns = [(counts[part], part) for part in parts if not points[part].ended]
+        heapq.heapify(turns)
+        # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
+        self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
         self._planned: dict[int, PartBatch] = {}
         self._notes: dict[int, tuple[int, PartPoint]] = {}
-        self._coming = self.first
+        self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
+        self._empty: set[int] = set()  # what was planned behind those
+
+    @property
+    def _last(self) -> int | None:
+        """No batch has this number, or a greater one; None: that is not known."""
+        return None if self._order.steps is None else self._order.steps + len(self._empty)
 
     def batch(self, seq: int) -> PartBatch | None:
         """The batch of this number; None behind the last one.
@@ -78,57 +89,57 @@ class StreamReading:
         Args:
             seq: at least `first`, and not forgotten.
         """
-        while self._coming <= seq:
-            planned = self._next()
-            if planned is None:
+        while (coming := self._line[0]) <= seq:
+            turns = self._line[1].copy()
+            while turns and self._known[turns[0][1]].ended:
+                heapq.heappop(turns)
+            if not turns or (self._last is not None and coming >= self._last):
                 return None
-            self._planned[self._coming] = planned
-            self._coming += 1
-        return self._planned.get(seq)
-
-    def _next(self) -> PartBatch | None:
-        if self.any_order and self._turns:
-            # Not to wait for a slow part: the one with the fewest batches in flight.
-            self._turns.sort(key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
-        if self._last is not None and self._coming >= self._last:
-            return None
-        while self._turns:
-            count, part = self._turns[0]
-            point = self._known[part]
-            if not point.ended:
-                if self.any_order:
-                    self._turns[0] = count + 1, part
-                else:
-                    heapq.heapreplace(self._turns, (count + 1, part))
-                oldest = self._order.oldest()
-                return PartBatch(self.number, oldest, part, count, point)
-            if self.any_order:
-                del self._turns[0]
+            count, part = turns[0]
+            if self.any_order:  # not to wait for a slow part: the one with the fewest batches in flight
+                turns = [turn for turn in turns if not self._known[turn[1]].ended]
+                count, part = min(turns, key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
+                turns.remove((count, part))
+                heapq.heapify(turns)
+                heapq.heappush(turns, (count + 1, part))
             else:
-                heapq.heappop(self._turns)
-        return None
+                heapq.heapreplace(turns, (count + 1, part))
+            self._planned[coming] = PartBatch(self.number, self._order.oldest(), part, count, self._known[part])
+            self._line = coming + 1, turns
+        return self._planned.get(seq)
 
     def lane(self, part: int) -> int:
         """Which lane a part of this rank is read in."""
         return self._parts.index(part)
 
-    def note(self, seq: int, result: Result) -> None:
-        """A batch has come back: its part has got further, or has ended."""
+    def note(self, seq: int, result: Result) -> Result:
+        """A batch has come back: its part has got further, or has ended.
+
+        Returns:
+            The result; an empty one, if the part has ended before this batch.
+        """
         planned = self._planned.get(seq)
         if planned is None:
-            return
+            return result
         point = result.point
-        if point is None:
-            # It was given up, or nobody can say how far the part was read. Behind it nothing can be read.
+        if self.is_given_up(planned):
+            result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
+            self._empty.add(seq)
+        elif point is None:
+            # Nobody can say how far the part was read. Behind it nothing can be read.
             before = self._known[planned.number]
-            count = planned.batch + (result.batch is not NOTHING)
-            point = PartPoint(count, before.passes, before.samples, before.checksum, ended=True)
-            self._last = None if self._last is None else self._last + planned.batch + 1 - count
+            self._given_up[planned.number] = planned.batch
+            point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
         self._order.reached(planned.number, point)
+        return result
+
+    def is_given_up(self, planned: PartBatch) -> bool:
+        """Whether the part has ended before this batch, because it cannot be read on."""
+        return planned.batch > self._given_up.get(planned.number, planned.batch)
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -137,38 +148,41 @@ class StreamReading:
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for seq in [one for one in self._planned if one < delivered - 1]:
+        over = sorted(one for one in self._planned if one < delivered - 1)
+        self._passed = self._advanced(over)
+        for seq in over:  # at the end: interrupted before, all of it is done again
+            self._notes.pop(seq, None)
             del self._planned[seq]
-            noted = self._notes.pop(seq, None)
-            if noted is not None:
-                self._pass(*noted)
 
-    def _pass(self, part: int, point: PartPoint) -> None:
-        self._base[part] = point
-        self._batches += point.batches - self._counts[part]
-        self._counts[part] = point.batches
+    def _advanced(self, seqs: list[int]) -> tuple[dict[int, int], dict[int, PartPoint]]:
+        """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
+        notes = self._notes.copy()
+        counts, points = self._passed
+        counts, points = counts.copy(), points.copy()
+        for seq in seqs:
+            if seq in notes:
+                part, point = notes[seq]
+                if point.batches >= counts[part]:
+                    counts[part], points[part] = point.batches, point
+        return counts, points
 
     # -- positions ------------------------------------------------------------------------------------------
 
     def position_after(self, delivered: int) -> StreamPosition:
         """The position after the batches before number ``delivered`` were received."""
-        counts, points, batches = dict(self._counts), dict(self._base), self._batches
-        for seq in sorted(self._notes):
-            if seq < delivered:
-                part, point = self._notes[seq]
-                batches += point.batches - counts[part]
-                counts[part], points[part] = point.batches, point
+        counts, points = self._advanced(sorted(seq for seq in self._notes.copy() if seq < delivered))
+        batches = self._before + sum(counts.values())
         if self._last is None and not any(counts.values()):
             return StreamPosition(self.epoch)
         return StreamPosition(self.epoch, batches, counts, points)
 
     def primed(self, part: int, point: PartPoint) -> None:
         """A part has been opened, and is at this point."""
-        self._base[part] = self._known[part] = point
+        self._passed[1][part] = self._known[part] = point
 
     def at_beginning(self) -> StreamPosition:
         """The position that the reading began at, with a point for each part."""
-        return StreamPosition(self.epoch, self.first, dict(self._counts), dict(self._base))
+        return StreamPosition(self.epoch, self.first, *self._advanced([]))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if so many numbers are done."""
@@ -183,26 +197,31 @@ class StreamReading:
         """Whether no batch is left at the position, as far as that can be known now."""
         if self._last is not None:
             return self.first >= self._last
-        return self.resumed and all(point.ended for point in self._base.values())
+        return self.resumed and all(point.ended for point in self._passed[1].values())
 
     def following(self) -> StreamPosition:
         """Where the next epoch begins, if this one `is_over`."""
         if self._last is None:
             return StreamPosition(self.epoch + 1)
-        return StreamPosition(self.epoch + 1, 0, dict(self._counts), dict(self._base))
+        return StreamPosition(self.epoch + 1, 0, *self._advanced([]))
 
     def after(self, begin: StreamPosition) -> StreamPosition:
         """The beginning of the next epoch, as it is after this one."""
         if self._last is None:
             return begin
-        at = self.position_after(self._coming)
+        at = self.position_after(self._line[0])
         return StreamPosition(begin.epoch, 0, at.counts, at.points)
 
     def counts_behind(self) -> Mapping[int, int]:
-        """How many batches each part has given when the epoch is over."""
-        counts = dict(self._counts)
-        for planned in self._planned.values():
-            counts[planned.number] = max(counts[planned.number], planned.batch + 1)
+        """How many batches each part has given when the epoch is over, also if its loop was left before."""
+        counts = {part: point.batches for part, point in self._known.items()}
+        turns = [(count, part) for count, part in self._line[1] if not self._known[part].ended]
+        counts.update((part, count) for count, part in turns)
+        heapq.heapify(turns)
+        for _ in range(0 if self._last is None or not turns else self._last - self._line[0]):
+            count, part = turns[0]
+            heapq.heapreplace(turns, (count + 1, part))
+            counts[part] = count + 1
         return counts
 
     def length(self) -> int:

@@ -82,6 +82,8 @@ def differences(
         strict: whether another batch size matters at the beginning of an epoch.
     """
     found = []
+    if saved.streams < own.num_replicas:
+        found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
     for name, text in _COMPARED.items():
         was, now = getattr(saved, name), getattr(own, name)
         if was != now and (strict or position.counts or name != "batch_size"):
@@ -156,10 +158,11 @@ def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
         points = [PartPoint(*one) for one in zip(*columns, states, strict=True)]
         counts = {part: int(count) for part, count in zip(numbers, parts["given"], strict=True)}
         by_part = dict(zip(numbers, points, strict=True))
+        epoch, batches = state["epoch"], state["batches"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"the state is damaged ({type(error).__name__}: {error}): {_ADVICE}") from None
-    epoch = check_int("the state's 'epoch'", state["epoch"], 0, _ADVICE, ValueError)
-    batches = check_int("the state's 'batches'", state["batches"], 0, _ADVICE, ValueError)
+    epoch = check_int("the state's 'epoch'", epoch, 0, _ADVICE, ValueError)
+    batches = check_int("the state's 'batches'", batches, 0, _ADVICE, ValueError)
     return StreamPosition(epoch, batches, counts, by_part), signature
 
 
@@ -175,6 +178,9 @@ def _merged(
     if len({position.epoch for position in positions}) > 1:
         epochs = ", ".join(str(position.epoch) for position in positions)
         raise ValueError(f"the states of the ranks lie in different epochs ({epochs}): save them after the same step")
+    if first.steps_per_epoch is not None and len({position.batches for position in positions}) > 1:
+        steps = ", ".join(str(position.batches) for position in positions)
+        raise ValueError(f"the states of the ranks lie after different steps ({steps}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
     batches = positions[0].batches

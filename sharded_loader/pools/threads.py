@@ -31,7 +31,7 @@ from typing import Any
 
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
-from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.engine.stream_reader import reader_for
 from sharded_loader.errors import add_note, as_exception
@@ -52,6 +52,7 @@ class _Shared:
         # One for all threads; if tasks have lanes, one for each thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs whose tasks are wanted
+        self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: nobody reads them on
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
@@ -116,7 +117,9 @@ class _Thread(threading.Thread):
             if task.run in shared.live:
                 board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
-                result = reader.read(task, who, shared.empty, board)
+                result = Result(task.run, task.seq, NOTHING)
+                if task.part is None or (task.run, task.part.number) not in shared.given_up:
+                    result = reader.read(task, who, shared.empty, board)
                 board[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
                     shared.results.append(result)
@@ -168,7 +171,7 @@ class ThreadPool(Pool):
         return bool(self._running)
 
     def start(self, job: Job) -> None:
-        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None, alone=False)
+        self._reader = reader_for(job, notes_samples=self._watch.timeout is not None)
         if self.started:
             return
         # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.
@@ -222,6 +225,8 @@ class ThreadPool(Pool):
             # Before the look at its task: a thread that has just finished ends after its next batch, without an error.
             thread.written_off = True
             if thread.task is task:
+                if task.part is not None:
+                    shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
                 free_globals_of(thread.ident)
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)

@@ -164,9 +164,11 @@ class Workforce:
             key = given_up.run, given_up.seq
             self.deaths.settle(*key)
             part = handle.tasks.pop(key).part
-            behind = [] if part is None else [task for task in handle.tasks.values() if part.is_same(task.part)]
-            for task in behind:
-                del handle.tasks[task.run, task.seq]
+            waiting = [*self.requeued, *handle.tasks.values()]
+            behind = [] if part is None else [task for task in waiting if part.is_same(task.part)]
+            if behind:
+                handle.tasks = {at: task for at, task in handle.tasks.items() if task not in behind}
+                self.requeued = deque(task for task in self.requeued if task not in behind)
             results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in behind)]
         with uninterrupted():
             resources = self.resources

@@ -196,7 +196,7 @@ def _apart(value: Any) -> Any:
 
 def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> None:
     """Reject a sampler that does not get to a checkpoint: it has yielded so many ``items``, with this ``checksum``."""
-    if mark.rank != _rank_of(sampler) or (items, checksum) == (mark.items, mark.checksum):
+    if mark.rank != rank_of(sampler) or (items, checksum) == (mark.items, mark.checksum):
         return
     found = f"other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
     if items < mark.items:
@@ -216,7 +216,7 @@ class ReplayTable(Streamed):
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
         super().__init__(lambda start: iter(()))
         self._sampler, self._epoch, self._seed = sampler, epoch, seed
-        self._rank, self._known_length = _rank_of(sampler), known_length(sampler, epoch)
+        self._rank, self._known_length = rank_of(sampler), known_length(sampler, epoch)
         self._checksum = 0
         self._head: list[Any] = []
         self._stateful: Any = None
@@ -314,10 +314,11 @@ def name_of(sampler: Any) -> str:
     return type(sampler.sampler if isinstance(sampler, Replay) else sampler).__name__
 
 
-def _rank_of(sampler: Any) -> int | None:
-    """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler does."""
-    found = (one.rank for one in nested(sampler) if isinstance(getattr(one, "rank", None), int))
-    return next(found, None)
+def rank_of(sampler: Any) -> int | None:
+    """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler and Accelerate's do."""
+    names = ("rank", "process_index")
+    found = (getattr(one, name, None) for one in nested(sampler) for name in names)
+    return next((rank for rank in found if isinstance(rank, int)), None)
 
 
 def _copied(item: Any) -> Any:

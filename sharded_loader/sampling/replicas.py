@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, nested, resolve_seed
-from sharded_loader.sampling.foreign import len_epoch, table_of
+from sharded_loader.sampling.foreign import len_epoch, rank_of, table_of
 from sharded_loader.sampling.shuffle import shuffle
 from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
 from sharded_loader.system import integer
@@ -99,7 +99,9 @@ def warn_if_ranks_repeat(samplers: Iterable[Any]) -> None:
     distributed = _process_group()
     if distributed is None or distributed.get_world_size() == 1:
         return
-    if any(hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in samplers):
+    if any(
+        rank_of(one) is not None or hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in samplers
+    ):
         return
     warnings.warn(
         f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "

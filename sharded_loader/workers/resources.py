@@ -221,6 +221,11 @@ class WorkerHandle:
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether `kill` was called."""
+        return self._killed_at < math.inf
+
     def is_over(self, noted: set[int]) -> bool:
         """Whether nothing is to be expected of it: it has ended, or was killed for its silence, and even so does not.
 

@@ -39,6 +39,7 @@ from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.stream_reader import reader_for
+from sharded_loader.engine.worker_info import tell_torch
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_as_torch, seed_globals
 from sharded_loader.interrupts import python_handlers
@@ -180,6 +181,7 @@ class Worker:
                 tells_epoch=True,
                 notes_samples=new.notes_samples,
                 readers=self._num_workers,
+                alone=True,
                 seed=self._seed_globals,
             )
         except BaseException as error:
@@ -347,5 +349,6 @@ def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
         seed=seed,  # what torch.initial_seed() says in worker_init_fn
         dataset=job.dataset,
     )
+    tell_torch()
     if job.base_seed is not None:
         torch.manual_seed(seed)

@@ -75,9 +75,8 @@ def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loade
 
     # A later epoch of iterable data has a part for each worker again, as in torch.
     epochs = 0 if kind in STREAMS and max(1, saved) != max(1, loaded) else 2
-    for count in (0, 3, None):
-        if count is not None or epochs:
-            assert_resumes(make, saved=saved, loaded=loaded, before=0, count=count, epochs=epochs)
+    count = (0, 3, None if epochs else 4)[(saved + loaded) % 3]
+    assert_resumes(make, saved=saved, loaded=loaded, before=0, count=count, epochs=epochs)
 
 
 @METHODS

@@ -117,10 +117,10 @@ def test_the_states_of_datasets_move_with_their_batches() -> None:
         (0, 0, 1),
         (1, 1, 1),
     ]
-    tasks.note(Result(3, 1, point=PartPoint(1, state="of worker 1")))
+    tasks.note(Result(3, 1, point=PartPoint(1, state="of worker 1")), 1)
     tasks.move(1, 0)
     assert reading.state_after(1, False)["datasets"] == [None, "of worker 1"]
-    tasks.note(Result(3, 1, point=PartPoint(1, state="of worker 0")))
+    tasks.note(Result(3, 0, point=PartPoint(1, state="of worker 0")), 1)
     assert reading.state_after(2, False)["datasets"] == ["of worker 0", "of worker 1"]
     again = tasks.task(1)  # as after an interruption
     assert (again.lane, again.part.number, again.part.batch) == (0, 0, 0)

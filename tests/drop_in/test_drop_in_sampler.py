@@ -68,7 +68,7 @@ def test_an_epoch_is_a_number_from_0_on(bad: Any) -> None:
         ShuffleSampler(range(3)).set_epoch(bad)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"seed": 4}, {"generator": seeded()}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"seed": 4}, {"generator": seeded()}], ids=["", "seed", "generator"])
 def test_its_state_says_the_epochs_that_come(arguments: dict[str, Any]) -> None:
     sampler = ShuffleSampler(range(30), **arguments)
     list(sampler)

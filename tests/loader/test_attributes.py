@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,16 @@ from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool
         "pool",
         "epoch",
         "position",
+        "collate_fn",
+        "prefetch_factor",
+        "pin_memory",
+        "pin_memory_device",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "persistent_workers",
+        "in_order",
     ],
 )
 def test_what_decides_the_batches_cannot_be_set(name: str) -> None:
@@ -30,6 +41,32 @@ def test_what_decides_the_batches_cannot_be_set(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(loader, name, None)
     assert getattr(loader, name) is before
+
+
+def nothing(number: int) -> None:
+    """A worker_init_fn."""
+
+
+def test_what_other_libraries_read_has_the_values_of_torch_s_loader() -> None:
+    theirs = torch.utils.data.DataLoader(range(10), 4)  # type: ignore[arg-type]
+    loader = ShardedDataLoader(range(10), 4)
+    for name in ("prefetch_factor", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"):
+        assert getattr(loader, name) == getattr(theirs, name), name
+    for name in ("persistent_workers", "in_order", "pin_memory_device", "drop_last", "batch_size", "num_workers"):
+        assert getattr(loader, name) == getattr(theirs, name), name
+    assert loader.collate_fn([1, 2]).tolist() == [1, 2]
+    assert ShardedDataLoader(range(4), 2, batchify_fn=list).collate_fn is list
+
+
+def test_with_workers_they_tell_of_the_pool() -> None:
+    with ShardedDataLoader(range(10), 4, num_workers=3, prefetch=7, worker_init_fn=nothing, timeout=9) as loader:
+        assert (loader.prefetch_factor, loader.persistent_workers, loader.timeout) == (2, True, 9)
+        assert loader.worker_init_fn is nothing and isinstance(loader.pool, ProcessPool)
+        assert loader.multiprocessing_context.get_start_method() == loader.pool.start_method
+        loader.prefetch = 0
+        assert loader.prefetch_factor == 1
+    with ShardedDataLoader(range(10), 4, pool=ThreadPool(2)) as loader:
+        assert loader.multiprocessing_context is None and loader.persistent_workers and loader.timeout == 0
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: b
 
 @MANY
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("given", [{}, {"drop_last": True}, {"batch_size": None}, {"collate_fn": first_of}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"drop_last": True}, {"batch_size": None}, {"collate_fn": first_of}], ids=" ".join
+)
 def test_epochs_of_iterable_data_are_torchs(workers: int, given: dict[str, Any]) -> None:
     arguments = {"batch_size": 2, "num_workers": workers, **given}
     assert epochs(DataLoader, Parts(), 2, **arguments) == epochs(TORCHS, Parts(), 2, **arguments)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,13 +98,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(
 @pytest.mark.parametrize(
     ("keyword", "ours"),
     [
-        ("collate_fn", "batchify_fn"),
-        ("drop_last", "last_batch"),
-        ("prefetch_factor", "prefetch"),
         ("generator", "seed"),
-        ("persistent_workers", "live as long"),
-        ("worker_init_fn", "ProcessPool"),
-        ("timeout", "ProcessPool"),
         ("multiprocessing_context", "start_method"),
         ("pin_memory_device", "device"),
         ("in_order", "order"),
@@ -111,7 +106,8 @@ def test_wrong_arguments_are_refused_by_the_constructor(
         ("auto_reload", "Gluon's; here: prefetch_epochs="),
         ("pin_device_id", "device"),
         ("try_nopython", "no argument for it"),
-        ("collate_fnn", "did you mean 'collate_fn', which is torch's; here: batchify_fn="),
+        ("generatr", "did you mean 'generator', which is torch's; here: seed="),
+        ("collate_fnn", "did you mean 'collate_fn'?"),
     ],
 )
 def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
@@ -121,13 +117,13 @@ def test_a_torch_keyword_gives_our_spelling(keyword: str, ours: str) -> None:
 
 def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
     with pytest.raises(TypeError) as caught:
-        make(collate_fn=None, auto_reload=False, shufle=True, zzz=1, timeout=3)
+        make(generator=None, auto_reload=False, shufle=True, zzz=1, in_order=True)
     lines = str(caught.value).splitlines()
     assert lines[0] == "ShardedDataLoader has none of these 5 arguments:"
-    assert [line.split("'")[1] for line in lines[1:]] == ["collate_fn", "auto_reload", "shufle", "zzz", "timeout"]
+    assert [line.split("'")[1] for line in lines[1:]] == ["generator", "auto_reload", "shufle", "zzz", "in_order"]
     for line, advice in zip(
         lines[1:],
-        ("batchify_fn=", "prefetch_epochs=", "did you mean 'shuffle'?", "help(", "ProcessPool"),
+        ("seed=", "prefetch_epochs=", "did you mean 'shuffle'?", "help(", "always come in order"),
         strict=True,
     ):
         assert advice in line
@@ -142,6 +138,97 @@ def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() 
     with pytest.raises(TypeError) as caught:
         make(**dict.fromkeys(foreign))
     assert all("torch's; here: " in line for line in str(caught.value).splitlines()[1:])
+
+
+def double(samples: list[int]) -> Any:
+    return np.array(samples) * 2
+
+
+def test_torch_s_names_mean_what_they_mean_in_torch() -> None:
+    for ours, theirs in (
+        ({"batchify_fn": double}, {"collate_fn": double}),
+        ({"last_batch": "discard"}, {"drop_last": True}),
+        ({}, {"drop_last": False, "persistent_workers": True, "timeout": 0}),
+        ({"last_batch": "rollover"}, {"last_batch": "rollover", "drop_last": False}),
+        ({"last_batch": "discard"}, {"last_batch": "discard", "drop_last": True}),
+    ):
+        loaders = [make(**given) for given in (ours, theirs)]
+        assert [[batch.tolist() for batch in loader] for loader in loaders[:1] * 2] == [
+            [batch.tolist() for batch in loader] for loader in loaders[1:] * 2
+        ]
+        assert len({loader.drop_last for loader in loaders}) == 1
+    with make(num_workers=3, thread_pool=True, prefetch_factor=4) as loader:
+        assert (loader.prefetch, loader.prefetch_factor) == (12, 4)
+
+
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_worker_init_fn_and_timeout_go_to_the_pool(pool: str) -> None:
+    with make(pool=pool, num_workers=2, worker_init_fn=nothing, timeout=30) as loader:
+        assert len(list(loader)) == 3
+        assert (loader.timeout, loader.worker_init_fn) == (30, nothing)
+        assert (loader.pool.timeout, loader.pool.worker_init_fn) == (30, nothing)
+
+
+def nothing(number: int) -> None:
+    """A worker_init_fn."""
+
+
+def test_a_hang_ends_after_the_timeout_that_the_loader_was_given() -> None:
+    class Hangs:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(100)
+            return index
+
+    with make(dataset=Hangs(), num_workers=1, timeout=0.2) as loader:
+        with pytest.raises(TimeoutError):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"collate_fn": double, "batchify_fn": double},
+            ValueError,
+            "collate_fn is torch's name for batchify_fn, and bo",
+        ),
+        (
+            {"prefetch": 2, "prefetch_factor": 2, "num_workers": 1},
+            ValueError,
+            "prefetch_factor is torch's name for pre",
+        ),
+        ({"drop_last": True, "last_batch": "keep"}, ValueError, "contradict each other"),
+        ({"drop_last": True, "last_batch": "rollover"}, ValueError, "contradict each other"),
+        ({"prefetch_factor": 2}, ValueError, "prefetch_factor needs workers"),
+        ({"prefetch_factor": 0, "num_workers": 1}, ValueError, "prefetch_factor"),
+        ({"prefetch_factor": 1.5, "num_workers": 1}, (TypeError, ValueError), "prefetch_factor"),
+        ({"timeout": 3}, ValueError, "timeout=3 needs workers"),
+        ({"timeout": -1, "num_workers": 1}, ValueError, "timeout"),
+        ({"timeout": "soon", "num_workers": 1}, TypeError, "timeout"),
+        ({"worker_init_fn": 3}, TypeError, "worker_init_fn"),
+        ({"worker_init_fn": 3, "num_workers": 1}, TypeError, "worker_init_fn"),
+        ({"collate_fn": 3}, TypeError, "batchify_fn is 3"),
+        ({"pool": InlinePool(), "timeout": 3}, ValueError, "give worker_init_fn and timeout to the pool"),
+        ({"pool": InlinePool(), "worker_init_fn": nothing}, ValueError, "give worker_init_fn and timeout to the pool"),
+        ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
+        ({"steps_per_epoch": 2.5}, (TypeError, ValueError), "steps_per_epoch"),
+        ({"steps_per_epoch": 2, "last_batch": "rollover"}, ValueError, "contradict each other"),
+        ({"steps_per_epoch": 2, "drop_last": True}, ValueError, "contradict each other"),
+    ],
+)
+def test_torch_s_names_are_checked_too(arguments: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make(**arguments)
+
+
+def test_a_worker_init_fn_without_workers_is_called_by_nobody_as_in_torch() -> None:
+    def fails(number: int) -> None:
+        raise AssertionError
+
+    assert len(list(make(worker_init_fn=fails))) == 3
 
 
 def test_counts_of_batches_may_be_whole_floats_as_in_gluon() -> None:
@@ -298,15 +385,6 @@ def test_a_distributed_sampler_and_num_replicas_would_share_twice() -> None:
         make(sampler=sampler, num_replicas=2, rank=0)
 
 
-def test_an_iterable_dataset_is_refused_by_name() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
-        make(dataset=Stream())
-
-
 class IterableDataset:
     """Another library's, named as torch's."""
 
@@ -358,15 +436,19 @@ def test_a_dataset_with_indices_is_accepted_whatever_its_base_is_called(pool: Po
         assert sorted(index for batch in loader for index in batch.tolist()) == list(range(10))
 
 
-@pytest.mark.parametrize("dataset", [IterableDataset(), Half(), Stream()], ids=["named so", "no length", "torch's"])
-def test_a_stream_without_indices_or_length_is_refused_with_advice(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=r"is an IterableDataset.*with __getitem__ and __len__ \(or list\(dataset\)"):
-        make(dataset=dataset, sampler=[1, 2])
+def test_iterable_data_takes_no_sampler_and_what_has_an_index_but_no_length_needs_one() -> None:
+    with pytest.raises(ValueError, match="a Stream, is iterable data, which comes in its own order: leave out sampler"):
+        make(dataset=Stream(), sampler=[1, 2])
+    with pytest.raises(TypeError, match="needs __getitem__ and __len__, or __iter__ for iterable data"):
+        make(dataset=IterableDataset(), sampler=[1, 2])
+    assert [batch.tolist() for batch in make(dataset=Half(), sampler=[1, 2])] == [[1, 2]]
+    with pytest.raises(TypeError, match="has no __len__"):
+        make(dataset=Half())
 
 
 @pytest.mark.parametrize("dataset", [OnlyTorchs(), OnlyOurs()])
 def test_a_getitem_that_only_the_base_class_has_is_none(dataset: Any) -> None:
-    with pytest.raises(TypeError, match="has no __getitem__"):
+    with pytest.raises(TypeError, match="needs __getitem__ and __len__.*has neither"):
         make(dataset=dataset)
 
 

@@ -27,7 +27,6 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.order import EpochRequests
 
 LENGTH = 12
 LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
@@ -328,16 +327,3 @@ def test_a_sampler_from_another_process_is_heard_as_well() -> None:
     assert loader.epoch == 3
     sampler.set_epoch(1)
     assert loader.epoch == 1
-
-
-def test_requests_are_taken_once_and_may_be_dropped() -> None:
-    sampler = RandomSampler(4, seed=1)
-    requests, others = EpochRequests(), EpochRequests()
-    requests.listen([sampler])
-    others.listen([sampler])
-    assert requests.take() is None
-    sampler.set_epoch(3)
-    assert (requests.take(), requests.take()) == (3, None)
-    sampler.set_epoch(4)
-    requests.drop()
-    assert (requests.take(), others.take()) == (None, 4)

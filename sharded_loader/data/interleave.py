@@ -1,0 +1,317 @@
+"""`interleave`: several datasets as one, mixed by weight, exact at every position.
+
+    interleave(datasets by index) -> InterleavedDataset    a `Dataset`: reads any position, also in bulk
+    interleave(datasets in order) -> InterleavedIterable   a torch IterableDataset: reads on from a saved state
+
+`sharded_loader.data.schedule` says which dataset gives the sample at a position, `sharded_loader.data.source` reads one
+dataset in order. A mixture owns no thread and no process.
+
+What can go wrong: an argument that is no list of datasets (the error says what to write instead), a dataset without
+samples (ValueError that names it), a state of another mixture (ValueError that says what differs).
+
+Source of the idea: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980; the words for
+``stop`` are those of Hugging Face's ``interleave_datasets``.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
+from sharded_loader.data.columns import check_dataset
+from sharded_loader.data.datasets import ConcatDataset, Dataset
+from sharded_loader.data.schedule import Schedule, whole_numbers
+from sharded_loader.data.source import BEGINNING, END, Source, is_indexed, this_worker
+from sharded_loader.data.wrappers import View
+from sharded_loader.process_hooks import call_after_import
+
+FIRST, ALL = "first_exhausted", "all_exhausted"
+
+
+def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, seed: int = 0, stop: str = FIRST) -> Any:
+    """Several datasets as one: their samples mixed by weight, each dataset in its own order.
+
+    After any number n of samples, dataset i has given less than one sample more or less than its share of n. Which
+    dataset gives sample n depends only on the weights, the seed and n.
+
+    Args:
+        datasets: at least one. If all have ``__getitem__`` and ``__len__``, the mixture is read by index. Otherwise it
+            is read in order; then a dataset may also be an object with ``__iter__``, or a function that returns a new
+            iterator. A function may take the number of the worker and the number of workers.
+        weights: one number of 0 or more per dataset; None: equal ones. Only their ratios count. Ratios of whole numbers
+            with a sum of up to 65,536 are kept exactly, others are rounded to 65,536ths. A dataset with the weight 0 is
+            never read.
+        seed: decides which dataset comes first where several may.
+        stop: ``"first_exhausted"``: the mixture ends when the dataset whose turn it is has no sample left.
+            ``"all_exhausted"``: shorter datasets start over until every dataset has been read to its end once.
+
+    Returns:
+        By index: a `Dataset`. With ``"all_exhausted"`` it ends with the last sample that had not been read yet.
+
+        In order: an iterable, which torch's ``DataLoader`` takes as an ``IterableDataset``. Each iteration begins anew.
+        An iterable dataset has been read to its end when it is asked for one more sample. The mixture has:
+
+        - ``state_dict()``: the position of the iterator that began or yielded last. When the iteration has ended,
+          it is the beginning. ``load_state_dict(state)``: the next iteration continues there.
+        - ``set_epoch(epoch)``: is passed on. A loaded position stays if the epoch is that of the state.
+        - ``num_shards``: the smallest ``num_shards`` (or ``n_shards``) of the iterable datasets that have one.
+          If none has one, the attribute is missing.
+
+        With several workers of torch's ``DataLoader``, each worker reads a mixture of its own. A dataset that is read
+        by index is divided among the workers. An iterable dataset has to divide itself, as always in torch.
+
+    Raises:
+        TypeError: an argument is no list of datasets, no numbers, no seed; one dataset can be read only once, as a
+            generator.
+        ValueError: no datasets; weights that do not fit; an unknown ``stop``; a dataset with a weight is empty.
+
+    Example:
+        >>> from sharded_loader import interleave
+        >>> mixed = interleave([range(0, 100), range(100, 200)], weights=[3, 1])
+        >>> list(mixed.take(8)), len(mixed)
+        ([0, 1, 2, 100, 3, 4, 5, 101], 133)
+        >>> stream = interleave([lambda: iter("abc"), [1, 2, 3]])
+        >>> samples = iter(stream)
+        >>> next(samples), next(samples), next(samples)
+        ('a', 1, 'b')
+        >>> stream.load_state_dict(stream.state_dict())
+        >>> list(stream)
+        [2, 'c', 3]
+
+    Source of the idea: R. Tijdeman, "The chairman assignment problem", 1980; Hugging Face's ``interleave_datasets``.
+    """
+    if stop not in (FIRST, ALL):
+        raise ValueError(f'interleave(stop={stop!r}): give "{FIRST}" or "{ALL}"')
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"interleave(seed={seed!r}): give an int") from None
+    kind = type(datasets)
+    torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
+    one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
+    if one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
+        raise TypeError(f"interleave needs a list of datasets, not a {kind.__name__}: interleave([first, second])")
+    given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
+    if not given:
+        raise ValueError("interleave was given no datasets: give at least one")
+    schedule = Schedule(whole_numbers(weights, len(given)), seed)
+    if all(map(is_indexed, given)):
+        return InterleavedDataset(given, schedule, stop)
+    return InterleavedIterable(given, schedule, stop)
+
+
+def _checked(dataset: Any, number: int) -> Any:
+    """One of the datasets. What can be read neither by index nor again and again is rejected."""
+    kind, name = type(dataset), f"interleave: datasets[{number}]"
+    if isinstance(dataset, type):
+        raise TypeError(f"{name} is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)")
+    if isinstance(dataset, (str, bytes)):
+        raise TypeError(f"{name} is a {kind.__name__}, not a dataset: give what it names, or list(text) for its items")
+    if is_indexed(dataset):
+        return check_dataset(dataset, "interleave")
+    torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
+    begins_anew = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
+    if hasattr(kind, "__next__") and not begins_anew:
+        raise TypeError(
+            f"{name} is a {kind.__name__}, which can be read only once: give a function that makes a new one, "
+            "or an object whose __iter__ begins again"
+        )
+    if isinstance(dataset, Set):
+        raise TypeError(f"{name} is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
+    if not hasattr(kind, "__iter__") and not callable(dataset):
+        raise TypeError(
+            f"{name} is a {kind.__name__}, which cannot be read: give an object with __getitem__ and __len__, one with "
+            "__iter__, or a function that returns an iterator"
+        )
+    return dataset
+
+
+# -- by index ----------------------------------------------------------------------------------------------------------
+
+
+class InterleavedDataset(View, Dataset):
+    """Datasets that are read by index, mixed by a schedule; made by `interleave`."""
+
+    def __init__(self, datasets: Sequence[Any], schedule: Schedule, stop: str) -> None:
+        parts = [datasets[number] for number in schedule.sources]
+        sizes = list(map(len, parts))
+        for number, part, size in zip(schedule.sources, parts, sizes, strict=True):
+            if not size:
+                raise _empty(number, part)
+        self._dataset = ConcatDataset(parts)
+        self._schedule = schedule
+        self._sizes = np.array(sizes, np.int64)
+        self._begins = np.cumsum(self._sizes) - self._sizes
+        if stop == FIRST:
+            self._length = min(schedule.position(source, size) for source, size in enumerate(sizes))
+        else:
+            self._length = max(schedule.position(source, size - 1) for source, size in enumerate(sizes)) + 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        source, number = self._schedule.at(checked_index(index, self._length))
+        return self._dataset[int(self._begins[source] + number % self._sizes[source])]
+
+    def _inner(self, indices: Indices) -> Int64s:
+        sources, numbers = self._schedule.at_many(checked_indices(indices, self._length))
+        return self._begins[sources] + numbers % self._sizes[sources]
+
+    def __repr__(self) -> str:
+        return f"interleave({self._dataset!r}, weights={self._schedule.weights}; {self._length} samples)"
+
+
+def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
+    name = f"interleave: datasets[{number}], a {type(dataset).__name__},"
+    if passes:
+        return ValueError(f"{name} gave no samples when it was read again: let its iteration begin anew each time")
+    return ValueError(
+        f"{name} has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
+    )
+
+
+# -- in order ----------------------------------------------------------------------------------------------------------
+
+
+class InterleavedIterable:
+    """Datasets that are read in order, mixed by a schedule; made by `interleave`.
+
+    Attributes:
+        num_shards: the smallest number of shards of the datasets. Missing where none has any.
+    """
+
+    num_shards: int
+
+    def __init__(self, datasets: Sequence[Any], schedule: Schedule, stop: str) -> None:
+        self._datasets = datasets
+        self._schedule = schedule
+        self._stop = stop
+        self._epoch: Any = 0
+        self._loaded: Mapping[str, Any] | None = None  # where the next iteration begins
+        self._last: _Reading | None = None  # the one that began or yielded last
+        found = [_num_shards(datasets[number]) for number in schedule.sources]
+        shards = [number for number in found if number is not None]
+        if shards:
+            self.num_shards = min(shards)
+        call_after_import("torch.utils.data", _tell_torch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_last": None}  # its iterators stay here; a copy would begin anew too
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        call_after_import("torch.utils.data", _tell_torch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples. The iteration begins when the first one is asked for."""
+        state, self._loaded = self._loaded, None
+        schedule, datasets = self._schedule, self._datasets
+        reading = _Reading(self._beginning() if state is None else state, datasets, schedule.sources)
+        self._last = reading
+        owners = schedule.owners.tolist()
+        while True:
+            source = reading.sources[owners[reading.position % len(owners)]]
+            sample = source.read()
+            if sample is END:
+                if not source.taken:
+                    raise _empty(source.number, source.dataset, source.passes)
+                if self._stop == FIRST or all(one.passes or one is source for one in reading.sources):
+                    break
+                source.start_over()
+                continue
+            reading.position += 1
+            self._last = reading
+            yield sample
+        if self._last is reading:
+            self._last = None
+
+    def set_epoch(self, epoch: Any) -> None:
+        """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
+        for dataset in self._datasets:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+        if epoch != self._epoch:
+            self._epoch, self._loaded, self._last = epoch, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the iterator that began or yielded last; see `interleave`."""
+        if self._last is not None:
+            return self._last.state()
+        return dict(self._beginning() if self._loaded is None else self._loaded)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue where `state_dict` was taken.
+
+        Raises:
+            ValueError, TypeError: no state, or one of another mixture; says what differs. Nothing has changed then.
+        """
+        here = self._beginning()
+        wrong = TypeError(f"interleave: {state!r} is no state of a mixture: give what state_dict() returned")
+        if not isinstance(state, Mapping) or not here.keys() <= state.keys():
+            raise wrong
+        for name in ("weights", "seed", "stop"):
+            if state[name] != here[name]:
+                raise ValueError(
+                    f"interleave: the state was saved with {name}={state[name]!r}, and this mixture has "
+                    f"{name}={here[name]!r}: make the mixture with the same arguments"
+                )
+        if not _has_counts(state, len(self._schedule.sources)):
+            raise wrong
+        if state["epoch"] != self._epoch:
+            self.set_epoch(state["epoch"])
+        self._loaded, self._last = dict(state), None
+
+    def _beginning(self) -> dict[str, Any]:
+        schedule = self._schedule
+        facts = {"weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop, "epoch": self._epoch}
+        return facts | {"position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
+
+    def __repr__(self) -> str:
+        return f"interleave({self._datasets!r}, weights={self._schedule.weights}, stop={self._stop!r})"
+
+
+def _tell_torch() -> None:
+    """Make the mixture an IterableDataset for ``isinstance``, which is what torch's DataLoader asks."""
+    sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
+
+
+def _num_shards(dataset: Any) -> int | None:
+    found = (getattr(dataset, name, None) for name in ("num_shards", "n_shards") if not is_indexed(dataset))
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def _has_counts(state: Mapping[str, Any], sources: int) -> bool:
+    try:
+        counts = [state["position"], *(entry[name] for entry in state["sources"] for name in BEGINNING)]
+    except (TypeError, KeyError):
+        return False
+    return len(counts) == 1 + 2 * sources and all(isinstance(count, int) and count >= 0 for count in counts)
+
+
+class _Reading:
+    """One iteration: how far it is in the mixture and in each source."""
+
+    def __init__(self, state: Mapping[str, Any], datasets: Sequence[Any], numbers: Sequence[int]) -> None:
+        self._facts = state
+        self.position = state["position"]
+        worker = this_worker()
+        times = Counter(map(id, datasets))  # two iterators of one object share its state
+        self.sources = [
+            Source(number, datasets[number], entry, worker, times[id(datasets[number])] == 1)
+            for number, entry in zip(numbers, state["sources"], strict=True)
+        ]
+        if worker is not None:
+            for source in self.sources:
+                source.look_ahead()
+
+    def state(self) -> dict[str, Any]:
+        return {**self._facts, "position": self.position, "sources": [source.state() for source in self.sources]}

@@ -1,0 +1,98 @@
+"""What ``torch.utils.data.get_worker_info()`` says while a part of iterable data is read.
+
+    before = tell(Part(...))    this thread is told of the part
+    here.part = before          and no more
+
+torch keeps one answer for the whole process. Threads that read different parts need one each. So torch's function gets
+other code, which looks for the thread's answer first. It stays the same object, because datasets import it by name.
+
+Who tells puts back what was there before in a ``finally`` clause, by a plain assignment, as with `rng.reading`. Nothing
+here imports torch. What can go wrong: torch has no such function any more. Then parts get torch's own answer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+
+class Part:
+    """A part of iterable data, as torch's ``WorkerInfo`` has it.
+
+    Args:
+        number, parts: which part, and how many there are.
+        seed: a seed for the part.
+        dataset: what is read.
+    """
+
+    def __init__(self, number: int, parts: int, seed: int, dataset: Any) -> None:
+        self._fields = {"id": number, "num_workers": parts, "seed": seed, "dataset": dataset}
+
+    def info(self) -> Any:
+        """The same as an object of torch's, which is imported."""
+        return sys.modules["torch.utils.data._utils.worker"].WorkerInfo(**self._fields)
+
+
+class _Here(threading.local):
+    part: Part | None = None
+
+
+here = _Here()
+"""The part that this thread is told of."""
+
+_whole: tuple[int, Part] | None = None
+"""The last part that a whole process was told of, and the thread that reads it."""
+
+
+def _forget() -> None:
+    """After a fork: what the parent reads is not the child's part."""
+    global _whole
+    _whole, here.part = None, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def tell(part: Part | None, *, alone: bool = False) -> Part | None:
+    """Tell this thread of a part.
+
+    Args:
+        part: the part; None: torch's own answer counts.
+        alone: no other thread of this process reads samples. Threads that the dataset has started are told too.
+
+    Returns:
+        What the thread was told of before.
+    """
+    global _whole
+    before = here.part
+    tell_torch()
+    if alone and part is not None:
+        _whole = threading.get_ident(), part
+    here.part = part
+    return before
+
+
+def tell_torch() -> None:
+    """Let torch ask here, if it is imported. To be called again when it is imported in the middle of a part."""
+    torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    function = getattr(torch_worker, "get_worker_info", None)  # None: it is not imported, or only half of it
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_freevars and code is not _get_worker_info.__code__:
+        torch_worker._sharded_loader_info = _info_here
+        function.__code__ = _get_worker_info.__code__  # type: ignore[union-attr]
+
+
+def _info_here() -> Any:
+    part = here.part
+    if part is None and _whole is not None and _whole[0] != threading.get_ident():
+        part = _whole[1]
+    return None if part is None else part.info()
+
+
+def _get_worker_info() -> Any:
+    """Its code runs in torch's module, where these names are."""
+    info = _sharded_loader_info()  # type: ignore[name-defined]  # noqa: F821
+    return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821

@@ -1,0 +1,314 @@
+"""Hugging Face Accelerate: a loader that `Accelerator` knows as its own.
+
+    loader = prepare(loader, accelerator)           instead of accelerator.prepare(loader)
+    rest = skip_first_batches(loader, 100)          instead of accelerator.skip_first_batches(loader, 100)
+
+`Accelerator.prepare` builds a loader of torch's from a loader that it is given, without this library's engine.
+`prepare` builds one of the same class as before: batches on the accelerator's device, each rank its own, as Accelerate
+shares them out (``even_batches``, ``split_batches``). While it is iterated over, it tells Accelerate where the epoch
+ends, so the last gradient accumulation step is complete and ``gather_for_metrics`` drops what was filled up.
+``accelerator.save_state`` and ``load_state`` keep the position, exactly.
+
+The ranks get the same seed, from rank 0. What can go wrong: a loader that has been iterated over already, or that deals
+samples to ranks itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.utils.data
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from accelerate.state import GradientState
+from accelerate.utils import broadcast_object_list, synchronize_rng_states
+from torch.utils.data import IterableDataset, RandomSampler
+
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.engine.parts import is_stream
+from sharded_loader.loader import ShardedDataLoader
+from sharded_loader.sampling.base import nested
+from sharded_loader.torch import DataLoader
+
+
+class Prepared:
+    """What Accelerate reads from a loader of its own; a mixin.
+
+    Attributes:
+        end_of_dataloader: the batch that was handed out last is the last one of the epoch.
+        remainder: how many samples of the last batches of all ranks are no repetitions; 0: all of them. -1: unknown.
+        total_batch_size: samples of a step, all ranks together.
+        iteration: the epoch.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True  # accelerator.save_state() asks for state_dict()
+    end_of_dataloader = False
+    remainder = -1
+    iteration = 0
+    total_batch_size: int
+    _skips = 0
+    _state: dict[str, Any] | None = None
+    _synchronized: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches. Each is handed out when the next one has come, or the end: so it is known which is the last."""
+        if self._synchronized is not None:
+            synchronize_rng_states(["generator"], self._synchronized)
+        gradient_state = GradientState()
+        self.end_of_dataloader, self.remainder = False, self._remainder()
+        gradient_state._add_dataloader(self)
+        try:
+            batches = super().__iter__()  # type: ignore[misc]
+            skips, self._skips = self._skips, 0
+            for _ in range(skips):
+                next(batches, None)
+            yield from self._one_ahead(batches)
+            self.iteration += 1
+        finally:
+            self._state = None
+            gradient_state._remove_dataloader(self)
+
+    def _one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        nothing: Any = object()
+        batch = next(batches, nothing)
+        while batch is not nothing:
+            # The position that the user knows: the batch ahead is not handed out.
+            self._state = super().state_dict()  # type: ignore[misc]
+            following = next(batches, nothing)
+            self.end_of_dataloader = following is nothing
+            yield batch
+            batch = following
+
+    def _remainder(self) -> int:
+        with contextlib.suppress(TypeError):
+            return 0 if getattr(self, "drops_rest", False) else len(self.dataset) % self.total_batch_size  # type: ignore[attr-defined]
+        return -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was handed out last."""
+        return super().state_dict() if self._state is None else self._state  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Continue at a position; see the loader's own ``load_state_dict``."""
+        self._state = None
+        super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that begins next."""
+        self.iteration = epoch
+        above = getattr(super(), "set_epoch", None)
+        if above is not None:
+            above(epoch)
+            return
+        for one in nested(self.batch_sampler):  # type: ignore[attr-defined]
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+
+
+class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
+    """A `sharded_loader.torch.DataLoader` that Accelerate knows; `prepare` makes it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value) if name in vars(Prepared) else super().__setattr__(name, value)
+
+
+class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
+    """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
+
+
+def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None) -> Any:
+    """A loader for this rank, whose batches are on the accelerator's device.
+
+    Args:
+        loader: a `ShardedDataLoader`, or a `sharded_loader.torch.DataLoader`, that nobody has iterated over yet. Of all
+            ranks the same. It is closed.
+        accelerator: an ``accelerate.Accelerator``.
+        device_placement: put batches on the device. None: as the accelerator does.
+
+    Returns:
+        A loader of the same class. ``accelerator.prepare`` passes it through unchanged.
+
+    Raises:
+        TypeError: a loader of another library.
+        ValueError: a loader that deals samples to ranks itself.
+
+    Example:
+        ```python
+        from accelerate import Accelerator
+        from sharded_loader.integrations.accelerate import prepare
+
+        accelerator = Accelerator()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loader = prepare(loader, accelerator)
+        ```
+
+    Source of the idea: ``accelerate.data_loader.prepare_data_loader``.
+    """
+    if isinstance(loader, Prepared):
+        prepared: Any = loader
+    elif isinstance(loader, DataLoader):
+        prepared = _prepare_drop_in(loader, accelerator, device_placement)
+    elif isinstance(loader, ShardedDataLoader):
+        prepared = _prepare_sharded(loader, accelerator, device_placement)
+    else:
+        raise TypeError(
+            f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not a {type(loader).__name__}: "
+            f"give that to accelerator.prepare()"
+        )
+    if prepared not in accelerator._dataloaders:
+        accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """A loader that is ``loader``, but whose first epoch begins ``num_batches`` later.
+
+    Args:
+        loader: what `prepare` has returned.
+        num_batches: how many batches of the epoch that comes next to leave out. They are not read, except those of
+            iterable data.
+
+    Returns:
+        A loader of the same class; after its first epoch go on with ``loader``. They share the sampler.
+    """
+    if not isinstance(loader, Prepared):
+        raise TypeError(f"skip_first_batches() takes what prepare() has returned, not a {type(loader).__name__}")
+    given = dict(loader._given)  # type: ignore[attr-defined]
+    if given.get("batch_sampler") is not None:
+        given["batch_sampler"] = SkipBatchSampler(given["batch_sampler"], skip_batches=num_batches)
+    if isinstance(loader, ShardedDataLoader):
+        given["pool"] = given["num_workers"] = None
+        given = {name: value for name, value in given.items() if value is not None}
+        given.update(_pool_like(loader))
+    rest = _made(type(loader), given, loader)
+    epoch = loader.iteration
+    if isinstance(rest, PreparedShardedDataLoader):
+        epoch = loader.epoch  # type: ignore[attr-defined]
+        rest.set_epoch(epoch)
+    rest.iteration = epoch
+    if given.get("batch_sampler") is None:
+        order: Any = getattr(rest, "_order", None)
+        if order is None or order.stream is not None:
+            rest._skips = num_batches
+        else:
+            position = order.read(epoch).position_after(num_batches)
+            rest.load_state_dict(order.dump(position, order.signature(epoch)))
+    return rest
+
+
+def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement: bool | None) -> Any:
+    names = inspect.signature(DataLoader.__init__).parameters
+    given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if loader.scales_prefetch:
+        del given["prefetch_factor"]
+    replicas, rank = accelerator.num_processes, accelerator.process_index
+    size, drops, batched = loader.batch_size, loader.drop_last, loader.batch_sampler is not None
+    synchronized = None
+    if device_placement if device_placement is not None else accelerator.device_placement:
+        given["device"] = accelerator.device
+    if isinstance(loader.dataset, IterableDataset):
+        given["sampler"] = given["batch_sampler"] = None
+        if replicas > 1:
+            given["dataset"] = IterableDatasetShard(
+                loader.dataset, size or 1, drops, replicas, rank, accelerator.split_batches
+            )
+    elif replicas > 1:
+        if not batched:
+            raise ValueError("batch_size=None cannot be shared out to ranks: give a batch_size")
+        synchronized = _same_order(loader, accelerator)
+        given.update(batch_size=1, drop_last=False, sampler=None, shuffle=None)
+        given["batch_sampler"] = _shard(loader.batch_sampler, accelerator, drops)
+    elif batched:
+        given.update(batch_size=1, drop_last=False, sampler=None)
+    prepared = _made(PreparedDataLoader, given, None)
+    prepared._synchronized = synchronized
+    size = size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    prepared.total_batch_size = size * (1 if accelerator.split_batches else replicas)
+    prepared.drops_rest = drops
+    return prepared
+
+
+def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, device_placement: bool | None) -> Any:
+    given = dict(loader._given)
+    if given.get("num_replicas") is not None:
+        raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
+    replicas, rank = accelerator.num_processes, accelerator.process_index
+    seed = _broadcast(loader.seed) if replicas > 1 else loader.seed
+    loader.close()  # its pool, if it was given one, is the new loader's
+    wanted = device_placement if device_placement is not None else accelerator.device_placement
+    if wanted and given.get("device") is None and given.get("devices") is None and given.get("num_shards") is None:
+        given["device"] = accelerator.device
+    given["seed"] = seed
+    if is_stream(loader.dataset):
+        if replicas > 1:
+            given.update(num_replicas=replicas, rank=rank)
+    elif replicas > 1:
+        order = ShardedDataLoader(**{**given, "pool": None, "num_workers": 0, "device": None, "timeout": None})
+        for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
+            given.pop(name, None)
+        given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
+    prepared = _made(PreparedShardedDataLoader, given, None)
+    prepared.total_batch_size = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
+    prepared.drops_rest = loader.drop_last
+    return prepared
+
+
+def _made(kind: Any, given: dict[str, Any], like: Any) -> Any:
+    prepared = kind(**given)
+    prepared._given = given
+    if like is not None:
+        prepared.total_batch_size, prepared.drops_rest = like.total_batch_size, like.drops_rest
+        prepared._synchronized = like._synchronized
+    return prepared
+
+
+def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> Any:
+    shard = BatchSamplerShard(
+        batch_sampler,
+        accelerator.num_processes,
+        accelerator.process_index,
+        accelerator.split_batches,
+        accelerator.even_batches,
+    )
+    shard.drop_last = drop_last
+    return shard
+
+
+def _same_order(loader: DataLoader[Any], accelerator: Any) -> torch.Generator | None:
+    """See to it that all ranks draw the same order; the generator to synchronise at each epoch, if there is one."""
+    for one in nested(loader.batch_sampler):
+        if type(one) is ShuffleSampler and one.generator is None:
+            if one.seed is None:
+                one.begin_state()
+            one.seed = _broadcast(one.seed)
+            return None
+        if isinstance(one, RandomSampler):
+            if one.generator is None:
+                one.generator = torch.Generator()
+                one.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            return one.generator  # type: ignore[no-any-return]
+    return None
+
+
+def _broadcast(seed: Any) -> Any:
+    return broadcast_object_list([seed])[0]
+
+
+def _pool_like(loader: ShardedDataLoader) -> dict[str, Any]:
+    """Arguments for a pool as the loader has one: a pool belongs to one loader."""
+    pool = loader.pool
+    if not pool.num_workers:
+        return {}
+    again = pool.__reduce__()
+    make: Any = again[0]
+    return (
+        {"pool": make(*again[1])}
+        if callable(make) and getattr(pool, "start_method", None)
+        else {
+            "num_workers": pool.num_workers,
+            "thread_pool": True,
+        }
+    )

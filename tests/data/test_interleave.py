@@ -1,0 +1,539 @@
+"""Mixtures: the right samples at every position, read in bulk, resumed exactly, in torch's loaders too."""
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+from multiprocessing import resource_tracker
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import sharded_loader
+from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset, interleave, sample_rng
+
+MIXTURES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5).filter(
+    lambda pairs: any(weight for _, weight in pairs)
+)
+STOPS = pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+
+
+def column(number, size):
+    return [f"{number}.{index}" for index in range(size)]
+
+
+def naive(sizes, mixed, stop):
+    """The mixture by the words of its documentation: (samples, whether it has ended) of the order of sources."""
+    taken, samples = dict.fromkeys(sizes, 0), []
+    for source in mixed:
+        if stop == "first_exhausted" and taken[source] == sizes[source]:
+            break
+        samples.append(f"{source}.{taken[source] % sizes[source]}")
+        taken[source] += 1
+        if stop == "all_exhausted" and all(taken[one] >= size for one, size in sizes.items()):
+            break
+    return samples
+
+
+def order_of(mixture):
+    """The source at each position, for ever."""
+    schedule = mixture._schedule
+    return (schedule.sources[schedule.at(position)[0]] for position in itertools.count())
+
+
+class Stream(IterableDataset):
+    """A stream that divides itself among workers, and says so."""
+
+    epoch = 0
+
+    def __init__(self, name, size, num_shards=None):
+        self.name, self.size = name, size
+        if num_shards is not None:
+            self.num_shards = num_shards
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (f"{self.name}.{index}@{self.epoch}" for index in range(first, self.size, step))
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class Resumable(Stream):
+    """With a state of its own."""
+
+    begin = at = 0
+
+    def __iter__(self):
+        for index in range(self.begin, self.size):
+            self.at = index + 1
+            yield f"{self.name}.{index}@{self.epoch}"
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = self.at = state["at"]
+
+
+class Begins:
+    """Only ``__iter__``."""
+
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+# -- by index -----------------------------------------------------------------------------------------------
+
+
+@STOPS
+@given(MIXTURES, st.integers())
+def test_samples_come_by_the_schedule_each_dataset_in_its_order(stop, pairs, seed):
+    sizes, weights = zip(*pairs, strict=True)
+    datasets = [column(number, size) for number, size in enumerate(sizes)]
+    mixed = interleave(datasets, weights, seed, stop)
+    read = {number: size for number, size in enumerate(sizes) if weights[number]}
+    assert list(mixed) == naive(read, order_of(mixed), stop)
+    assert [mixed[-1 - n] for n in range(len(mixed))] == list(mixed)[::-1]
+
+
+@STOPS
+@given(MIXTURES, st.integers(), st.data())
+def test_bulk_reads_give_what_single_ones_give(stop, pairs, seed, data):
+    sizes, weights = zip(*pairs, strict=True)
+    datasets = [ArrayDataset(100 * number + np.arange(size)) for number, size in enumerate(sizes)]
+    mixed = interleave(datasets, weights, seed, stop)
+    indices = data.draw(st.lists(st.integers(-len(mixed), len(mixed) - 1), min_size=1, max_size=40))
+    assert mixed.__getitems__(indices) == [mixed[index] for index in indices]
+    assert np.asarray(mixed.get_batch(indices)).tolist() == [mixed[index] for index in indices]
+
+
+def test_the_docstrings_words_on_the_two_ends():
+    long, short = column("long", 10), column("short", 2)
+    assert len(interleave([long, short])) in (4, 5)  # the third of the short one is asked for
+    everything = list(interleave([long, short], stop="all_exhausted"))
+    assert {*long, *short} == set(everything) and everything.count("short.0") == 5
+    assert len(everything) in (19, 20)
+
+
+def test_a_mixture_is_a_dataset_with_all_its_methods():
+    mixed = interleave([column("a", 10), column("b", 10)], [3, 1], seed=3)
+    assert isinstance(mixed, sharded_loader.Dataset)
+    assert list(mixed[2:5]) == list(mixed)[2:5] == list(mixed.take(5))[2:]
+    assert list(pickle.loads(pickle.dumps(mixed))) == list(mixed)
+    assert list(interleave([mixed, mixed.transform(str.upper)]))
+    assert repr(mixed).endswith(f"weights=[3, 1]; {len(mixed)} samples)")
+    with pytest.raises(IndexError, match=f"out of range for a dataset of {len(mixed)} samples"):
+        mixed[len(mixed)]
+    with pytest.raises(TypeError, match="is no integer"):
+        mixed["a"]
+
+
+def test_torchs_datasets_and_nested_sums_are_read_right():
+    tensors = TensorDataset(torch.arange(4))
+    mixed = interleave([ConcatDataset([[0, 1], [2, 3]]), tensors, SimpleDataset("abcd")], stop="all_exhausted")
+    samples = list(mixed)
+    assert [one for one in samples if type(one) is int] == [0, 1, 2, 3]
+    assert [one[0].item() for one in samples if type(one) is tuple] == [0, 1, 2, 3]
+    assert [one for one in samples if type(one) is str] == list("abcd")
+
+
+def test_bulk_methods_are_there_where_all_datasets_that_are_read_have_them():
+    array = ArrayDataset(np.arange(3))
+    for datasets, weights, offered in (
+        ([array, array], [1, 1], True),
+        ([array, [1, 2, 3]], [1, 1], False),
+        ([array, [1, 2, 3]], [1, 0], True),
+    ):
+        mixed = interleave(datasets, weights)
+        assert hasattr(mixed, "get_batch") is hasattr(mixed, "__getitems__") is offered
+        assert not hasattr(mixed, "set_epoch")
+
+
+def test_a_dataset_of_weight_0_is_never_read():
+    class Untouched:
+        def __len__(self):
+            raise AssertionError
+
+        def __getitem__(self, index):
+            raise AssertionError
+
+    assert list(interleave([Untouched(), [1, 2]], [0, 5])) == [1, 2]
+    assert list(interleave([Begins(), Begins(1, 2)], [0, 5])) == [1, 2]
+
+
+class Epochal(list):
+    epoch = 0
+
+    def __getitem__(self, index):
+        return (*super().__getitem__(slice(index, index + 1)), self.epoch)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_the_loader_reads_a_mixture_in_every_epoch_and_resumes_in_it():
+    mixed = interleave([Epochal([1, 2, 3, 4]), Epochal([10, 20, 30, 40])], seed=1)
+    loader = ShardedDataLoader(mixed, 4, shuffle=True, seed=0, num_workers=2, thread_pool=True)
+    with loader:
+        for epoch in range(2):
+            batches = [(x.tolist(), y.tolist()) for x, y in loader]
+            assert sorted(sum((x for x, _ in batches), [])) == [1, 2, 3, 4, 10, 20, 30, 40]
+            assert {y for _, ys in batches for y in ys} == {epoch}
+
+
+def noise(sample):
+    return sample, int(sample_rng().integers(10**9))
+
+
+def test_a_sample_that_comes_again_draws_other_numbers_and_the_same_in_bulk():
+    datasets = [ArrayDataset(np.arange(8)).transform(noise), ArrayDataset(np.arange(2)).transform(noise)]
+    mixed = interleave(datasets, stop="all_exhausted")
+    [batch] = ShardedDataLoader(mixed, len(mixed), seed=4)
+    again = [batch[1][n].item() for n in range(len(mixed)) if mixed._schedule.at(n)[0] == 1]
+    assert len(set(again)) == len(again) > 6
+
+    class Singly:
+        def __len__(self):
+            return len(mixed)
+
+        def __getitem__(self, index):
+            return mixed[index]
+
+    [singly] = ShardedDataLoader(Singly(), len(mixed), seed=4)
+    assert singly[1].tolist() == batch[1].tolist()
+
+
+# -- in order -----------------------------------------------------------------------------------------------
+
+
+@given(MIXTURES, st.integers())
+def test_a_mixture_in_order_gives_what_the_one_by_index_gives(pairs, seed):
+    sizes, weights = zip(*pairs, strict=True)
+    datasets = [column(number, size) for number, size in enumerate(sizes)]
+    by_index = interleave(datasets, weights, seed)
+    in_order = interleave([Begins(*one) for one in datasets], weights, seed)
+    assert list(in_order) == list(by_index) == list(in_order)
+
+
+@given(MIXTURES, st.integers())
+def test_until_all_are_exhausted_shorter_ones_start_over(pairs, seed):
+    sizes, weights = zip(*pairs, strict=True)
+    datasets = [column(number, size) for number, size in enumerate(sizes)]
+    by_index = list(interleave(datasets, weights, seed, "all_exhausted"))
+    mixture = interleave([Begins(*one) for one in datasets], weights, seed, "all_exhausted")
+    in_order = list(mixture)
+    assert in_order[: len(by_index)] == by_index
+    # It goes on until the last dataset is asked once more.
+    read = {number: size for number, size in enumerate(sizes) if weights[number]}
+    assert in_order == naive(read, itertools.islice(order_of(mixture), len(in_order)), "for ever")
+    asked = order_of(mixture)
+    counts = dict.fromkeys(read, 0)
+    for position, source in enumerate(asked):
+        if all(counts[one] + (one == source) > size for one, size in read.items()):
+            assert len(in_order) == position
+            break
+        counts[source] += 1
+
+
+def kinds():
+    return [Stream("a", 5), Resumable("b", 3), lambda: iter(column("c", 4)), column("d", 6), Begins(1, 2, 3)]
+
+
+@STOPS
+def test_an_iteration_continues_exactly_from_every_position(stop):
+    whole = list(interleave(kinds(), [2, 1, 1, 3, 1], 5, stop))
+    for position in range(len(whole) + 1):
+        mixture = interleave(kinds(), [2, 1, 1, 3, 1], 5, stop)
+        samples = iter(mixture)
+        assert list(itertools.islice(samples, position)) == whole[:position]
+        state = json.loads(json.dumps(mixture.state_dict()))
+        assert state["position"] == position
+        for other in (interleave(kinds(), [2, 1, 1, 3, 1], 5, stop), mixture):
+            other.load_state_dict(state)
+            assert other.state_dict() == state
+            assert list(other) == whole[position:]
+            assert list(other) == whole  # what was resumed once begins anew
+        assert list(samples) == whole[position:]  # an iterator under way goes on
+
+
+def test_a_resumed_iteration_is_resumed_again():
+    whole, found = list(interleave(kinds(), seed=2)), []
+    state = interleave(kinds(), seed=2).state_dict()
+    while len(found) < len(whole):
+        mixture = interleave(kinds(), seed=2)
+        mixture.load_state_dict(state)
+        found.append(next(iter(mixture)))
+        state = mixture.state_dict()
+    assert found == whole
+
+
+def test_a_mixture_of_mixtures_is_resumed():
+    def make():
+        return interleave([interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted")
+
+    whole = list(make())
+    for position in (1, 7, len(whole) - 2):
+        mixture, other = make(), make()
+        samples = iter(mixture)
+        list(itertools.islice(samples, position))
+        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+        assert list(other) == whole[position:]
+        assert list(other) == whole
+
+
+def test_one_object_that_is_mixed_with_itself_is_resumed():
+    def make():
+        one = Resumable("a", 5)
+        return interleave([one, one], [2, 1])
+
+    mixture, other, whole = make(), make(), list(make())
+    samples = iter(mixture)
+    next(samples), next(samples), next(samples)
+    other.load_state_dict(mixture.state_dict())
+    assert list(other) == whole[3:]
+
+
+def test_the_state_is_that_of_the_iterator_that_began_or_yielded_last():
+    mixture = interleave([Begins(*"abcd")])
+    one, two = iter(mixture), iter(mixture)
+    assert mixture.state_dict()["position"] == 0
+    next(one), next(one), next(two)
+    assert mixture.state_dict()["position"] == 1
+    next(one)
+    assert mixture.state_dict()["position"] == 3
+    assert [*one, *two] == ["d", "b", "c", "d"]
+    assert mixture.state_dict()["position"] == 0  # the iteration has ended
+
+
+def test_the_epoch_is_passed_on_and_decides_whether_a_position_stays():
+    def make():
+        return interleave([Stream("a", 3), Epochal([1, 2, 3])], seed=1)
+
+    mixture = make()
+    mixture.set_epoch(2)
+    samples = iter(mixture)
+    first = [next(samples), next(samples)]
+    assert set(first) == {"a.0@2", (1, 2)}
+    state = mixture.state_dict()
+    for epoch, begins_anew in (None, False), (2, False), (3, True):
+        other = make()
+        other.load_state_dict(state)  # which sets the epoch of the state
+        if epoch is not None:
+            other.set_epoch(epoch)
+        assert (other.state_dict()["position"] == 0) is begins_anew
+        epoch = epoch or 2
+        assert set(itertools.islice(other, 2)) == ({"a.0@3", (1, 3)} if begins_anew else {"a.1@2", (2, 2)})
+    mixture.set_epoch(3)
+    assert mixture.state_dict()["position"] == 0
+
+
+def test_an_error_of_a_dataset_loses_no_position():
+    class Sick(Begins):
+        def __iter__(self):
+            yield 1
+            yield 2
+            raise OSError("disk")
+
+    mixture = interleave([Sick(), Begins(*"abc")], seed=0)
+    found = []
+    with pytest.raises(OSError, match="disk"):
+        for sample in mixture:
+            found.append(sample)
+    assert mixture.state_dict()["position"] == len(found) in (4, 5)
+    healthy = interleave([Begins(1, 2, 3), Begins(*"abc")], seed=0)
+    healthy.load_state_dict(mixture.state_dict())
+    assert 3 in list(healthy)
+
+
+def test_the_number_of_shards_is_that_of_the_dataset_with_the_fewest():
+    class Old(Begins):
+        n_shards = 3
+
+    assert interleave([Stream("a", 9, 8), Old(1), Begins(1), [1]]).num_shards == 3
+    assert interleave([Stream("a", 9, 8), Old(1)], [1, 0]).num_shards == 8
+    assert not hasattr(interleave([Begins(1), [1]]), "num_shards")
+
+
+def part_of_c(number, parts):
+    return (f"c.{index}" for index in range(number, 8, parts))
+
+
+# -- in torch -----------------------------------------------------------------------------------------------
+
+
+def test_torchs_loader_takes_a_mixture_in_order_for_an_iterable_dataset():
+    mixture = interleave([Begins(1, 2, 3), range(10, 13)], seed=1)
+    assert isinstance(mixture, IterableDataset)
+    assert not isinstance(interleave([range(3)]), IterableDataset)
+    assert torch.cat(list(DataLoader(mixture, batch_size=2))).tolist() == list(mixture)
+
+
+@pytest.fixture(scope="module")
+def tracker():
+    """The standard library starts it for the first process that is spawned, and keeps it."""
+    resource_tracker.ensure_running()
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize("context", ["fork", "spawn"] if sys.platform != "win32" else ["spawn"])
+def test_torchs_workers_divide_the_samples(context):
+    mixture = interleave([Stream("a", 8), column("b", 8), part_of_c], seed=1)
+    next(iter(mixture))  # the workers begin at the beginning, whatever was read here
+    loader = DataLoader(mixture, batch_size=None, num_workers=2, multiprocessing_context=context)
+    found = list(loader)
+    assert sorted(found) == sorted(mixture)
+    assert len(found) == 24
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_of_torchdata_continues_exactly():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make():
+        return stateful.StatefulDataLoader(interleave(kinds()[:4], [2, 1, 1, 3], 5), batch_size=2)
+
+    whole = list(make())
+    loader, other = make(), make()
+    batches = iter(loader)
+    next(batches), next(batches)
+    other.load_state_dict(loader.state_dict())
+    assert list(other) == whole[2:]
+    assert list(other) == whole  # the next epoch
+
+
+def test_a_mixture_goes_through_pickle_where_it_will_begin():
+    mixture = interleave([Begins(*"abcd")])
+    samples = iter(mixture)
+    next(samples), next(samples)
+    assert list(pickle.loads(pickle.dumps(mixture))) == list("abcd")
+    mixture.load_state_dict(mixture.state_dict())
+    assert list(pickle.loads(pickle.dumps(mixture))) == list("cd")
+
+
+PROGRAM = """
+import pickle, sys
+from functools import partial
+from sharded_loader import interleave
+by_index = interleave([range(3), range(3)])
+mixture = pickle.loads(pickle.dumps(interleave([range(3), partial(range, 3)])))
+list(mixture), mixture.state_dict()
+assert "torch" not in sys.modules
+from torch.utils.data import DataLoader, IterableDataset
+assert isinstance(mixture, IterableDataset) and len(list(DataLoader(mixture, batch_size=None))) in (5, 6)
+"""
+
+
+def test_torch_is_not_imported_and_knows_mixtures_that_were_made_before_it():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what is rejected ---------------------------------------------------------------------------------------
+
+
+class Nothing:
+    pass
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+def generate():
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("datasets", "error", "said"),
+    [
+        ([], ValueError, "was given no datasets: give at least one"),
+        (5, TypeError, r"needs a list of datasets, not a int: interleave\(\[first, second\]\)"),
+        ("ab", TypeError, "needs a list of datasets, not a str"),
+        ({"a": [1]}, TypeError, "needs a list of datasets, not a dict"),
+        (np.zeros((2, 2)), TypeError, "needs a list of datasets, not a ndarray"),
+        (torch.zeros(2, 2), TypeError, "needs a list of datasets, not a Tensor"),
+        (ArrayDataset([1]), TypeError, "needs a list of datasets, not a ArrayDataset"),
+        (Stream("a", 2), TypeError, "needs a list of datasets, not a Stream"),
+        (interleave([Begins()]), TypeError, "needs a list of datasets, not a InterleavedIterable"),
+        ([[1], Nothing], TypeError, r"datasets\[1\] is the class Nothing itself: give an object of it, Nothing\(...\)"),
+        ([[1], "name"], TypeError, r"datasets\[1\] is a str, not a dataset: give what it names"),
+        ([[1], iter([1])], TypeError, r"datasets\[1\] is a list_iterator.*once: give a function that makes a new one"),
+        (
+            [generate()],
+            TypeError,
+            r"a generator, which can be read only once.*or an object whose __iter__ begins again",
+        ),
+        ([{1}], TypeError, r"datasets\[0\] is a set, whose order is not defined: give sorted\(dataset\)"),
+        ([Nothing()], TypeError, r"a Nothing, which cannot be read: give an object with __getitem__ and __len__, one"),
+        ([NoLength()], TypeError, "a NoLength, which cannot be read"),
+        ([[1], []], ValueError, r"datasets\[1\], a list, has no samples: leave it out, or give it weight 0"),
+    ],
+)
+def test_what_is_no_list_of_datasets_is_rejected(datasets, error, said):
+    with pytest.raises(error, match=said):
+        interleave(datasets)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"stop": "never"}, ValueError, 'stop=\'never\'.: give "first_exhausted" or "all_exhausted"'),
+        ({"seed": 1.5}, TypeError, r"seed=1.5\): give an int"),
+        ({"seed": None}, TypeError, r"seed=None\): give an int"),
+        ({"weights": [1]}, ValueError, "1 weights for 2 datasets"),
+    ],
+)
+def test_other_arguments_are_checked(arguments, error, said):
+    with pytest.raises(error, match=said):
+        interleave([[1], [2]], **arguments)
+
+
+def test_numpys_numbers_are_seeds():
+    assert interleave([Begins(1)], seed=np.int64(3)).state_dict()["seed"] == 3
+
+
+@STOPS
+def test_a_stream_without_samples_is_an_error_that_names_it(stop):
+    with pytest.raises(ValueError, match=r"datasets\[1\], a Begins, has no samples: leave it out"):
+        list(interleave([Begins(1), Begins()], stop=stop))
+    once = iter([1, 2])
+    with pytest.raises(ValueError, match=r"datasets\[1\], a function, gave no samples when it was read again"):
+        list(interleave([range(9), lambda: once], stop="all_exhausted"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"seed": 8}, ValueError, "saved with seed=8, and this mixture has seed=7: make the mixture with the same"),
+        ({"weights": [1, 2]}, ValueError, r"saved with weights=\[1, 2\], and this mixture has weights=\[1, 1\]"),
+        ({"stop": "all_exhausted"}, ValueError, "saved with stop='all_exhausted'"),
+        ({"position": -1}, TypeError, "is no state of a mixture: give what state_dict"),
+        ({"position": "1"}, TypeError, "is no state of a mixture"),
+        ({"sources": []}, TypeError, "is no state of a mixture"),
+        ({"sources": None}, TypeError, "is no state of a mixture"),
+        ({"sources": [{}, {}]}, TypeError, "is no state of a mixture"),
+        (None, TypeError, "None is no state of a mixture"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error, said):
+    mixture = interleave([Stream("a", 5), range(5)], seed=7)
+    samples = iter(mixture)
+    next(samples), next(samples)
+    before = mixture.state_dict()
+    with pytest.raises(error, match=said):
+        mixture.load_state_dict(None if change is None else before | {"epoch": 9} | change)
+    assert mixture.state_dict() == before
+    assert mixture._datasets[0].epoch == 0
+    with pytest.raises(TypeError, match="is no state"):
+        mixture.load_state_dict({})

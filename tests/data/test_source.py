@@ -1,0 +1,210 @@
+"""One dataset of a mixture: it continues from any position, by its own state where it has one."""
+
+import copy
+import json
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from sharded_loader.data.source import BEGINNING, END, Source, is_indexed
+
+
+class Again:
+    """Begins anew each time."""
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+class OwnState(Again):
+    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
+
+    begin = at = 0
+
+    def __init__(self):
+        self.made = []
+
+    def __iter__(self):
+        for number in range(self.begin, 5):
+            self.made.append(number)
+            self.at = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = self.at = state["at"]
+
+
+class Steps:
+    """An iterator with a state."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 5:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class StatefulIterator:
+    def __iter__(self):
+        return Steps()
+
+
+KINDS = [Again, OwnState, StatefulIterator, lambda: Steps, lambda: lambda: iter(range(5)), lambda: range(5)]
+
+
+def rest(source):
+    return list(iter(source.read, END))
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("taken", range(6))
+def test_a_dataset_continues_at_any_position(make, taken):
+    source = Source(0, make(), BEGINNING)
+    assert [source.read() for _ in range(taken)] == list(range(taken))
+    state = json.loads(json.dumps(source.state()))
+    assert rest(Source(0, make(), state)) == rest(source) == list(range(taken, 5))
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
+    source = Source(0, make(), BEGINNING)
+    source.read(), source.read()
+    resumed = Source(0, make(), source.state())
+    assert rest(resumed) == [2, 3, 4]
+    resumed.start_over()
+    assert resumed.state() == {"pass": 1, "taken": 0}
+    assert rest(resumed) == [0, 1, 2, 3, 4]
+    assert (resumed.passes, resumed.taken) == (1, 5)
+
+
+@pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
+def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
+    dataset = OwnState()
+    assert Source(0, dataset, {"pass": 0, "taken": 3, **entry}).read() == 3
+    assert dataset.made == made
+    assert dataset.begin == 0  # the state went into a copy
+
+
+def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
+    class Counted(list):
+        asked = ()
+
+        def __getitem__(self, index):
+            self.asked = (*self.asked, index)
+            return super().__getitem__(index)
+
+    dataset = Counted("abcde")
+    assert rest(Source(0, dataset, {"pass": 0, "taken": 3})) == ["d", "e"]
+    assert dataset.asked == (3, 4)
+
+
+def test_a_state_of_a_dataset_that_was_not_opened_yet_is_kept():
+    state = {"pass": 2, "taken": 3, "dataset": {"at": 3}}
+    source = Source(0, OwnState(), state)
+    assert source.state() == state
+    assert rest(source) == [3, 4]
+
+
+def test_a_dataset_that_a_mixture_has_twice_is_resumed_by_counting():
+    one = OwnState()
+    source = Source(0, one, BEGINNING, has_own_state=False)
+    source.read()
+    assert source.state() == {"pass": 0, "taken": 1}
+
+
+def test_a_dataset_that_has_become_shorter_is_an_error():
+    with pytest.raises(ValueError, match=r"datasets\[3\], a Again, has 5 samples, and the state was saved after 6"):
+        Source(3, Again(), {"pass": 0, "taken": 6}).read()
+
+
+def test_an_exception_passes_as_it_is_and_leaves_a_state():
+    def broken():
+        yield 1
+        raise OSError("disk")
+
+    source = Source(0, broken, BEGINNING)
+    source.read()
+    with pytest.raises(OSError, match="disk"):
+        source.read()
+    assert source.state() == {"pass": 0, "taken": 1}
+
+
+def test_what_is_read_by_index():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+        def __len__(self):  # how many samples there are: no index
+            return 3
+
+    class Both(Stream):
+        def __getitem__(self, index):
+            return index
+
+    class Bare(Dataset):
+        def __getitem__(self, index):
+            return index
+
+    assert [*map(is_indexed, ([], Both(), Stream(), Bare(), Again(), {1}, iter([])))] == [True, True] + [False] * 5
+
+
+def test_entries_are_not_changed():
+    entry = {"pass": 0, "taken": 1, "dataset": {"at": 1}}
+    before = copy.deepcopy(entry)
+    source = Source(0, OwnState(), entry)
+    rest(source)
+    source.start_over()
+    assert entry == before
+
+
+# -- in workers ---------------------------------------------------------------------------------------------
+
+
+def part(number, parts):
+    return range(number, 10, parts)
+
+
+@pytest.mark.parametrize("dataset", [range(10), part])
+@pytest.mark.parametrize("parts", [1, 3, 20])
+def test_workers_divide_what_is_read_by_index_and_what_a_function_returns(dataset, parts):
+    found = []
+    for number in range(parts):
+        source = Source(0, dataset, BEGINNING, (number, parts))
+        source.read()
+        found += [*([number] if source.taken else []), *rest(Source(0, dataset, source.state(), (number, parts)))]
+        source.start_over()
+        assert rest(source) == list(range(number, 10, parts))
+    assert sorted(found) == list(range(10))
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("taken", [0, 1, 4, 5])
+def test_a_sample_that_was_read_ahead_is_not_counted(make, taken):
+    before = Source(0, make(), BEGINNING)
+    assert [before.read() for _ in range(taken)] == list(range(taken))
+    source = Source(0, make(), before.state(), (0, 1))
+    source.look_ahead()
+    assert source.state() == before.state()
+    assert rest(Source(0, make(), source.state())) == rest(source) == list(range(taken, 5))
+
+
+def test_a_dataset_that_starts_over_where_nobody_tells_it_its_part_is_an_error():
+    source = Source(2, Again(), BEGINNING, (0, 2))
+    with pytest.raises(RuntimeError, match=r"datasets\[2\], a Again, starts over in a thread.*use worker processes"):
+        source.read()
+    assert rest(Source(2, Again(), BEGINNING, (0, 1))) == [0, 1, 2, 3, 4]

@@ -1,0 +1,36 @@
+"""What tasks and results say of iterable data travels, and is small."""
+
+from __future__ import annotations
+
+import pickle
+
+from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
+
+
+def test_indices_of_a_part_are_a_sequence_and_slices_are_again() -> None:
+    indices = PartIndices(2, range(8, 12))
+    assert list(indices) == [(2, 8), (2, 9), (2, 10), (2, 11)] and len(indices) == 4
+    assert indices[-1] == (2, 11) and (2, 9) in indices and indices.index((2, 10)) == 2
+    part = indices[1:3]
+    assert type(part) is PartIndices and list(part) == [(2, 9), (2, 10)]
+    assert list(indices[4:]) == [] and not indices[4:]
+
+
+def test_they_travel_in_few_bytes_however_many_they_are() -> None:
+    indices = PartIndices(3, range(1 << 20))
+    pickled = pickle.dumps(indices, protocol=5)
+    assert len(pickled) < 120
+    found = pickle.loads(pickled)
+    assert (found.part, found.places) == (3, range(1 << 20))
+
+
+def test_batches_of_one_part_in_one_reading_are_of_the_same_part() -> None:
+    batch = PartBatch(stream=4, oldest=2, number=1, batch=7, point=PartPoint())
+    assert batch.is_same(batch._replace(batch=9, oldest=3, point=PartPoint(3)))
+    assert not batch.is_same(batch._replace(stream=5)) and not batch.is_same(batch._replace(number=0))
+    assert not batch.is_same(None)
+
+
+def test_a_part_begins_before_its_first_sample() -> None:
+    assert PartPoint() == PartPoint(batches=0, passes=0, samples=0, checksum=0, ended=False, state=None)
+    assert Stream(3, 8)[:4] == (3, 8, False, False)

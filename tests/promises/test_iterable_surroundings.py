@@ -1,0 +1,515 @@
+"""Iterable data in the middle of a program: Ctrl-C, several loops at a time, loops that are left, single samples."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import POOLS, PROCESS_POOLS, begin, covering, make_pool
+from injection import PUMP, InterruptAt, next_interrupted
+from stream_samples import (
+    LENGTHS,
+    At,
+    Draws,
+    DrawsOwn,
+    GoOn,
+    ItsOwnIterator,
+    Own,
+    Parts,
+    Stateful,
+    Told,
+    WithStatefulRows,
+    batches_of,
+    endless_of,
+    fail,
+    kill,
+    values,
+)
+
+from sharded_loader import ShardedDataLoader, sample_rng
+from sharded_loader.errors import LoaderClosedError
+from sharded_loader.rng import reading
+
+SIZE = 4
+KINDS = (Parts, GoOn, Own, Stateful, Told, ItsOwnIterator, WithStatefulRows)
+ROAD = ("stream_reading.py", "stream_order.py", "stream_reader.py", "parts.py", "batch_scope.py")
+"""The modules of iterable data, from the plan to the reader."""
+
+
+class InterruptInParts(InterruptAt):
+    """Not before the plain assignments with which a ``finally`` clause begins: Python looks for no signal there."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, (*PUMP, *ROAD, "epochs.py"))
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        return (
+            self
+            if text.startswith(("here.part = ", "reading.scope, here.part = "))
+            else super().__call__(frame, event, arg)
+        )
+
+
+def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: Any) -> ShardedDataLoader:
+    pool = make_pool(pool, workers) if isinstance(pool, str) else pool
+    options = {"streams": len(LENGTHS), "seed": 5, **options}
+    return ShardedDataLoader(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
+
+
+def epochs_of(dataset: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
+    with loader_of(dataset, **options) as loader:
+        return [[values(batch) for batch in loader] for _ in range(epochs)]
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
+@pytest.mark.parametrize("pool", [*POOLS[:3], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[3:])])
+def test_a_ctrl_c_at_any_line_of_next_loses_no_batch(pool: str, kind: Callable[..., Any], step: int) -> None:
+    lengths = (2500 // step, 1000 // step, 5000 // step)
+    expected = iter(batches_of(lengths, 2))
+    with loader_of(kind(lengths), pool, streams=3, batch_size=2, prefetch=4) as loader:
+        iterator, line = iter(loader), 1
+        while True:
+            got, fired = next_interrupted(iterator, line, InterruptInParts)
+            for batch in got:
+                assert values(batch) == next(expected), line
+            assert reading.scope is None and worker_info() is None, line
+            if not fired:
+                break
+            for _ in range(2):
+                assert values(next(iterator)) == next(expected), line
+            line += step
+        assert line > 60
+        assert [values(batch) for batch in iterator] == list(expected)
+
+
+def worker_info() -> Any:
+    from torch.utils.data import get_worker_info
+
+    return get_worker_info()
+
+
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps: int | None) -> None:
+    options: dict[str, Any] = {"streams": 2, "steps_per_epoch": steps}
+    lengths, line = (9, 6), 1
+    whole = epochs_of(Parts(lengths), 3, **options)
+    while True:
+        with loader_of(Parts(lengths), pool, **options) as loader:
+            assert [values(batch) for batch in loader] == whole[0]
+            state = loader.state_dict()
+            iterator = iter(loader)
+            got, fired = next_interrupted(iterator, line, InterruptInParts)
+            if not got:
+                assert (loader.epoch, loader.position, loader.state_dict()) == (1, 0, state), line
+            rest = [values(batch) for batch in (iterator if got or line % 2 else loader)]
+            assert [*map(values, got), *rest] == whole[1], line
+            assert [values(batch) for batch in loader] == whole[2], line
+        if not fired:
+            break
+        line += step
+    assert line > 100
+
+
+@pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows])
+@pytest.mark.parametrize("at", [(0, 0), (3, 6)])
+def test_a_ctrl_c_inside_the_dataset_reads_the_batch_again(kind: Callable[..., Any], at: Any, tmp_path: Path) -> None:
+    dataset = kind(before=At(lambda: signal.raise_signal(signal.SIGINT), *at, once=tmp_path / "once"))
+    found, times = [], 0
+    with loader_of(dataset) as loader:
+        iterator = iter(loader)
+        while True:
+            try:
+                found.append(values(next(iterator)))
+            except KeyboardInterrupt:
+                times += 1
+            except StopIteration:
+                break
+    assert (found, times) == (batches_of(LENGTHS, SIZE), 1)
+
+
+# -- several loops, and loops that are left -----------------------------------------------------------------------
+
+
+@covering(1, pool=POOLS[:3], kind=KINDS, workers=[1, 4])
+def test_several_loops_over_one_loader_do_not_disturb_each_other(
+    pool: str, kind: Callable[..., Any], workers: int
+) -> None:
+    whole = epochs_of(kind(), 3)
+    with loader_of(kind(), pool, workers) as loader:
+        iterators = [iter(loader) for _ in range(3)]
+        found: list[list[Any]] = [[], [], []]
+        for turn in itertools.cycle((0, 1, 2, 1)):
+            batch = next(iterators[turn], None)
+            if batch is None:
+                break
+            found[turn].append(values(batch))
+        for one, iterator in zip(found, iterators, strict=True):
+            one += [values(batch) for batch in iterator]
+    assert found == whole
+
+
+@covering(1, pool=POOLS, kind=[Parts, WithStatefulRows], count=[1, 4], streams=[1, 4])
+def test_a_loop_that_is_left_leaves_nothing_to_the_next_one(
+    pool: str, kind: Callable[..., Any], count: int, streams: int
+) -> None:
+    lengths = LENGTHS if streams == 4 else (20,)
+    whole = epochs_of(kind(lengths), streams=streams)[0]
+    with loader_of(kind(lengths), pool, streams=streams) as loader:
+        for _ in range(3):
+            assert [values(batch) for batch in itertools.islice(loader, count)] == whole[:count]
+        assert [values(batch) for batch in loader] == whole
+        assert loader.epoch == 4
+
+
+@covering(1, pool=POOLS[:3], kind=[Stateful, Told, ItsOwnIterator], workers=[1, 4], streams=[1, 4])
+def test_also_where_the_dataset_keeps_its_place_in_itself(
+    pool: str, kind: Callable[..., Any], workers: int, streams: int
+) -> None:
+    lengths = LENGTHS if streams == 4 else (20,)
+    whole = epochs_of(kind(lengths), 3, streams=streams)
+    with loader_of(kind(lengths), pool, workers, streams=streams) as loader:
+        for epoch in range(2):
+            assert [values(batch) for batch in itertools.islice(loader, 2)] == whole[epoch][:2]
+        assert [values(batch) for batch in loader] == whole[2]
+
+
+def test_several_loops_over_an_endless_order() -> None:
+    expected = endless_of((9, 5), SIZE, 12)
+    for pool in ("inline", "thread", "fork"):
+        with loader_of(Parts((9, 5)), pool, streams=2, steps_per_epoch=6) as loader:
+            first, second = iter(loader), iter(loader)
+            found = [values(batch) for pair in zip(first, second, strict=True) for batch in pair]
+            assert found == [one for pair in zip(expected[:6], expected[6:], strict=True) for one in pair]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_closing_in_the_middle_leaves_nothing_behind(pool: str) -> None:
+    with loader_of(Parts((500,) * 4, seconds=(0.001,) * 4), pool, prefetch=8) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        loader.close()
+        with pytest.raises(LoaderClosedError):
+            next(iterator)
+    loader = loader_of(Parts((500,) * 4), pool)
+    next(iter(loader))
+    del loader  # its iterator is gone too
+
+
+@pytest.mark.parametrize("pool", POOLS[1:])
+def test_closing_while_another_thread_waits(pool: str) -> None:
+    loader = loader_of(Parts((500,) * 4, seconds=(0.05,) * 4), pool)
+    thread = begin(loader)
+    time.sleep(0.05)
+    loader.close()
+    thread.join()
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_files_that_a_part_holds_open_are_closed_with_it(pool: str, tmp_path: Path) -> None:
+    for part in range(2):
+        (tmp_path / str(part)).write_text("".join(f"{100 * part + i}\n" for i in range(500)))
+
+    def lines(part: int, parts: int) -> Iterator[int]:
+        with (tmp_path / str(part)).open() as file:
+            yield from map(int, file)
+
+    with loader_of(lines, pool, streams=2) as loader:
+        for _ in range(3):
+            assert values(next(iter(loader))) == [0, 1, 2, 3]
+        if pool == "inline":
+            names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_there(fd)]
+            assert sum(name.startswith(str(tmp_path)) for name in names) <= 4
+        assert [values(batch) for batch in loader] == batches_of((500, 500), SIZE)
+
+
+def _is_there(fd: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.readlink(f"/proc/self/fd/{fd}"))
+    return False
+
+
+# -- a look at samples and batches --------------------------------------------------------------------------------
+
+
+@covering(1, pool=POOLS[:3], kind=KINDS)
+def test_peek_and_read_disturb_nothing(pool: str, kind: Callable[..., Any]) -> None:
+    whole = epochs_of(kind(), 3)
+    with loader_of(kind(), pool) as loader:
+        assert values(loader.peek()) == values(loader.peek()) == whole[0][0]
+        assert loader.read((0, 0)) == whole[0][0][0] and loader.read((3, 1), epoch=2) == whole[2][2][1]
+        assert not loader.pool.started
+        found = []
+        for batch in loader:
+            found.append(values(batch))
+            assert values(loader.peek()) == whole[1][0]
+            assert int(loader.read((0, 1))) == whole[0][0][1]
+        assert found == whole[0]
+        assert [[values(batch) for batch in loader] for _ in range(2)] == whole[1:]
+
+
+def test_read_gives_the_sample_that_the_batch_has_and_says_what_there_is() -> None:
+    with loader_of(Parts()) as loader:
+        everything = sum((values(batch) for batch in loader), [])
+        assert sorted(everything) == [loader.read((p, i)) for p, n in enumerate(LENGTHS) for i in range(n)]
+        for wrong in ((0, 7), (1, 0), (4, 0), (-1, 0), (0, -1)):
+            with pytest.raises(IndexError, match=r"has no sample.*there are 4 parts"):
+                loader.read(wrong)
+        for odd in (3, "ab", (1, 2, 3), (1, None), None):
+            with pytest.raises(TypeError, match=r"is read as \(part, place\)"):
+                loader.read(odd)
+    with loader_of(DrawsOwn()) as loader:
+        batch = values(next(iter(loader)))
+        assert [loader.read((0, place), epoch=0).tolist() for place in range(SIZE)] == batch
+
+
+def test_read_in_an_endless_order_counts_over_all_passes() -> None:
+    with loader_of(DrawsOwn((3, 5)), streams=2, steps_per_epoch=4) as loader:
+        epochs = [[values(batch) for batch in loader] for _ in range(3)]
+        for part in range(2):
+            mine = sum((batch for epoch in epochs for batch in epoch[part::2]), [])
+            assert [loader.read((part, place)).tolist() for place in range(len(mine))] == mine
+    with loader_of(Parts((0, 5)), streams=2, steps_per_epoch=4) as loader:
+        with pytest.raises(IndexError, match="part 0 of epoch 0 has no sample 2"):
+            loader.read((0, 2))
+
+
+def test_peek_at_nothing_and_at_an_error() -> None:
+    with loader_of(Parts((0, 0)), streams=2) as loader, pytest.raises(IndexError, match="no batches to peek at"):
+        loader.peek()
+    with loader_of(Parts(before=At(fail, 0, 2))) as loader:
+        with pytest.raises(LookupError):
+            loader.peek()
+    with loader_of(Parts((3, 9)), streams=2, drop_last=True) as loader:
+        assert values(loader.peek()) == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_refresh_sends_the_dataset_as_it_is_now(pool: str) -> None:
+    dataset = Parts((5, 5))
+    with loader_of(dataset, pool, streams=2) as loader:
+        assert [values(batch) for batch in loader] == batches_of((5, 5), SIZE)
+        dataset.lengths = (2, 9)
+        if pool in PROCESS_POOLS:
+            assert [values(batch) for batch in loader] == batches_of((5, 5), SIZE)
+        loader.refresh()
+        assert [values(batch) for batch in loader] == batches_of((2, 9), SIZE)
+
+
+# -- everything random --------------------------------------------------------------------------------------------
+
+
+@covering(1, pool=POOLS, workers=[1, 3])
+def test_sample_rng_depends_on_the_seed_the_epoch_and_the_sample(pool: str, workers: int) -> None:
+    first, second = epochs_of(DrawsOwn(), 2, pool=pool, workers=workers)
+    assert [first, second] == epochs_of(DrawsOwn(), 2, batch_size=SIZE)
+    assert sorted(sum(first, [])) == sorted(sum(epochs_of(DrawsOwn(), batch_size=1)[0], []))
+    assert first != second and first != epochs_of(DrawsOwn(), seed=6)[0]
+    numbers = [number for epoch in (first, second) for batch in epoch for _, number in batch]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str) -> None:
+    class Shuffled(Parts):
+        def __call__(self, part: int, parts: int) -> Iterator[Any]:
+            return iter((100 * part + sample_rng().permutation(self.lengths[part])).tolist())
+
+    class InAGenerator(Shuffled):
+        def __call__(self, part: int, parts: int) -> Iterator[Any]:
+            yield from super().__call__(part, parts)
+
+    whole = epochs_of(Shuffled(), 2)
+    assert whole[0] != whole[1] and sorted(sum(whole[0], [])) == sorted(sum(batches_of(LENGTHS, SIZE), []))
+    for kind in (Shuffled, InAGenerator):
+        assert epochs_of(kind(), 2, pool=pool) == whole
+        with loader_of(kind(), pool) as loader:
+            iterator = iter(loader)
+            for _ in range(3):
+                next(iterator)
+            state = loader.state_dict()
+        with loader_of(kind(), pool) as loader:
+            loader.load_state_dict(state)
+            assert [values(batch) for batch in loader] == whole[0][3:]
+            assert loader.read((3, 7), epoch=0) in whole[0][-2]
+
+
+@pytest.mark.also_spawned
+@covering(1, method=PROCESS_POOLS, workers=[1, 3])
+def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
+    lengths = (20, 3)
+    (whole,) = epochs_of(Draws(lengths), pool="fork", workers=2, streams=2)
+    dying = Draws(lengths, before=At(kill, 0, 17, once=tmp_path / "once"))
+    assert epochs_of(dying, pool=method, workers=workers, streams=2) == [whole]
+    assert (tmp_path / "once").exists()
+
+
+def test_batchify_draws_by_its_batch() -> None:
+    def noisy(samples: list[int]) -> Any:
+        return np.array([*samples, sample_rng().integers(1 << 40)])
+
+    whole = epochs_of(Parts(), 1, batchify_fn=noisy)[0]
+    assert len({batch[-1] for batch in whole}) == len(whole)
+    for pool in ("thread", "fork"):
+        assert epochs_of(Parts(), 1, batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
+
+
+# -- what comes before the first epoch ----------------------------------------------------------------------------
+
+
+def test_what_is_no_iterable_data_is_rejected_with_advice() -> None:
+    for dataset, text in (
+        ((i for i in range(3)), "a generator, which can be read once.*give the function that makes it"),
+        (iter([1, 2]), "a list_iterator, which can be read once"),
+        (itertools.count(), "a count, which can be read once"),
+        ({1, 2}, r"a set, whose order is not defined: give sorted\(dataset\)"),
+        (frozenset({1}), "a frozenset"),
+        (Own, "is the class Own itself"),
+        (3, "needs __getitem__ and __len__, or __iter__ for iterable data; int has neither"),
+        (None, "NoneType has neither"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            ShardedDataLoader(dataset, 2)
+
+
+def test_arguments_that_iterable_data_cannot_have_are_rejected() -> None:
+    for options, text in (
+        ({"shuffle": True}, "leave out shuffle.*dataset.shuffle"),
+        ({"sampler": [1]}, "leave out sampler"),
+        ({"batch_sampler": [[1]], "batch_size": None}, "leave out batch_sampler"),
+        ({"streams": 0}, "streams"),
+        ({"streams": -1}, "streams"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch"),
+        ({"last_batch": "rollover"}, '"keep" or "discard"'),
+        ({"last_batch": "discard", "steps_per_epoch": 2}, "contradict each other"),
+        ({"drop_last": True, "steps_per_epoch": 2}, "contradict each other"),
+        ({"streams": 1, "num_replicas": 2, "rank": 0}, "streams is 1, but there are 2 ranks, and each needs a part"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": None}, "batch_size"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            ShardedDataLoader(Own(), **{"batch_size": 2, **options})
+    for options in ({"streams": 1.5}, {"streams": True}, {"steps_per_epoch": "3"}, {"batch_size": 2.5}):
+        with pytest.raises((ValueError, TypeError)):
+            ShardedDataLoader(Own(), **{"batch_size": 2, **options})
+
+
+def test_fewer_shards_of_the_dataset_than_ranks_are_rejected() -> None:
+    class Shards(Parts):
+        num_shards = 2
+
+    with pytest.raises(ValueError, match="has 2 shards, but there are 3 ranks, and each needs one"):
+        with ShardedDataLoader(Shards((4, 4)), 2, num_replicas=3, rank=0) as loader:
+            next(iter(loader))
+
+
+def test_a_length_is_an_estimate_by_the_dataset_s_or_an_error_with_advice() -> None:
+    class Sized(Own):
+        def __len__(self) -> int:
+            return 22
+
+    with loader_of(Own()) as loader:
+        with pytest.raises(TypeError, match="the loader has no length.*Give steps_per_epoch=, or the dataset a"):
+            len(loader)
+        assert "batches without number" in repr(loader)
+        assert bool(iter(loader)) is True
+    with loader_of(Sized()) as loader:
+        assert len(loader) == len(iter(loader)) == 6
+        assert "22 samples, 6 batches of 4" in repr(loader)
+    with loader_of(Sized(), drop_last=True) as loader:
+        assert len(loader) == 5
+    with loader_of(Own(), steps_per_epoch=9) as loader:
+        assert len(loader) == len(iter(loader)) == 9
+
+
+def test_loops_in_several_threads_share_a_loader() -> None:
+    whole = sorted(map(tuple, batches_of((200, 100, 3), SIZE)))
+    for pool in ("inline", "thread", "fork"):
+        found: list[Any] = []
+        with loader_of(Parts((200, 100, 3)), pool, streams=3) as loader:
+            iterator = iter(loader)
+
+            def take(found: list[Any] = found, iterator: Any = iterator) -> None:
+                found += [tuple(values(batch)) for batch in iterator]
+
+            threads = [threading.Thread(target=take) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert sorted(found) == whole
+
+
+def test_a_state_may_be_taken_in_another_thread() -> None:
+    lengths, states, over = (1200, 900, 300), list[Any](), threading.Event()
+    whole = batches_of(lengths, SIZE)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with loader_of(Parts(lengths), streams=3) as loader:
+
+            def look() -> None:
+                while not over.is_set():
+                    states.append(loader.state_dict())
+                    assert loader.position >= 0 and repr(loader)
+
+            thread = threading.Thread(target=look)
+            thread.start()
+            assert [values(batch) for batch in loader] == whole
+            over.set()
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert [state["batches"] for state in states] == sorted(state["batches"] for state in states) or states[-1]["epoch"]
+    for state in states[:: max(1, len(states) // 20)]:
+        with loader_of(Parts(lengths), streams=3) as loader:
+            loader.load_state_dict(state)
+            assert [values(batch) for batch in loader] == whole[state["batches"] :]
+
+
+def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:
+    found: dict[int, Any] = {}
+
+    def read(number: int) -> None:
+        found[number] = epochs_of(Late(tuple(range(number, number + 40))), streams=40)
+
+    from stream_samples import Late
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [batches_of(tuple(range(n, n + 40)), SIZE)] for n in range(3)}
+    assert worker_info() is None
+
+
+def test_a_loader_inside_a_part_of_another_one() -> None:
+    def outer(part: int, parts: int) -> Iterator[int]:
+        with loader_of(Late((2, 3)), streams=2, batch_size=2) as inner:
+            for batch in inner:
+                assert worker_info().id == part or parts == 1
+                yield 1000 * part + int(batch[0])
+
+    from stream_samples import Late
+
+    for pool in ("inline", "thread"):
+        assert epochs_of(outer, pool=pool, streams=2)[0] == [[0, 100, 102], [1000, 1100, 1102]]
+    assert worker_info() is None

@@ -1,0 +1,101 @@
+"""Calls of ``set_epoch`` on samplers are noticed, once, whoever makes them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from sharded_loader import RandomSampler
+from sharded_loader.sampling.epoch_requests import EpochRequests
+
+
+class Foreign:
+    """A sampler of another library."""
+
+    def __init__(self, epoch: Any = 0) -> None:
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> str:
+        self.epoch = epoch
+        return f"now {epoch}"
+
+
+class Slotted:
+    __slots__ = ("epoch",)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def listening(*samplers: Any) -> EpochRequests:
+    requests = EpochRequests()
+    requests.listen(samplers)
+    return requests
+
+
+def test_requests_are_taken_once_and_may_be_dropped() -> None:
+    sampler = RandomSampler(4, seed=1)
+    requests, others = listening(sampler), listening(sampler)
+    assert requests.take() is None
+    sampler.set_epoch(3)
+    assert (requests.take(), requests.take()) == (3, None)
+    sampler.set_epoch(4)
+    requests.drop()
+    assert (requests.take(), others.take()) == (None, 4)
+
+
+def test_a_sampler_of_another_library_is_heard_and_does_what_it_did() -> None:
+    sampler = Foreign()
+    requests, others = listening(sampler), listening(sampler)
+    assert sampler.set_epoch(5) == "now 5" and sampler.epoch == 5
+    assert (requests.take(), others.take(), requests.take()) == (5, 5, None)
+    assert "set_epoch" not in vars(Foreign()) and Foreign().set_epoch(1) == "now 1"
+    torch_sampler = DistributedSampler(range(4), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    requests = listening(torch_sampler)
+    torch_sampler.set_epoch(2)
+    assert requests.take() == 2 and torch_sampler.epoch == 2
+
+
+def test_a_call_that_came_before_counts_if_it_can_be_seen() -> None:
+    assert listening(Foreign(3)).take() == 3
+    assert listening(Foreign(0)).take() is None and listening(Foreign("odd")).take() is None
+
+
+def test_the_latest_of_several_calls_counts() -> None:
+    one, other, third = Foreign(), RandomSampler(4, seed=1), Foreign()
+    requests = listening(one, other, third)
+    one.set_epoch(7)
+    other.set_epoch(2)
+    assert (requests.take(), requests.take()) == (2, None)
+    other.set_epoch(4)
+    third.set_epoch(9)
+    assert requests.take() == 9
+
+
+def test_to_listen_again_keeps_what_was_seen_and_forgets_the_others() -> None:
+    one, other = Foreign(), Foreign()
+    requests = listening(one, other)
+    one.set_epoch(1)
+    assert requests.take() == 1
+    requests.listen([one])
+    assert requests.take() is None
+    other.set_epoch(2)
+    assert requests.take() is None
+    one.set_epoch(3)
+    assert requests.take() == 3
+
+
+def test_what_has_no_set_epoch_or_no_room_is_left_alone() -> None:
+    slotted = Slotted()
+    requests = listening([1, 2], range(3), slotted, object())
+    slotted.set_epoch(3)
+    assert requests.take() is None
+
+
+def test_a_sampler_that_was_pickled_is_heard_too() -> None:
+    sampler = RandomSampler(4, seed=1)
+    sampler.set_epoch(6)
+    requests = listening(pickle.loads(pickle.dumps(sampler)))
+    assert (requests.take(), requests.take()) == (6, None)

@@ -1,0 +1,85 @@
+"""Type checkers find the package after ``pip install -e``, and know what a user's loader yields."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.torch import DataLoader
+
+
+def collate(samples: list[int]) -> tuple[torch.Tensor, int]:
+    return torch.tensor(samples), len(samples)
+
+
+loader = ShardedDataLoader(range(10), 4, batchify_fn=collate, last_batch="discard")
+for tensor, count in loader:
+    a: torch.Tensor = tensor
+    b: int = count
+    wrong_from_batchify_fn: str = count
+declared: ShardedDataLoader[list[torch.Tensor]] = ShardedDataLoader(ArrayDataset(np.zeros(4), np.zeros(4)), 2)
+for x, y in declared:
+    c: torch.Tensor = x
+wrong_from_declaration: int = declared.peek()
+plain = ShardedDataLoader(range(4), 2, pool=ProcessPool(2), num_replicas="auto", resident="auto", on_error="skip")
+for batch in plain:
+    batch.anything()
+drop_in = DataLoader(range(4), batch_size=2, collate_fn=collate)
+for tensor, count in drop_in:
+    wrong_from_collate_fn: str = count
+for batch in DataLoader(range(4), batch_size=2):
+    batch.anything()
+wrong_word = ShardedDataLoader(range(4), 2, last_batch="drop")
+wrong_pool = ShardedDataLoader(range(4), 2, pool="processes")
+"""
+
+WRONG = ("wrong_from_batchify_fn", "wrong_from_declaration", "wrong_from_collate_fn", "wrong_word", "wrong_pool")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def lines_with_errors(output: str) -> list[str]:
+    """The lines of the script that a checker's output calls wrong."""
+    numbers = {int(line.split(":")[1]) for line in output.splitlines() if " error: " in line or " - error: " in line}
+    return [SCRIPT.splitlines()[number - 1].split("#")[0].strip() for number in sorted(numbers)]
+
+
+def check(command: list[str], script: Path) -> None:
+    """Run a checker outside of the checkout: it has to find the package as a user's does."""
+    found = subprocess.run([*command, script.name], cwd=script.parent, capture_output=True, text=True, timeout=300)
+    wrong = lines_with_errors(found.stdout)
+    assert len(wrong) == len(WRONG), found.stdout + found.stderr
+    assert all(name in line for name, line in zip(WRONG, wrong, strict=True)), found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+def test_mypy_knows_what_a_loader_yields(script: Path) -> None:
+    check([sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", str(script.parent)], script)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_pyright_knows_what_a_loader_yields(script: Path) -> None:
+    program = Path(sysconfig.get_path("scripts")) / "basedpyright"
+    if not program.exists():
+        pytest.skip("basedpyright is not installed: pip install basedpyright")
+    check([str(program), "--pythonpath", sys.executable, "--level", "error"], script)
