@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import other_loaders as others
-from benchmarks.plans import Plan, Stream, has_columns, keep_nothing, pad_sequence
+from benchmarks.plans import Plan, Stream, blocks_of, has_columns, keep_nothing, pad_sequence
 from benchmarks.workloads import Array, Workload
 
 OURS = "ours"
@@ -86,6 +86,9 @@ def _open_ours(plan: Plan) -> Stream:
         pool = ThreadPool(plan.workers)
     elif workload.pool == "process":
         pool = ProcessPool(plan.workers, start_method=workload.start_method)
+    if workload.iterable:
+        stream: Any = ShardedDataLoader(blocks_of(plan), workload.batch_size, pool=pool)
+        return Stream(stream, iter, lambda loader: loader.close())
     loader = ShardedDataLoader(
         ArrayDataset(plan.source.columns) if plan.is_columns else plan.source.rows,
         workload.batch_size,
@@ -96,12 +99,24 @@ def _open_ours(plan: Plan) -> Stream:
     return Stream(loader, iter, lambda loader: loader.close())
 
 
+def _open_drop_in(plan: Plan) -> Stream:
+    from sharded_loader.batchify import Pad
+    from sharded_loader.torch import DataLoader
+
+    arguments = _torch_arguments(plan)
+    if plan.workload.padded:
+        arguments["collate_fn"] = Pad()
+    return Stream(DataLoader(_torch_dataset(plan), **arguments), iter, keep_nothing)
+
+
 # -- torch ----------------------------------------------------------------------------------------------------
 
 
 def _torch_arguments(plan: Plan) -> dict[str, Any]:
     workload = plan.workload
-    arguments: dict[str, Any] = {"batch_size": workload.batch_size, "sampler": plan.sampler}
+    arguments: dict[str, Any] = {"batch_size": workload.batch_size}
+    if not workload.iterable:
+        arguments["sampler"] = plan.sampler
     if workload.padded:
         arguments["collate_fn"] = pad_sequence
     if workload.pool != "inline":  # it has no threads: where a row is about threads it gets as many processes
@@ -112,6 +127,8 @@ def _torch_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _torch_dataset(plan: Plan) -> Any:
+    if plan.workload.iterable:
+        return blocks_of(plan)
     if not plan.is_columns:
         return plan.source.rows
     import torch
@@ -147,30 +164,55 @@ def _anything(workload: Workload) -> str | None:
     return None
 
 
+def _only_rates(workload: Workload) -> str | None:
+    """The drop-in stands beside ours where samples travel; for the rest they are one engine."""
+    return None if workload.kind == "rate" and workload.pool == "process" else "as ours"
+
+
+def _not_iterable(refuses: Callable[[Workload], str | None]) -> Callable[[Workload], str | None]:
+    return lambda workload: "reads no IterableDataset" if workload.iterable else refuses(workload)
+
+
 def _only_columns(workload: Workload) -> str | None:
     return None if has_columns(workload) else "only for columns"
 
+
+_spdl, _grain, _seqtools, _tensorflow, _ray = (
+    _not_iterable(refuses)
+    for refuses in (
+        others.spdl_refuses,
+        others.grain_refuses,
+        others.seqtools_refuses,
+        others.tensorflow_refuses,
+        others.ray_refuses,
+    )
+)
 
 LOADERS = {
     loader.name: loader
     for loader in (
         Loader(OURS, "sharded_loader", ("torch", "sharded_loader.loader"), _open_ours, _anything),
+        Loader("drop-in", "sharded_loader", ("torch", "sharded_loader.torch"), _open_drop_in, _only_rates),
         Loader("torch", "torch", ("torch",), _open_torch, _anything),
         Loader("torch-bulk", "torch", ("torch",), _open_torch_bulk, _only_columns),
         Loader("stateful", "torchdata", ("torchdata.stateful_dataloader",), _open_stateful, _anything),
         Loader(
-            "spdl", "spdl_core", ("torch", "spdl.dataloader", "spdl.pipeline"), others.open_spdl, others.spdl_refuses
+            "spdl",
+            "spdl_core",
+            ("torch", "spdl.dataloader", "spdl.pipeline"),
+            others.open_spdl,
+            _spdl,
         ),
-        Loader("grain", "grain", ("torch", "grain"), others.open_grain, others.grain_refuses),
-        Loader("seqtools", "seqtools", ("torch", "seqtools"), others.open_seqtools, others.seqtools_refuses),
+        Loader("grain", "grain", ("torch", "grain"), others.open_grain, _grain),
+        Loader("seqtools", "seqtools", ("torch", "seqtools"), others.open_seqtools, _seqtools),
         Loader(
             "tensorflow",
             "tensorflow_cpu",
             ("torch", "tensorflow"),
             others.open_tensorflow,
-            others.tensorflow_refuses,
+            _tensorflow,
         ),
-        Loader("ray", "ray", ("torch", "ray.data"), others.open_ray, others.ray_refuses),
+        Loader("ray", "ray", ("torch", "ray.data"), others.open_ray, _ray),
     )
 }
 

@@ -63,6 +63,25 @@ def has_columns(workload: Workload) -> bool:
     return workload.name.startswith("columns")
 
 
+def blocks_of(plan: Plan) -> Any:
+    """The samples as an ``IterableDataset`` without end. Of n workers, each yields every n-th batch."""
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    rows, size = plan.source.rows, plan.workload.batch_size
+
+    class Blocks(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            info = get_worker_info()
+            part, parts = (0, 1) if info is None else (info.id, info.num_workers)
+            place, length = part * size, len(rows)
+            while True:
+                for index in range(place, place + size):
+                    yield rows[index % length]
+                place += parts * size
+
+    return Blocks()
+
+
 class BatchReader:
     """A sequence of finished NumPy batches, for libraries that map a function over a sequence."""
 

@@ -60,6 +60,7 @@ BARS = (
     Bar("large", "D", 0.95),
     Bar("large-inline", "C", 0.9),
     Bar("tiny", "torch", 0.04, at_most=True),
+    Bar("iterable", "torch", 2.0),
     Bar("tokens", "C", 0.5),
     Bar("tokens", "seqtools", 1.3),
     Bar("images-inline", "C", 1.2),

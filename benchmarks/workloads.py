@@ -40,6 +40,7 @@ class Workload:
         start_method: of process workers.
         padded: samples are ragged and have to be padded.
         records: samples are bytes in a RecordIO file (`PlainRecords`), read by ``get_batch``, without a loader.
+        iterable: the dataset is an ``IterableDataset`` (`benchmarks.plans.blocks_of`).
         shuffled: whether the epoch is; else in the order of the data.
         ceilings: letters of the bare limits that are measured beside the loaders. Samples are compared with those
             that the first limit read.
@@ -57,6 +58,7 @@ class Workload:
     start_method: str = "fork"
     padded: bool = False
     records: bool = False
+    iterable: bool = False
     shuffled: bool = True
     ceilings: tuple[str, ...] = ()
     check_batches: int = 1
@@ -213,6 +215,18 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         *_SHAPED,
+        Workload(
+            "iterable",
+            f"{_IMAGES} as an IterableDataset, batch 256",
+            "rate",
+            samples.images,
+            256,
+            iterable=True,
+            shuffled=False,
+            ceilings=("C",),
+            check_batches=40,
+            quick=True,
+        ),
         _inline(_BY_NAME["images"], ("C", "J")),
         _inline(_BY_NAME["columns"], ("T",)),
         _inline(_BY_NAME["tiny"], ("C", "J")),

@@ -186,6 +186,15 @@ def check_stream(dataset: Any, **given: Any) -> None:
         )
 
 
+def refuse_streams(streams: Any, dataset: Any) -> None:
+    """Reject ``streams`` for a dataset that is read by index."""
+    if streams is not None:
+        raise ValueError(
+            f"streams={streams!r} is for iterable data, and the dataset, a {type(dataset).__name__}, is read by index: "
+            f"leave it out. A batch may come from anywhere in the dataset"
+        )
+
+
 def _is_indexed(kind: type) -> bool:
     """Whether a class has a ``__getitem__`` of its own: torch's Dataset has one that only raises."""
     base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)

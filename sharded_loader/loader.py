@@ -32,6 +32,7 @@ from sharded_loader.arguments import (
     make_split,
     one_of,
     prefetch_of,
+    refuse_streams,
     refuse_unknown,
 )
 from sharded_loader.attributes import LoaderAttributes
@@ -176,15 +177,13 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
-        batchify_fn = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
-        check_batchify_fn(batchify_fn)
-        last: str | None = last_batch_of(last_batch, drop_last)
+        check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
         self._batch_size, self._pin_memory = batch_size, bool(pin_memory)
         self._workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
         prefetch = prefetch_of(prefetch, prefetch_factor, self._workers.num_workers)
         common: dict[str, Any] = {
             "batch_size": batch_size,
-            "last_batch": last,
+            "last_batch": last_batch_of(last_batch, drop_last),
             "num_replicas": num_replicas,
             "rank": rank,
             "seed": seed,
@@ -200,6 +199,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
                 **common,
             )
         else:
+            refuse_streams(streams, dataset)
             self._order = EpochOrder(
                 length(dataset, needed=sampler is None and batch_sampler is None),
                 shuffle=shuffle,

@@ -26,6 +26,8 @@ from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.messages import OnError
 from sharded_loader.iterator import Batch
 
+__all__ = ["DataLoader"]
+
 
 class DataLoader(torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.

@@ -131,7 +131,7 @@ class Source:
     def _open(self) -> None:
         entry, dataset, skipped = self._entry, self.dataset, self.taken
         if "dataset" in entry:
-            dataset = copy.copy(dataset)
+            dataset = _copy(dataset)
             dataset.load_state_dict(entry["dataset"])
         if is_indexed(dataset):
             first, step = self._worker or (0, 1)
@@ -169,6 +169,14 @@ BEGINNING = {"pass": 0, "taken": 0}
 
 def _has_state(source: Any) -> bool:
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _copy(dataset: Any) -> Any:
+    """A shallow copy. Hugging Face's datasets share their attributes with what ``copy.copy`` makes of them."""
+    made = copy.copy(dataset)
+    if hasattr(made, "__dict__"):
+        made.__dict__ = dict(vars(made))
+    return made
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

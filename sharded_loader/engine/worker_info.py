@@ -2,6 +2,7 @@
 
     before = tell(Part(...))    this thread is told of the part
     here.part = before          and no more
+    tell_of_worker(number, ...)     this process is a worker of torch's kind
 
 torch keeps one answer for the whole process. Threads that read different parts need one each. So torch's function gets
 other code, which looks for the thread's answer first. It stays the same object, because datasets import it by name.
@@ -16,6 +17,8 @@ import os
 import sys
 import threading
 from typing import Any
+
+from sharded_loader.engine.messages import Job
 
 
 class Part:
@@ -96,3 +99,20 @@ def _get_worker_info() -> Any:
     """Its code runs in torch's module, where these names are."""
     info = _sharded_loader_info()  # type: ignore[name-defined]  # noqa: F821
     return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
+
+
+def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:
+    """Tell torch, which has been imported, that this process is a worker."""
+    import torch
+    from torch.utils.data._utils import worker as torch_worker
+
+    torch.set_num_threads(1)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number,
+        num_workers=num_workers,
+        seed=seed,  # what torch.initial_seed() says in worker_init_fn
+        dataset=job.dataset,
+    )
+    tell_torch()
+    if job.base_seed is not None:
+        torch.manual_seed(seed)

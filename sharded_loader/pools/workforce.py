@@ -163,7 +163,10 @@ class Workforce:
         if given_up is not None:
             key = given_up.run, given_up.seq
             self.deaths.settle(*key)
-            part = handle.tasks.pop(key).part
+            assert self._new_job is not None  # its workers read it
+            # The lanes of a map-style dataset with a state are no parts: their other batches can be read.
+            task = handle.tasks.pop(key)
+            part = None if self._new_job.job.stream is None else task.part
             waiting = [*self.requeued, *handle.tasks.values()]
             behind = [] if part is None else [task for task in waiting if part.is_same(task.part)]
             if behind:

@@ -160,9 +160,8 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         (3, 40, True)
     """
     state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **_written(signature)}
-    for name in ("sampler_arguments", "steps_per_epoch", "num_replicas"):
-        if not state[name]:
-            del state[name]
+    for name in [one for one in ("sampler_arguments", "steps_per_epoch", "num_replicas") if not state[one]]:
+        del state[name]
     if position.mark is not None:
         state["passed"] = _written(position.mark)
     return state

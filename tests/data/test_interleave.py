@@ -411,6 +411,27 @@ def test_a_stateful_loader_of_torchdata_continues_exactly():
     assert list(other) == whole  # the next epoch
 
 
+@STOPS
+def test_hugging_faces_iterable_datasets_are_resumed_by_their_own_state(stop, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # a thread of its progress bars
+    a, b, c = [datasets.Dataset.from_dict({"x": column(number, 6)}) for number in range(3)]
+
+    def make():
+        streams = [a.to_iterable_dataset(num_shards=2), b.to_iterable_dataset(), c]
+        return interleave(streams, [2, 1, 1], stop=stop)
+
+    whole = list(make())
+    assert make().num_shards == 1
+    for position in range(len(whole) + 1):
+        mixture, other = make(), make()
+        samples = iter(mixture)
+        list(itertools.islice(samples, position))
+        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+        assert list(other) == whole[position:]
+        assert list(other) == whole
+
+
 def test_a_mixture_goes_through_pickle_where_it_will_begin():
     mixture = interleave([Begins(*"abcd")])
     samples = iter(mixture)

@@ -37,6 +37,16 @@ class OwnState(Again):
         self.begin = self.at = state["at"]
 
 
+class SharesAttributes(OwnState):
+    """As Hugging Face's: what ``copy.copy`` makes has the attributes of the original."""
+
+    def __getstate__(self):
+        return self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+
+
 class Steps:
     """An iterator with a state."""
 
@@ -64,7 +74,15 @@ class StatefulIterator:
         return Steps()
 
 
-KINDS = [Again, OwnState, StatefulIterator, lambda: Steps, lambda: lambda: iter(range(5)), lambda: range(5)]
+KINDS = [
+    Again,
+    OwnState,
+    SharesAttributes,
+    StatefulIterator,
+    lambda: Steps,
+    lambda: lambda: iter(range(5)),
+    lambda: range(5),
+]
 
 
 def rest(source):

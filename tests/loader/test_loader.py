@@ -44,7 +44,7 @@ def test_the_arguments_choose_the_pool_and_start_nothing(given: dict[str, Any], 
 
 def test_the_default_batchify_function_given_by_name_is_the_default() -> None:
     loader = ShardedDataLoader(range(10), 4, batchify_fn=default_batchify_fn)
-    assert loader._epochs._batchify_fn is None
+    assert loader._epochs.batchify_fn is None
 
 
 def test_a_loader_can_be_neither_pickled_nor_copied_and_says_what_to_do() -> None:
