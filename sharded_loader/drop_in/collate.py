@@ -109,7 +109,8 @@ class Assembled:
         return TensorBatch(batch) if kinds == {np.ndarray} else to_torch(batch)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        return to_torch(self.assemble(samples, np.empty))
+        batch = self.assemble(samples, np.empty)
+        return batch.to_torch() if type(batch) is TensorBatch else batch
 
 
 class OneSample:

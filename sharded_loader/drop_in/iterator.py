@@ -27,14 +27,17 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.place import Place, next_epoch
-from sharded_loader.drop_in.reading import LanePlan, SamplerReading, SamplerStart
+from sharded_loader.drop_in.reading import LanePlan, SamplerReading
+from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.parts import is_stateful
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Run, StreamPlan
+from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reader import StreamReader
+from sharded_loader.engine.stream_state import StreamPosition, differences
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.processes import ProcessPool
@@ -103,12 +106,16 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
-        finished = state is not None and bool(state["_iterator_finished"])
-        if finished:
+        # A loaded epoch draws nothing: its seed and its order are in the state. If the user puts the global generator
+        # back too, the epochs after it are those that would have come.
+        before = None if state is None or state["_iterator_finished"] else torch.get_rng_state()
+        if before is None:
             _load_generator(loader.generator, state)
+        self._start = _start_of(loader, state)
         super().__init__(loader)
-        if not finished:
+        if before is not None:
             _load_generator(loader.generator, state)
+            torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
@@ -121,15 +128,24 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._closer = weakref.finalize(self, _close, self._pool.closer(), self._placement.closer())
         self._shutdown = False
         self._processes: list[Worker] = []
-        self._begin(loader, state)
+        self._before: dict[int, PartPoint] = {}  # of each part, before this epoch: its worker has it so
+        self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
+        self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin another epoch with the workers that run."""
+        self._start = _start_of(loader, None)
         super()._reset(loader, first_iter)
-        self._begin(loader, None)
+        self._before = self.place.after()
+        self._begin(loader, None, self._sampler_iter)
 
-    def _begin(self, loader: Any, state: dict[str, Any] | None) -> None:
-        """Make the parts of one epoch. Nothing is read yet."""
+    def _begin(self, loader: Any, state: dict[str, Any] | None, items: Any) -> None:
+        """Make the parts of one epoch. Nothing is read yet.
+
+        Args:
+            loader, state: as above.
+            items: of the sampler. None: torch asks for them a second time if it has workers, so it is done here too.
+        """
         number, lanes = next(_numbers), max(1, loader.num_workers)
         finished = state is not None and bool(state["_iterator_finished"])
         # A state may tell nothing of a worker that has done nothing: its generators are what they were.
@@ -145,13 +161,19 @@ class LoaderIterator(_BaseDataLoaderIter):
         reading: Any
         if self._is_stream:
             found = None if state is None or begins_anew else state["_stream"]
-            order, reading = _stream_of(loader, seed, found, finished)
+            missing = {part: self._before[part] for part in self._unread & set(self._before)}
+            order, reading = _stream_of(loader, seed, found, finished, missing)
+            self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
             plan = StreamPlan(number, reading, split)
             job = replace(job, stream=order.stream._replace(tells_epoch=False))
         else:
             found = None if state is None else state["_sampler"]
-            start = SamplerStart(loader._index_sampler, found, finished)
-            items = self._sampler_iter if found is None or finished else start.items()
+            start = self._start
+            if found is not None and not finished:
+                items = start.items()
+            elif items is None:
+                items = start.begin()
+            start.settle()
             datasets = () if begins_anew else (found or {}).get("datasets", ())
             job = replace(job, keeps_state=is_stateful(self._dataset))
             reading = SamplerReading(
@@ -166,7 +188,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._inner = EpochIterator(None, epoch, self._pipeline, self._placement, Meter(), epoch)  # type: ignore[arg-type]
         self._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
-        self.place = Place(reading, run, order, loader, drawn, self._num_yielded)
+        self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before)
         if loader.num_workers == 0:
             self._prime(plan, reading, is_new=state is None)
 
@@ -184,6 +206,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         task, reader = plan.task(reading.first), getattr(self._pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
             reading.primed(task.part.number, reader.prime(task))
+        elif self._unread == {0}:  # the state was taken behind the last batch, but the end was not seen
+            of_dataset, _ = reading.at_beginning().points[0].state or (None, None)
+            if of_dataset is not None:
+                stream: Any = self._dataset
+                stream.load_state_dict(copy.deepcopy(of_dataset))
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -227,6 +254,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._shutdown = True
             self._pipeline.close()
             self._placement.closer()()
+            for worker in self._processes:
+                worker.let_go()
 
     def __len__(self) -> int:
         return len(self._index_sampler)
@@ -235,11 +264,29 @@ class LoaderIterator(_BaseDataLoaderIter):
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
     """Give the user's generator the state that it had."""
     if generator is not None and state is not None and "_generator" in state:
-        generator.set_state(torch.frombuffer(bytearray.fromhex(state["_generator"]), dtype=torch.uint8))
+        set_generator(generator, state["_generator"])
 
 
-def _stream_of(loader: Any, seed: int, state: Any, finished: bool) -> tuple[StreamOrder, Any]:
-    """The order and the reading of an epoch of iterable data."""
+def _start_of(loader: Any, state: dict[str, Any] | None) -> Any:
+    """How the sampler is started; None for iterable data."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    finished = state is not None and bool(state["_iterator_finished"])
+    return SamplerStart(loader._index_sampler, None if state is None else state["_sampler"], finished)
+
+
+def _stream_of(
+    loader: Any, seed: int, state: Any, finished: bool, points: dict[int, PartPoint]
+) -> tuple[StreamOrder, Any]:
+    """The order and the reading of an epoch of iterable data.
+
+    Args:
+        loader: the loader.
+        seed: of the epoch.
+        state: where it goes on; None: at its beginning, with parts at ``points``.
+        finished: the state was taken at the end of its epoch.
+        points: of parts that no worker has.
+    """
     order = StreamOrder(
         loader.dataset,
         batch_size=loader.batch_size or 1,
@@ -252,8 +299,15 @@ def _stream_of(loader: Any, seed: int, state: Any, finished: bool) -> tuple[Stre
         num_workers=loader.num_workers,
     )
     if state is None:
-        return order, order.read(0)
+        return order, order.read(0, StreamPosition(0, 0, {}, points) if points else None)
     position, signature = order.parse(state)
+    own = replace(order.signature(), streams=signature.streams)
+    found = differences(signature, own, position if any(position.counts.values()) else StreamPosition(0), strict=False)
+    if found:
+        raise ValueError(
+            f"the state cannot be resumed, it was saved by another loader: {', '.join(found)}. Make the loader as it "
+            f"was then"
+        )
     order.adopt(signature)
     return order, order.read(0, next_epoch(position) if finished else position)
 

@@ -8,9 +8,13 @@ A place outlives its iterator: the loader keeps it after a ``break``, when the w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from sharded_loader.drop_in.start import generator_state
 from sharded_loader.engine.plan import Run
+from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition
 
@@ -24,11 +28,20 @@ class Place:
         loader: the loader.
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received before.
+        before: of parts of iterable data, how the workers that live on have left them.
     """
 
     def __init__(
-        self, reading: Any, run: Run, order: StreamOrder | None, loader: Any, base_seed: int, yielded: int
+        self,
+        reading: Any,
+        run: Run,
+        order: StreamOrder | None,
+        loader: Any,
+        base_seed: int,
+        yielded: int,
+        before: Mapping[int, PartPoint],
     ) -> None:
+        self._before = before
         self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
@@ -38,7 +51,7 @@ class Place:
         state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
         state["_base_seed"] = self.base_seed
         if self._generator is not None:
-            state["_generator"] = bytes(self._generator.get_state().numpy()).hex()
+            state["_generator"] = generator_state(self._generator)
         if self.order is None:
             state["_sampler"] = found = self.reading.state_after(self.run.delivered, self.finished)
             datasets = found.get("datasets", [None] * max(1, self._num_workers))
@@ -47,6 +60,8 @@ class Place:
             position = self.reading.position_after(self.run.delivered)
             if not position.counts:
                 position = self.reading.at_beginning()
+            missing = {part: point for part, point in self._before.items() if not position.counts[part]}
+            position = replace(position, points={**position.points, **missing})
             state["_stream"] = self.order.dump(position, self.order.signature())
             snapshots = [_snapshot(position, part) for part in position.counts]
         if self._num_workers == 0:
@@ -54,12 +69,18 @@ class Place:
         workers = {f"worker_{i}": {"worker_id": i, **one} for i, one in enumerate(snapshots)}
         return {**state, "_snapshot": {"_worker_snapshots": workers}}
 
+    def after(self) -> dict[int, PartPoint]:
+        """How the parts are when the next epoch begins; empty if it is not known: the end was not seen."""
+        if self.order is None or not self.finished:
+            return {}
+        return dict(next_epoch(self.reading.position_after(self.run.delivered)).points)
+
 
 def next_epoch(position: StreamPosition) -> StreamPosition:
     """The beginning of an epoch that goes on with the datasets as they are at a position."""
     points = {}
     for part, point in position.points.items():
-        state = None if point.state is None else (*point.state, "next")
+        state = None if point.state is None else (*point.state[:2], "next")
         points[part] = point._replace(batches=0, samples=0, checksum=0, ended=False, state=state)
     return StreamPosition(0, 0, dict.fromkeys(position.counts, 0), points)
 
@@ -67,7 +88,7 @@ def next_epoch(position: StreamPosition) -> StreamPosition:
 def _snapshot(position: StreamPosition, part: int) -> dict[str, Any]:
     """The state of one part as torchdata's loader shows it."""
     point = position.points.get(part)
-    of_dataset, of_items = (point.state if point is not None else None) or (None, None)
+    of_dataset, of_items, *_ = (point.state if point is not None else None) or (None, None)
     ended = point is not None and point.ended
     return {
         "dataset_state": of_dataset,

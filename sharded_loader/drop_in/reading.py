@@ -1,16 +1,12 @@
 """The batches of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
 
-    SamplerReading(begin, state)        the sampler's items, and where it is after each of them
+    SamplerReading(start, items, ...)   the sampler's items, and where it is after each of them
     LanePlan.task(seq) -> Task          batch number i is read by worker i % num_workers, as in torch
-    position_after(delivered)           what a state says of the sampler, and of the workers' datasets
+    state_after(delivered)              what a state says of the sampler, and of the workers' datasets
 
-Nothing of the sampler is a function of (seed, epoch) here: it draws from the generators that it draws from under torch.
-So the global generator of torch is noted before it is started, and put back for the start if a state is loaded. Items
-up to the state are passed over; a checksum says whether they are the same ones. A sampler with ``state_dict`` is loaded
-instead.
+How the sampler is started, and how it goes on from a state, is `SamplerStart`'s affair.
 
-What can go wrong: the sampler raises an error, which comes in the batch's place and ends the epoch; other items than
-before the state was saved (ValueError).
+What can go wrong: the sampler raises an error, which comes in the batch's place and ends the epoch.
 """
 
 from __future__ import annotations
@@ -18,95 +14,32 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import BatchSampler, SequentialSampler
-
-from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.parts import is_stateful
 from sharded_loader.engine.plan import Split, moved
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.errors import add_note, as_batch_error
-from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import bytes_of, rank_of
 from sharded_loader.sampling.shards import split_batch
 
-_PLAIN = (BatchSampler, SequentialSampler)
-"""Samplers of torch's whose order is always the same."""
 
-
-class SamplerStart:
-    """Starts a sampler, at its beginning or where a state says.
-
-    Args:
-        sampler: the user's: of batches, or of single indices.
-        state: what `SamplerReading.state_after` has returned; None: at its beginning.
-        finished: the state was taken at the end of its epoch, and the next one begins.
+class _Planned(NamedTuple):
+    """An item in flight.
 
     Attributes:
-        state: what decides the order of this epoch.
+        number: which item of the sampler's it is.
+        item: the item.
+        lane: by which worker it is read, if that matters.
+        turn: how many batches that worker was given before.
     """
 
-    def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool) -> None:
-        self.sampler = sampler
-        self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
-        plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
-        self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
-        if state is not None and finished:
-            if self.shuffle is not None and "shuffle" in state:
-                self.shuffle.load_begin_state(state["shuffle"])
-            if self.stateful is not None and state.get("state") is not None:
-                self.stateful.load_state_dict(copy.deepcopy(state["state"]))
-            state = None
-        self.state: dict[str, Any] = {}
-        if state is not None:
-            self.state = {name: value for name, value in state.items() if name in ("shuffle", "rng")}
-        elif self.shuffle is not None:
-            self.state["shuffle"] = self.shuffle.begin_state()
-        elif not plain and self.stateful is None and not isinstance(sampler, list | tuple | range):
-            self.state["rng"] = bytes(torch.get_rng_state().numpy()).hex()
-        self._from = state
-
-    def items(self) -> Iterator[Any]:
-        """The sampler's items, those before the state passed over.
-
-        Raises:
-            ValueError: they are not those of then.
-        """
-        state = self._from
-        if state is None:
-            return iter(self.sampler)
-        if self.shuffle is not None and "shuffle" in self.state:
-            self.shuffle.load_begin_state(self.state["shuffle"])
-        of_sampler = state.get("state")
-        if of_sampler is not None and self.stateful is not None:
-            self.stateful.load_state_dict(copy.deepcopy(of_sampler))
-            return iter(self.sampler)
-        before = torch.get_rng_state()
-        if "rng" in self.state:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.state["rng"]), dtype=torch.uint8))
-        try:
-            items: Any = iter(self.sampler)
-            if of_sampler is not None and is_stateful(items):
-                items.load_state_dict(copy.deepcopy(of_sampler))
-                return items  # type: ignore[no-any-return]
-            checksum = 0
-            for _ in range(state["yielded"]):
-                checksum = zlib.crc32(bytes_of([next(items)]), checksum)
-        except StopIteration:
-            checksum = -1
-        finally:
-            if "rng" in self.state:
-                torch.set_rng_state(before)
-        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
-            raise ValueError(
-                f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
-                f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
-                f"then, or give it state_dict() and load_state_dict()"
-            )
-        return items  # type: ignore[no-any-return]
+    number: int
+    item: Any
+    lane: int
+    turn: int
 
 
 class SamplerReading:
@@ -114,7 +47,7 @@ class SamplerReading:
 
     Args:
         start: of the sampler.
-        items: what ``start.items()`` has returned.
+        items: what ``start`` has returned.
         lanes: how many workers there are, at least 1.
         state: where the epoch goes on; None: at its beginning.
         datasets: the states of the workers' datasets, if they are to be loaded.
@@ -143,20 +76,22 @@ class SamplerReading:
         self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
         self.epoch = 0
         self._ended = False
-        self._planned: dict[int, tuple[int, Any]] = {}  # by seq: which item, and the item
+        self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
         self._ahead: set[int] = set((state or {}).get("ahead", ()))
-        checksum, own = (0, None) if state is None else (state["checksum"], state.get("state"))
-        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, own)}  # by item: before it
+        checksum = 0 if state is None else state["checksum"]
+        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, start.own)}  # by item: before it
+        self._is_started = state is not None
         self._keeps_state, self._number = keeps_state, number
         self._points = dict.fromkeys(range(lanes), PartPoint())
         for lane, of_dataset in enumerate(datasets):
             self._points[lane % lanes] = PartPoint(state=of_dataset)
         self._known = dict(self._points)
-        self._notes: dict[int, PartPoint] = {}
+        self._notes: dict[int, tuple[int, PartPoint]] = {}
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
+        self._begin()
         while self._coming <= seq and not self._ended:
             try:
                 found = next(self._items)
@@ -170,9 +105,15 @@ class SamplerReading:
             checksum, _ = self._marks[number]
             self._marks[self._drawn] = zlib.crc32(bytes_of([found]), checksum), self._own_state()
             if number not in self._ahead:
-                self._planned[self._coming] = number, found
+                turn, lane = divmod(self._coming - self.first, self._lanes)
+                self._planned[self._coming] = _Planned(number, found, (self.first + lane) % self._lanes, turn)
                 self._coming += 1
-        return self._planned[seq][1:] if seq in self._planned else None
+        return (self._planned[seq].item,) if seq in self._planned else None
+
+    def _begin(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._items = self._start.first(self._items)
 
     def _own_state(self) -> Any:
         stateful = self._start.stateful
@@ -184,13 +125,15 @@ class SamplerReading:
         """Which state a worker's dataset must have before a batch; None if it keeps none."""
         if not self._keeps_state:
             return None
-        lane = seq % self._lanes
-        return PartBatch(self._number, self._number, lane, (seq - self.first) // self._lanes, self._known[lane])
+        planned = self._planned[seq]
+        return PartBatch(self._number, self._number, planned.lane, planned.turn, self._known[planned.lane])
 
-    def note(self, result: Result) -> None:
+    def note(self, seq: int, result: Result) -> None:
         """A batch has come back, with the state of its worker's dataset."""
         if result.point is not None:
-            self._notes[result.seq] = self._known[result.seq % self._lanes] = result.point
+            lane = self._planned[seq].lane
+            self._notes[seq] = lane, result.point
+            self._known[lane] = result.point
 
     def primed(self, state: Any) -> None:
         """The state of the dataset in this process, before the first batch."""
@@ -199,14 +142,14 @@ class SamplerReading:
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
         """What is kept of batches in flight, by their numbers."""
-        return (self._planned,)
+        return self._planned, self._notes
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again."""
         for seq in [one for one in self._planned if one < delivered - 1]:
-            self._ahead.add(self._planned.pop(seq)[0])
+            self._ahead.add(self._planned.pop(seq).number)
             if seq in self._notes:
-                self._points[seq % self._lanes] = self._notes.pop(seq)
+                lane, self._points[lane] = self._notes.pop(seq)
         self._low = _advanced(self._low, self._ahead)
         for number in [one for one in self._marks if one < self._low]:
             del self._marks[number]
@@ -216,8 +159,12 @@ class SamplerReading:
         return delivered
 
     def state_after(self, delivered: int, finished: bool) -> dict[str, Any]:
-        """Where the sampler and the workers' datasets are after so many batches; ``finished``: the end was seen."""
-        ahead = self._ahead | {number for seq, (number, _) in self._planned.items() if seq < delivered}
+        """Where the sampler and the workers' datasets are after so many batches; ``finished``: the end was seen.
+
+        If nothing was drawn yet, the sampler draws now: the state says what comes.
+        """
+        self._begin()
+        ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
         low = _advanced(self._low, ahead)
         checksum, own = self._marks[low]
         state = {**self._start.state, "yielded": low, "checksum": checksum}
@@ -228,15 +175,17 @@ class SamplerReading:
             state["ahead"] = sorted(ahead)
         if finished:
             own = self._own_state()
-            if self._start.shuffle is not None:
-                state["shuffle"] = self._start.shuffle.begin_state()
+            state.update(self._start.end_state())
+        elif own is not None and self._start.stateful is not None and low == self._drawn > 0:
+            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
+            state["over"] = self.batch(delivered) is None
         if own is not None:
             state["state"] = own
         if self._keeps_state:
             points = dict(self._points)
             for seq in sorted(self._notes):
                 if seq < delivered:
-                    points[seq % self._lanes] = self._notes[seq]
+                    lane, points[lane] = self._notes[seq]
             state["datasets"] = [copy.deepcopy(point.state) for point in points.values()]
         return state
 
@@ -280,13 +229,15 @@ class LanePlan:
         indices = found[0] if self._batched else found
         if not isinstance(indices, list | tuple):
             indices = list(indices)
+        part = self._reading.part(seq)
         # In any order a batch goes to the worker that has the least to do.
-        lane = None if self._reading.any_order and self._reading.part(seq) is None else seq % self._lanes
-        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, self._reading.part(seq))
+        lane: int | None = None if self._reading.any_order else seq % self._lanes
+        lane = lane if part is None else part.number
+        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, part)
 
     def note(self, result: Result, seq: int) -> Result:
         """A batch has come back."""
-        self._reading.note(result)
+        self._reading.note(seq, result)
         return result
 
     def is_given_up(self, task: Task) -> bool:

@@ -55,8 +55,9 @@ class ShuffleSampler(RandomSampler):
         if self.seed is None:
             self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
         generator = torch.Generator()
-        number = self.seed if self.epoch == 0 else derive_key(self.seed, "shuffle", self.epoch) >> 65
-        generator.manual_seed(number)
+        # torch takes no other numbers for a seed.
+        is_torchs = self.epoch == 0 and -(1 << 63) <= self.seed < 1 << 64
+        generator.manual_seed(self.seed if is_torchs else derive_key(self.seed, "shuffle", self.epoch) >> 65)
         self.epoch += 1
         yield from torch.randperm(len(self.data_source), generator=generator).tolist()
 

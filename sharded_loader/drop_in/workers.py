@@ -19,6 +19,8 @@ from sharded_loader.pools.threads import ThreadPool
 
 def make_pool(loader: Any) -> Pool:
     if loader.num_workers == 0:
+        if loader.timeout:
+            raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
         return InlinePool()
     timeout = loader.timeout or None
     if loader.thread_pool:
@@ -40,29 +42,41 @@ class Worker:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.pid: int = handle.pid
+        self._exitcode: int | None = None
 
     def is_alive(self) -> bool:
         """Whether it runs."""
-        return bool(self._handle.is_alive())
+        return self._handle is not None and bool(self._handle.is_alive())
+
+    def let_go(self) -> None:
+        """The loader has ended it. Its handle holds shared memory, so it is not kept."""
+        if self._handle is not None:
+            self._exitcode, self._handle = _exitcode_of(self._handle), None
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end."""
-        self._handle.wait(timeout)
+        if self._handle is not None:
+            self._handle.wait(timeout)
 
     @property
     def exitcode(self) -> int | None:
-        """How it has ended; None if it has not."""
-        if self.is_alive():
-            return None
-        code: int | None = self._handle.exitcode
-        # Of a forked worker that was not killed nobody keeps the exit code: it has ended by itself, as it was told.
-        return 0 if code is None and not self._handle.was_killed else code
+        """How it has ended; None if it has not, or if the loader has not noticed its end yet."""
+        if self.is_alive() or self._handle is None:
+            return self._exitcode
+        return _exitcode_of(self._handle)
 
     def terminate(self) -> None:
         """End it."""
-        self._handle.kill()
+        if self._handle is not None:
+            self._handle.kill()
 
     kill = terminate
+
+
+def _exitcode_of(handle: Any) -> int | None:
+    code: int | None = handle.exitcode
+    # Of a forked worker that was not killed nobody keeps the exit code: it has ended by itself, as it was told.
+    return 0 if code is None and not handle.was_killed else code
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:

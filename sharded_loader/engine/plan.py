@@ -281,7 +281,8 @@ class Run:
         is_ahead: its epoch has not begun; it is read while the one before it is consumed.
         next: the run that is read ahead behind this one.
         any_order: a batch that is finished is handed out before one that is not.
-        moved: where the results of batches that have changed places belong, by their own numbers.
+        moved: where the results of batches that have changed places belong, by their own numbers. Those that have
+            come are not in it.
     """
 
     number: int
@@ -321,7 +322,8 @@ class Run:
             # Those it overtakes keep their order: batches of one part must.
             for one, (origin, task, result) in zip(between, [contents[-1], *contents[:-1]], strict=True):
                 one.task, one.result = task, result
-                self.moved[origin] = one.seq
+                if result is None:
+                    self.moved[origin] = one.seq
 
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""

@@ -289,6 +289,8 @@ class StreamReader(Reader):
             self._seed_globals(0 if self._stream.endless else epoch, position)
 
     def _part_seed(self, part: int, epoch: int) -> int:
+        if self._job.base_seed is not None:
+            return self._job.base_seed + part
         epoch = 0 if self._stream.endless else epoch
         return derive_key(self._job.seed, "part", epoch, part) & 0x7FFFFFFFFFFFFFFF
 

@@ -1,0 +1,187 @@
+"""How a sampler of the user's is started: at its beginning, at the beginning of a later epoch, or in the middle of one.
+
+    SamplerStart(sampler, state, finished)     loads what a state says of the epoch's end
+    begin() or items()                         the sampler's items, from its beginning or from where the state was taken
+    state, own, end_state()                    what decides the order of this epoch, and of those after it
+
+Nothing of the sampler is a function of (seed, epoch) here: it draws from the generators that it draws from under torch.
+So those generators are noted before it is started, and put back for the start if a state is loaded. Items up to the
+state are passed over; a checksum says whether they are the same ones. A sampler with ``state_dict`` is loaded instead.
+
+What can go wrong: other items than before the state was saved (ValueError).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.engine.parts import is_stateful
+from sharded_loader.sampling.base import nested
+from sharded_loader.sampling.foreign import bytes_of, rank_of
+
+_PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
+"""Samplers whose order is always the same."""
+
+
+def generator_state(generator: torch.Generator) -> str:
+    """The state of a generator as text, for a state that may become JSON."""
+    return bytes(generator.get_state().numpy()).hex()
+
+
+def set_generator(generator: torch.Generator, state: str) -> None:
+    """Give a generator a state that `generator_state` has returned."""
+    generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+
+
+class SamplerStart:
+    """Starts a sampler.
+
+    What it draws from is noted at two moments: when it is asked for its iterator, and when that is asked for its first
+    item. Samplers of torch draw at the second one. In between, the loader may draw the seed of its workers.
+
+    Args:
+        sampler: the user's: of batches, or of single indices.
+        state: what `SamplerReading.state_after` has returned; None: at its beginning.
+        finished: the state was taken at the end of its epoch, and the next one begins.
+
+    Attributes:
+        state: what decides the order of this epoch.
+        own: the sampler's own state at the beginning of this epoch; None if it has none.
+    """
+
+    def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool) -> None:
+        self.sampler = sampler
+        self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
+        plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
+        self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
+        self._draws = not plain and self.stateful is None
+        found = [getattr(one, "generator", None) for one in nested(sampler) if one is not self.shuffle]
+        own = {id(one): one for one in found if isinstance(one, torch.Generator)}
+        self._sources = [torch.default_generator, *own.values()]
+        self._from = None if finished else state
+        self.state: dict[str, Any] = {}
+        self.own: Any = None
+        if state is not None and finished:
+            self._load_end(state)
+        elif state is not None:
+            self.state = {name: value for name, value in state.items() if name in ("shuffle", "rng")}
+            self.own = state.get("state")
+        self._note()
+
+    def _load_end(self, state: dict[str, Any]) -> None:
+        if self.shuffle is not None and "shuffle" in state:
+            self.shuffle.load_begin_state(state["shuffle"])
+        if self.stateful is not None and state.get("state") is not None:
+            self._load_between(state["state"])
+        _set_all(self._sources[1:], state.get("generators", ()))
+
+    def _load_between(self, own: Any) -> None:
+        """Load a state from between two epochs: asked for an iterator, the sampler begins the next epoch.
+
+        It may be a state of the end. Some samplers, asked for an iterator then, first go on there, which is nothing.
+        """
+        assert self.stateful is not None  # otherwise there is no such state
+        self.stateful.load_state_dict(copy.deepcopy(own))
+        with contextlib.suppress(Exception):
+            if list(itertools.islice(self.stateful, 1)):
+                self.stateful.load_state_dict(copy.deepcopy(own))
+
+    def _note(self) -> None:
+        """Before the sampler is asked for its iterator."""
+        if self._from is None:
+            if self._draws:
+                self.state["rng"] = [list(map(generator_state, self._sources))]
+            if self.stateful is not None:
+                self.own = copy.deepcopy(self.stateful.state_dict())
+
+    def begin(self) -> Iterator[Any]:
+        """The sampler's items, from its beginning."""
+        self._note()
+        return iter(self.sampler)
+
+    def settle(self) -> None:
+        """The loader draws nothing more: the sampler comes next."""
+        if self._from is None and self.shuffle is not None:
+            self.state["shuffle"] = self.shuffle.begin_state()
+
+    def first(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The same items; what the sampler draws for the first one is drawn now."""
+        if self._draws and self._from is None:
+            now = list(map(generator_state, self._sources))
+            self.state["rng"] += [now] if now not in self.state["rng"] else []
+        if is_stateful(items) or not self._draws:
+            return items
+        try:
+            return itertools.chain([next(items)], items)
+        except StopIteration:
+            return iter(())
+        except Exception as error:
+            return _raising(error)
+
+    def end_state(self) -> dict[str, Any]:
+        """What decides the epochs after this one, when it is over."""
+        state: dict[str, Any] = {}
+        if self.shuffle is not None:
+            state["shuffle"] = self.shuffle.begin_state()
+        if self._draws and self._sources[1:]:
+            state["generators"] = list(map(generator_state, self._sources[1:]))
+        return state
+
+    def items(self) -> Iterator[Any]:
+        """The sampler's items from where the state was taken.
+
+        Raises:
+            ValueError: those before it are not the ones of then.
+        """
+        state = self._from
+        assert state is not None  # otherwise `begin`
+        if self.shuffle is not None and "shuffle" in self.state:
+            self.shuffle.load_begin_state(self.state["shuffle"])
+        if self.own is not None and self.stateful is not None:
+            if state["yielded"] and not state.get("over"):
+                self.stateful.load_state_dict(copy.deepcopy(self.own))
+                return iter(self.sampler)
+            self._load_between(self.own)
+            return iter(() if state.get("over") else self.sampler)
+        before, checksum = torch.get_rng_state(), 0
+        noted = self.state.get("rng") if self._draws else None
+        try:
+            _set_all(self._sources, noted[0] if noted else ())
+            items: Any = iter(self.sampler)
+            if self.own is not None and is_stateful(items):
+                items.load_state_dict(copy.deepcopy(self.own))
+                return items  # type: ignore[no-any-return]
+            _set_all(self._sources, noted[-1] if noted else ())
+            items = self.first(items)
+            for _ in range(state["yielded"]):
+                checksum = zlib.crc32(bytes_of([next(items)]), checksum)
+        except StopIteration:
+            checksum = -1
+        finally:
+            torch.set_rng_state(before)
+        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
+            raise ValueError(
+                f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
+                f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
+                f"then, or give it state_dict() and load_state_dict()"
+            )
+        return items  # type: ignore[no-any-return]
+
+
+def _set_all(generators: Iterable[torch.Generator], states: Iterable[str]) -> None:
+    for generator, state in zip(generators, states, strict=False):
+        set_generator(generator, state)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield

@@ -1,0 +1,298 @@
+"""Batches are those of ``default_collate``: values, dtypes, types; and where it raises an error, the same error."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from drop_in_samples import TORCHS, Listed, Pair, assert_same, outcome
+from hypothesis import example, given
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from sharded_loader.batchify import Pad, Stack
+from sharded_loader.batching.tree import TensorBatch
+from sharded_loader.drop_in.collate import Assembled, Collate, OneSample, batchify_fn_of
+from sharded_loader.torch import DataLoader
+
+
+def collated(samples: list[Any]) -> Any:
+    found = Collate().assemble(samples, np.empty)
+    return found.to_torch() if type(found) is TensorBatch else found
+
+
+def assert_as_torchs_function(samples: list[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about arrays that are read-only
+        expected, error = outcome(lambda: default_collate(samples))
+        found, ours = outcome(lambda: collated(samples))
+    if error is None:
+        assert ours is None, ours
+        assert_same(found, expected)
+    else:
+        assert type(ours) is type(error) and str(ours) == str(error), (ours, error)
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+ARRAYS = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "c8", "c16", "g", ">f4", ">i8"]
+ODD_ARRAYS = ["U3", "S3", "O", "M8[s]", "m8[s]", "V4", "i4,f4"]
+
+
+def of_dtype(dtype: torch.dtype) -> list[Any]:
+    return [torch.arange(6).reshape(2, 3).to(dtype), torch.ones(2, 3).to(dtype)]
+
+
+SAMPLES: dict[str, Callable[[], list[Any]]] = {
+    **{str(dtype): (lambda dtype=dtype: of_dtype(dtype)) for dtype in DTYPES},
+    **{f"array {name}": (lambda name=name: [np.ones((2, 3), name), np.zeros((2, 3), name)]) for name in ARRAYS},
+    **{f"array {name}": (lambda name=name: [np.zeros((2, 3), name), np.zeros((2, 3), name)]) for name in ODD_ARRAYS},
+    **{f"scalar {name}": (lambda name=name: [np.dtype(name).type(1), np.dtype(name).type(0)]) for name in ARRAYS},
+    "ints": lambda: [1, -2, 2**40],
+    "int beyond int64": lambda: [1, 2**63],
+    "int far beyond": lambda: [1, 2**70],
+    "int below int64": lambda: [1, -(2**63) - 1],
+    "floats": lambda: [1.5, float("nan"), float("inf")],
+    "bools": lambda: [True, False],
+    "int then float": lambda: [1, 2.5],
+    "float then int": lambda: [2.5, 1],
+    "bool then int": lambda: [True, 2],
+    "int then bool": lambda: [2, True],
+    "complex": lambda: [1j, 2j],
+    "strings": lambda: ["a", "b"],
+    "bytes": lambda: [b"a", b"b"],
+    "None": lambda: [None, None],
+    "objects": lambda: [object(), object()],
+    "sets": lambda: [{1}, {2}],
+    "tuples": lambda: [(np.ones(2), 1), (np.zeros(2), 2)],
+    "tuples of one": lambda: [(1,), (2,)],
+    "empty tuples": lambda: [(), ()],
+    "empty lists": lambda: [[], []],
+    "lists": lambda: [[1, 2.5], [3, 4.5]],
+    "tuple and list": lambda: [(1, 2), [3, 4]],
+    "list and tuple": lambda: [[1, 2], (3, 4)],
+    "ragged tuples": lambda: [(1, 2), (3,)],
+    "ragged lists": lambda: [[1], [2, 3]],
+    "dicts": lambda: [{"a": np.ones(2), "b": 1}, {"a": np.zeros(2), "b": 2}],
+    "dicts in another order": lambda: [{"a": 1, "b": 2}, {"b": 3, "a": 4}],
+    "dict without a key": lambda: [{"a": 1, "b": 2}, {"a": 3}],
+    "dict with one more": lambda: [{"a": 1}, {"a": 3, "b": 2}],
+    "empty dicts": lambda: [{}, {}],
+    "ordered": lambda: [OrderedDict(a=1, b=2.0), OrderedDict(a=3, b=4.0)],
+    "defaultdicts": lambda: [defaultdict(list, a=1), defaultdict(list, a=2)],
+    "named": lambda: [Pair(np.ones(2), 1), Pair(np.zeros(2), 2)],
+    "nested": lambda: [{"a": (np.ones(2), [1, "x"]), "b": Pair(torch.ones(1), {"c": 2.5})}] * 2,
+    "tuple with a string": lambda: [(np.ones(2), "a"), (np.zeros(2), "b")],
+    "tuple with None": lambda: [(1, None), (2, None)],
+    "tuple with a tuple": lambda: [(1, (2, 3)), (4, (5, 6))],
+    "one array twice": lambda: [(x := np.ones(2), x), (x, x)],
+    "one tensor twice": lambda: [(x := torch.ones(2), x), (x, x)],
+    "ragged arrays": lambda: [np.ones(2), np.ones(3)],
+    "ragged tensors": lambda: [torch.ones(2), torch.ones(3)],
+    "ragged in a tuple": lambda: [(1, torch.ones(2)), (2, torch.ones(3))],
+    "mixed dtypes of arrays": lambda: [np.ones(2, "f4"), np.ones(2, "f8")],
+    "mixed dtypes of tensors": lambda: [torch.ones(2), torch.ones(2, dtype=torch.int64)],
+    "tensor and array": lambda: [torch.ones(2), np.ones(2, "f4")],
+    "array and tensor": lambda: [np.ones(2, "f4"), torch.ones(2)],
+    "array and number": lambda: [np.ones(()), 1.0],
+    "number and array": lambda: [1.0, np.ones(())],
+    "arrays without a dimension": lambda: [np.array(1.5), np.array(2.5)],
+    "tensors without a dimension": lambda: [torch.tensor(1), torch.tensor(2)],
+    "arrays without elements": lambda: [np.zeros((0, 3)), np.zeros((0, 3))],
+    "tensors without elements": lambda: [torch.zeros(0, 3), torch.zeros(0, 3)],
+    "transposed": lambda: [np.arange(6.0).reshape(2, 3).T, np.ones((3, 2))],
+    "transposed tensors": lambda: [torch.arange(6.0).reshape(2, 3).T, torch.ones(3, 2)],
+    "channels last": lambda: [torch.rand(2, 3, 4).permute(2, 0, 1)] * 2,
+    "every second": lambda: [np.arange(6)[::2], np.arange(3)],
+    "read-only": lambda: [np.broadcast_to(np.float32(1), (2, 3))] * 2,
+    "subclass of arrays": lambda: [np.ones((2, 2)).view(np.matrix)] * 2,
+    "memory maps": lambda: [np.ones(2).view(np.memmap)] * 2,
+    "subclass of tensors": lambda: [torch.ones(2).as_subclass(Marked)] * 2,
+    "parameters": lambda: [torch.nn.Parameter(torch.ones(2))] * 2,
+    "with gradients": lambda: [torch.ones(2, requires_grad=True)] * 2,
+    "sparse": lambda: [torch.eye(2).to_sparse()] * 2,
+    "conjugated": lambda: [torch.tensor([1j, 2.0]).conj()] * 2,
+    "negated": lambda: [torch.tensor([1j, 2.0]).conj().imag] * 2,
+    "expanded": lambda: [torch.ones(1).expand(3)] * 2,
+    "no samples": list,
+    "one sample": lambda: [np.ones(3)],
+    "ranges": lambda: [range(2), range(2, 4)],
+    "slices": lambda: [slice(1), slice(2)],
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_batch_is_torchs(kind: str) -> None:
+    assert_as_torchs_function(SAMPLES[kind]())
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_field_is_torchs(kind: str) -> None:
+    for other in (7, "text"):
+        assert_as_torchs_function([(other, sample) for sample in SAMPLES[kind]()])
+        assert_as_torchs_function([[sample, other] for sample in SAMPLES[kind]()])
+        assert_as_torchs_function([{"a": sample, "b": other} for sample in SAMPLES[kind]()])
+
+
+numbers = st.one_of(
+    st.integers(-(2**64), 2**64), st.floats(width=64), st.booleans(), st.complex_numbers(max_magnitude=9)
+)
+shapes = st.sampled_from([(), (1,), (2,), (0,), (2, 3), (3, 2), (2, 0)])
+arrays = st.builds(
+    lambda shape, dtype, begin: np.arange(begin, begin + int(np.prod(shape))).reshape(shape).astype(dtype),
+    shapes,
+    st.sampled_from([name for name in ARRAYS if name[0] != ">"]),
+    st.integers(0, 5),
+)
+tensors = st.builds(
+    lambda shape, dtype: torch.ones(shape).to(dtype), shapes, st.sampled_from([*DTYPES, torch.float32, torch.int64])
+)
+texts = st.one_of(st.text(max_size=3), st.binary(max_size=3), st.none())
+leaves = st.one_of(numbers, arrays, tensors, texts, st.builds(np.float32, st.integers(0, 9)))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner),
+        st.tuples(inner, inner),
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=5,
+)
+
+
+def alike(sample: Any) -> st.SearchStrategy[Any]:
+    """Samples that are mostly of one kind, as those of a dataset are."""
+    return st.lists(st.sampled_from([sample, sample, sample]) | st.just(sample), min_size=1, max_size=4)
+
+
+@given(st.lists(trees, min_size=1, max_size=4))
+@example([np.float32(1), 2.0])
+def test_any_batch_is_torchs(samples: list[Any]) -> None:
+    assert_as_torchs_function(samples)
+
+
+@given(trees.flatmap(alike))
+def test_any_batch_of_one_kind_is_torchs(samples: list[Any]) -> None:
+    assert_as_torchs_function(samples)
+
+
+@given(st.sampled_from([arrays, tensors, numbers]).flatmap(lambda kind: st.lists(kind, min_size=1, max_size=4)))
+def test_any_column_is_torchs(samples: list[Any]) -> None:
+    assert_as_torchs_function(samples)
+    assert_as_torchs_function([(sample, 1) for sample in samples])
+
+
+# -- through workers ----------------------------------------------------------------------------------------
+
+
+HERE_ONLY = ("objects", "no samples", "sparse")
+
+
+THROUGH_A_PIPE = [kind for kind in SAMPLES if kind not in HERE_ONLY]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if n % 6 == 0 else pytest.mark.slow) for n, k in enumerate(THROUGH_A_PIPE)]
+)
+@pytest.mark.parametrize("in_tuples", [False, True])
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples: bool) -> None:
+    samples = SAMPLES[kind]()
+    if in_tuples:
+        samples = [(1, sample) for sample in samples]
+    expected, error = outcome(lambda: list(TORCHS(Listed(samples), len(samples))))
+    found, ours = outcome(lambda: list(DataLoader(Listed(samples), len(samples), num_workers=1)))
+    assert type(ours) is type(error), (ours, error)
+    if error is None:
+        assert_same(found, expected)
+
+
+# -- functions of the user's --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def added_type() -> Iterator[None]:
+    default_collate_fn_map[Marked] = lambda batch, *, collate_fn_map=None: "marked"
+    yield
+    del default_collate_fn_map[Marked]
+
+
+@pytest.mark.usefixtures("added_type")
+def test_a_type_that_was_added_to_torchs_table_is_collated_by_it() -> None:
+    samples = [torch.ones(2).as_subclass(Marked)] * 2
+    assert collated(samples) == "marked"
+    assert_as_torchs_function([(1, torch.ones(2))] * 2)
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, int, float, torch.Tensor, str])
+def test_a_type_that_was_changed_in_torchs_table_is_collated_by_it(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map=None: ["own", *batch])
+    sample = {np.ndarray: np.ones(2), int: 1, float: 2.5, torch.Tensor: torch.ones(2), str: "a"}[kind]
+    for samples in ([sample, sample], [(sample, 0.5), (sample, 0.5)]):
+        assert_same(collated(samples), default_collate(samples))
+    loader = DataLoader(Listed([sample, sample]), 2)
+    assert_same(next(iter(loader)), default_collate([sample, sample]))
+
+
+def test_bool_that_was_added_to_torchs_table_is_collated_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, bool, lambda batch, *, collate_fn_map=None: "bools")
+    assert collated([True, False]) == "bools"
+
+
+def test_the_memory_comes_from_who_asks() -> None:
+    given: list[Any] = []
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    batch = Collate().assemble([(np.ones(2), torch.ones(3), 1)] * 2, empty)
+    assert type(batch) is TensorBatch
+    assert [array.shape for array in given] == [(2, 2), (2, 3)]
+
+
+def test_a_batchify_function_of_this_library_gives_tensors() -> None:
+    samples = [np.ones(2), np.ones(3)]
+    found = Assembled(Pad(-1)).assemble(samples, np.empty)
+    assert type(found) is TensorBatch
+    assert_same(list(DataLoader(Listed(samples), 2, collate_fn=Pad(-1))), [found.to_torch()])
+    assert_same(Assembled(Stack())(samples[:1]), torch.ones(1, 2, dtype=torch.float64))
+
+
+def test_which_function_makes_batches() -> None:
+    def own(samples: Any) -> Any:
+        return samples
+
+    assert type(batchify_fn_of(default_collate, batched=True)) is Collate
+    assert type(batchify_fn_of(default_collate, batched=False)) is OneSample
+    assert type(batchify_fn_of(Stack(), batched=True)) is Assembled
+    assert batchify_fn_of(own, batched=True) is own
+    assert batchify_fn_of(own, batched=False)([5]) == 5

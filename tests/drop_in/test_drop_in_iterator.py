@@ -1,0 +1,359 @@
+"""Epochs of the drop-in: no worker before the first batch, none after the last; and this library's own arguments."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import METHODS, SPAWNED, _processes, here, remains
+from drop_in_samples import Shared, Squares, Uneven, assert_same, flat, plain
+from samples import Bad, Boom, Draws, boom
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from sharded_loader.drop_in.iterator import AsCollated, LoaderIterator
+from sharded_loader.torch import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+# -- workers come and go ------------------------------------------------------------------------------------
+
+
+@METHODS
+def test_no_worker_starts_before_the_first_batch_and_none_is_left_after_the_last(method: str) -> None:
+    before = here()
+    loader = DataLoader(range(8), 2, num_workers=2, start_method=method)
+    batches = iter(loader)
+    assert not _processes()
+    next(batches)
+    assert [worker.is_alive() for worker in batches._workers] == [True, True]
+    assert flat(batches) == [2, 3, 4, 5, 6, 7]
+    until_nothing_remains(before)
+    assert next(batches, None) is None
+
+
+def until_nothing_remains(before: Any) -> None:
+    deadline = time.monotonic() + 20
+    while left := remains(*before):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+@METHODS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_nothing_is_left_of_an_iterator_that_is_dropped(method: str, persistent: bool) -> None:
+    before = here()
+    loader = DataLoader(range(40), 2, num_workers=2, persistent_workers=persistent, start_method=method)
+    batches = iter(loader)
+    next(batches)
+    del batches
+    for _ in loader:
+        break
+    del loader
+    gc.collect()
+    until_nothing_remains(before)
+
+
+def test_nothing_is_left_after_a_break_though_the_loader_lives() -> None:
+    before = here()
+    loader = DataLoader(range(40), 2, num_workers=2)
+    for _ in loader:
+        break
+    gc.collect()
+    until_nothing_remains(before)
+    assert flat(loader) == list(range(40))
+
+
+@pytest.mark.parametrize("dataset", [Bad(boom), Shared()], ids=["dataset", "loop"])
+def test_nothing_is_left_after_an_error(dataset: Any) -> None:
+    before = here()
+
+    def train() -> None:
+        for _ in DataLoader(dataset, 4, num_workers=2):
+            if isinstance(dataset, Shared):
+                raise Boom("loop", 1)
+
+    with pytest.raises(Boom):
+        train()
+    gc.collect()
+    until_nothing_remains(before)
+
+
+def test_nothing_is_left_if_no_worker_can_start() -> None:
+    before = here()
+    loader = DataLoader(range(4), num_workers=2, worker_init_fn=lambda number: boom())
+    for _ in range(2):
+        with pytest.raises(Boom):
+            next(iter(loader))
+    gc.collect()
+    until_nothing_remains(before)
+
+
+def test_two_iterators_of_one_loader_have_their_own_workers() -> None:
+    loader = DataLoader(range(12), 2, num_workers=1)
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert [one for one, _ in pairs] == [other for _, other in pairs] == plain(loader)
+
+
+def test_a_temporary_loader_lives_as_long_as_its_loop() -> None:
+    assert flat(iter(DataLoader(range(6), 2, num_workers=1))) == list(range(6))
+
+
+@pytest.mark.parametrize("dataset", [range(12), Shared(12)], ids=["map-style", "iterable"])
+def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) -> None:
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=True)
+    expected = plain(loader)
+    for count in (1, 3):
+        batches = iter(loader)
+        assert [next(batches).tolist() for _ in range(count)] == expected[:count]
+    assert plain(loader) == expected
+
+
+def test_an_iterator_cannot_be_pickled_as_torchs_cannot() -> None:
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(iter(DataLoader(range(3))))
+
+
+def test_an_iterator_has_the_length_of_the_sampler() -> None:
+    batches = iter(DataLoader(range(7), 2))
+    assert isinstance(batches, LoaderIterator) and len(batches) == 4
+    next(batches)
+    assert len(batches) == 4
+
+
+def send(loader: Any, to: Any) -> None:
+    to.send([batch.tolist() for batch in loader])
+
+
+@SPAWNED
+@pytest.mark.slow
+def test_a_loader_is_sent_to_another_process_and_reads_there(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    loader = DataLoader(Uneven(), 2, num_workers=2)
+    expected = plain(loader)
+    here_, there = context.Pipe()
+    process = context.Process(target=send, args=(loader, there))
+    process.start()
+    assert here_.poll(100)
+    assert here_.recv() == expected
+    process.join()
+    assert process.exitcode == 0
+    process.close(), here_.close(), there.close()
+
+
+# -- how far is read ----------------------------------------------------------------------------------------
+
+
+class Watched(Sampler[int]):
+    """Counts how far it is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(60):
+            self.read += 1
+            yield index
+
+    def __len__(self) -> int:
+        return 60
+
+
+@pytest.mark.parametrize("factor", [1, 2, 5])
+def test_prefetch_factor_bounds_how_far_the_sampler_is_read(factor: int) -> None:
+    sampler = Watched()
+    loader = DataLoader(range(60), 3, sampler=sampler, num_workers=2, prefetch_factor=factor)
+    assert loader.prefetch_factor == factor
+    for count, _ in enumerate(loader, 1):
+        assert sampler.read <= 3 * (count + 2 * factor)
+        if count == 4:
+            break
+
+
+def test_without_workers_nothing_is_read_ahead() -> None:
+    sampler = Watched()
+    for count, _ in enumerate(DataLoader(range(60), 3, sampler=sampler), 1):
+        assert sampler.read <= 3 * (count + 1)
+
+
+class Waits(Dataset[int]):
+    """Sample 0 waits until the path is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        while index == 0 and not self.path.exists():
+            time.sleep(0.001)
+        return index
+
+
+class WaitingParts(IterableDataset[int]):
+    """The first part waits until the path is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        while info.id == 0 and not self.path.exists():
+            time.sleep(0.001)
+        yield from range(info.id * 8, info.id * 8 + 8)
+
+
+@METHODS
+@pytest.mark.parametrize("kind", [Waits, WaitingParts])
+def test_in_any_order_finished_batches_come_first_and_each_comes_once(method: str, kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "go"
+    batches = iter(DataLoader(kind(path), 2, num_workers=2, in_order=False, start_method=method))
+    first = [next(batches).tolist() for _ in range(2)]
+    assert not path.exists() and 0 not in sum(first, [])
+    path.touch()
+    assert sorted(sum(first, []) + flat(batches)) == list(range(16))
+
+
+@pytest.mark.slow
+def test_in_any_order_a_killed_worker_loses_nothing() -> None:
+    for dataset in (range(200), Shared(200)):
+        batches = iter(DataLoader(dataset, 2, num_workers=2, in_order=False))
+        found = [next(batches).tolist() for _ in range(5)]
+        batches._workers[0].kill()
+        assert sorted(sum(found, []) + flat(batches)) == list(range(200))
+        batches = None
+
+
+# -- this library's own arguments ---------------------------------------------------------------------------
+
+
+def numbers_of(**given: Any) -> Any:
+    loader = DataLoader(Draws(), 4, shuffle=True, **given)
+    return [[[part.tolist() for part in batch] for batch in loader] for _ in range(2)]
+
+
+@METHODS
+def test_with_a_seed_nothing_depends_on_the_workers(method: str) -> None:
+    torch.manual_seed(1)
+    expected = numbers_of(seed=11)
+    torch.manual_seed(2)
+    assert numbers_of(seed=11, num_workers=1, start_method=method) == expected
+    assert numbers_of(seed=11, num_workers=2, start_method=method, persistent_workers=True) == expected
+    assert numbers_of(seed=11, num_workers=2, thread_pool=True) == expected
+    assert numbers_of(seed=12) != expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_a_seed_an_epoch_is_the_one_that_is_set(workers: int) -> None:
+    loader = DataLoader(range(30), 4, shuffle=True, seed=3, num_workers=workers)
+    epochs = [plain(loader) for _ in range(3)]
+    loader.sampler.set_epoch(1)
+    assert [plain(loader) for _ in range(2)] == epochs[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_error_leaves_samples_out_or_replaces_them(workers: int) -> None:
+    def read(on_error: Any) -> list[int]:
+        return flat(DataLoader(Bad(boom), 4, num_workers=workers, on_error=on_error))
+
+    assert read("skip") == [index for index in range(20) if index != 7]
+    assert read(lambda failed: -failed.index) == [-7 if index == 7 else index for index in range(20)]
+    assert len(read("replace")) == 20
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_in_shards(workers: int) -> None:
+    loader = DataLoader(range(10), 5, num_workers=workers, num_shards=2)
+    assert [[shard.tolist() for shard in shards] for shards in loader] == [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]]]
+    loader = DataLoader(range(4), 4, num_workers=workers, devices=["cpu", "cpu"])
+    assert [[shard.tolist() for shard in shards] for shards in loader] == [[[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("given", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"max_bytes": 1 << 20}], ids=str)
+def test_batches_on_the_host_are_the_same(workers: int, given: dict[str, Any]) -> None:
+    assert_same(list(DataLoader(Squares(), 4, num_workers=workers, **given)), list(DataLoader(Squares(), 4)))
+
+
+def test_threads_read_one_dataset_object() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.lock, self.threads = threading.Lock(), set[str]()
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            with self.lock:
+                self.threads.add(threading.current_thread().name)
+            return index
+
+    dataset = Counts()
+    assert flat(DataLoader(dataset, 2, num_workers=2, thread_pool=True)) == list(range(12))
+    assert dataset.threads and threading.current_thread().name not in dataset.threads
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_with_streams_the_order_does_not_depend_on_the_workers(workers: int) -> None:
+    expected = [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8]]
+    assert plain(DataLoader(Shared(11), 2, num_workers=workers, streams=3)) == expected
+
+
+def test_snapshot_every_n_steps_changes_nothing() -> None:
+    loader = DataLoader(range(8), 2, snapshot_every_n_steps=3)
+    next(iter(loader))
+    other = DataLoader(range(8), 2)
+    other.load_state_dict(loader.state_dict())
+    assert flat(other) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_batch_that_a_loop_keeps_is_not_written_over() -> None:
+    loader = DataLoader(Squares(40), 4, num_workers=2)
+    kept = list(loader)
+    assert_same(kept, list(DataLoader(Squares(40), 4)))
+
+
+def test_large_batches_lie_in_memory_that_is_used_again_once_they_are_gone() -> None:
+    class Large:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full(200_000, index, np.float32)
+
+    for number, batch in enumerate(DataLoader(Large(), 2, num_workers=1)):
+        assert batch.shape == (2, 200_000)
+        assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
+        batch += 1  # it belongs to the loop
+
+
+def test_a_batch_is_left_as_it_was_collated() -> None:
+    placement = AsCollated(None)
+    batch = {"array": np.ones(2), "tensor": torch.ones(2)}
+    assert placement.place(batch, False) is batch
+    assert placement.place([batch], True)[0] is batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_an_own_collate_fn_returns_comes_as_it_is(workers: int) -> None:
+    def collate(samples: list[int]) -> Any:
+        return {"numpy": np.array(samples), "own": samples, "none": None, "text": "x"}
+
+    found = next(iter(DataLoader(range(4), 2, collate_fn=collate, num_workers=workers)))
+    assert_same(found, {"numpy": np.array([0, 1]), "own": [0, 1], "none": None, "text": "x"})
+
+
+def test_a_batch_without_a_good_sample_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="batch 7 was left out"):
+        assert flat(DataLoader(Bad(boom), 1, on_error="skip")) == [index for index in range(20) if index != 7]

@@ -1,0 +1,311 @@
+"""``state_dict`` and ``load_state_dict``: exact from any place, into any number of workers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import METHODS, covering
+from drop_in_samples import (
+    Changing,
+    Counting,
+    Resets,
+    Seeds,
+    Shared,
+    StatefulItems,
+    StatefulStream,
+    Uneven,
+    assert_resumes,
+    flat,
+    plain,
+    some,
+)
+from torch.utils.data import IterableDataset, RandomSampler
+
+from sharded_loader.drop_in.place import next_epoch
+from sharded_loader.engine.stream import PartPoint
+from sharded_loader.engine.stream_state import StreamPosition
+from sharded_loader.torch import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+MADE: dict[str, Callable[[], dict[str, Any]]] = {
+    "in turn": lambda: {"dataset": range(17)},
+    "shuffle": lambda: {"dataset": range(17), "shuffle": True},
+    "generator": lambda: {"dataset": range(17), "shuffle": True, "generator": torch.Generator().manual_seed(4)},
+    "random": lambda: {"dataset": range(17), "sampler": RandomSampler(range(17))},
+    "stateful sampler": lambda: {"dataset": range(17), "sampler": Resets()},
+    "stateful dataset": lambda: {"dataset": Counting(), "shuffle": True},
+    "stream": lambda: {"dataset": Shared()},
+    "uneven stream": lambda: {"dataset": Uneven()},
+    "stateful stream": lambda: {"dataset": StatefulStream()},
+    "stateful items": lambda: {"dataset": StatefulItems()},
+}
+OF_ONE_NUMBER = ("stateful dataset",)
+"""Each worker has a state: another number of workers has no use for it."""
+STREAMS = [kind for kind in MADE if "stream" in kind or "items" in kind]
+
+
+@covering(kind=MADE, count=[0, 1, 2, 4, None], before=[0, 1, 2])
+def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: int) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
+
+    assert_resumes(make, saved=0, loaded=0, before=before, count=count)
+
+
+@covering(kind=MADE, count=[0, 1, 3, None], before=[0, 1], persistent=[False, True], strength=1)
+def test_a_state_goes_on_with_workers(kind: str, count: int | None, before: int, persistent: bool) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=persistent, **MADE[kind]())
+
+    assert_resumes(make, saved=2, loaded=2, before=before, count=count)
+
+
+@covering(kind=[kind for kind in MADE if kind not in OF_ONE_NUMBER], saved=range(5), loaded=range(5), strength=1)
+def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
+
+    # A later epoch of iterable data has a part for each worker again, as in torch.
+    epochs = 0 if kind in STREAMS and max(1, saved) != max(1, loaded) else 2
+    count = (0, 3, None if epochs else 4)[(saved + loaded) % 3]
+    assert_resumes(make, saved=saved, loaded=loaded, before=0, count=count, epochs=epochs)
+
+
+@METHODS
+@pytest.mark.parametrize("kind", ["random", "stateful dataset", "stateful stream"])
+def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(batch_size=3, num_workers=workers, start_method=method, **MADE[kind]())
+
+    assert_resumes(make, saved=2, loaded=2, before=1, count=2, epochs=1)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str, workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=workers > 0, **MADE[kind]())
+
+    torch.manual_seed(1)
+    loader = make()
+    expected = [plain(loader) for _ in range(2)]
+    torch.manual_seed(1)
+    loader, found, epoch = make(), [], list[Any]()
+    while len(found) < 2:
+        batch = next(iter(loader), None)
+        if batch is None:
+            found.append(epoch)
+            epoch = []
+        else:
+            epoch.append(batch.tolist())
+        state, generator = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+        loader = make()
+        loader.load_state_dict(state)
+        torch.set_rng_state(generator)
+    assert found == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
+    if persistent and not workers:
+        return
+    loader = DataLoader(range(20), 2, shuffle=True, num_workers=workers, persistent_workers=persistent, seed=3)
+    expected = plain(loader)
+    loader.sampler.set_epoch(0)
+    for number, _ in enumerate(loader):
+        if number == 3:
+            break
+    gc.collect()
+    state = loader.state_dict()
+    assert state["_num_yielded"] == 4 and not state["_iterator_finished"]
+    other = DataLoader(range(20), 2, shuffle=True, seed=3)
+    other.load_state_dict(state)
+    assert plain(other) == expected[4:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [range(24), Shared(24)], ids=["map-style", "iterable"])
+def test_batches_in_any_order_come_once_each_over_a_state(workers: int, dataset: Any) -> None:
+    for count in (1, 3, 7):
+        loader = DataLoader(dataset, 2, num_workers=workers, in_order=False)
+        batches = iter(loader)
+        before = some(batches, count)
+        state = json.loads(json.dumps(loader.state_dict()))
+        for loaded in (0, 2):
+            other = DataLoader(dataset, 2, num_workers=loaded, in_order=False)
+            other.load_state_dict(state)
+            assert sorted(flat(before) + flat(other)) == list(range(24))
+        assert sorted(flat(before) + flat(batches)) == list(range(24))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
+    loader = DataLoader(Seeds(), 2, num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    other = DataLoader(Seeds(), 2, num_workers=workers)
+    other.load_state_dict(state)
+    told = slice(0, 4)  # ids and seeds
+    assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
+
+
+def test_a_state_shows_what_torchdatas_shows() -> None:
+    loader = DataLoader(Counting(), 3)
+    some(iter(loader), 2)
+    state = loader.state_dict()
+    assert (state["_num_yielded"], state["_iterator_finished"]) == (2, False)
+    assert state["dataset_state"] == {"reads": 6}
+    loader = DataLoader(StatefulStream(), 3, num_workers=2)
+    list(loader)
+    state = loader.state_dict()
+    assert state["_iterator_finished"]
+    workers = state["_snapshot"]["_worker_snapshots"]
+    assert [(name, one["worker_id"]) for name, one in workers.items()] == [("worker_0", 0), ("worker_1", 1)]
+    assert workers["worker_0"]["dataset_state"] == {"place": 0, "total": 11}
+    assert workers["worker_0"]["fetcher_state"]["fetcher_ended"]
+
+
+def test_a_state_is_a_copy() -> None:
+    loader = DataLoader(Counting(), 3)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    next(batches)
+    assert state == kept
+    other = DataLoader(Counting(), 3)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    state["_sampler"]["yielded"] = 4
+    assert other.state_dict() == kept
+    next(iter(other))
+    assert kept["_num_yielded"] == 1
+
+
+def test_the_state_that_was_loaded_last_counts() -> None:
+    loader = DataLoader(range(12), 2)
+    states = []
+    for _ in loader:
+        states.append(loader.state_dict())
+    loader.load_state_dict(states[4])
+    loader.load_state_dict(states[1])
+    assert plain(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert flat(loader) == list(range(12))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_goes_on_when_a_state_is_loaded(workers: int) -> None:
+    loader = DataLoader(range(8), 2, num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert flat(batches) == flat(loader) == [2, 3, 4, 5, 6, 7]
+
+
+def test_persistent_workers_of_before_end_when_a_state_is_loaded() -> None:
+    loader = DataLoader(range(8), 2, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    workers = loader._iterator._workers
+    loader.load_state_dict(loader.state_dict())
+    assert loader._iterator is None and not any(worker.is_alive() for worker in workers)
+    assert flat(loader) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_longer_dataset_goes_on() -> None:
+    loader = DataLoader(range(6), 2)
+    next(iter(loader))
+    other = DataLoader(range(9), 2)
+    other.load_state_dict(loader.state_dict())
+    assert flat(other) == [2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_of_other_samples_than_before_is_an_error_that_names_it(workers: int) -> None:
+    class Fresh(IterableDataset[int]):
+        count = itertools.count()
+
+        def __init__(self) -> None:
+            self.number = next(self.count)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100 * self.number, 100 * self.number + 9))
+
+    loader = DataLoader(Fresh(), 2, num_workers=workers)
+    some(iter(loader), 2)
+    other = DataLoader(Fresh(), 2, num_workers=workers)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"part 0 of the dataset, a Fresh, yields other samples"):
+        list(other)
+
+
+# -- states that are none -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [None, 3, [], "state"])
+def test_what_is_no_state_is_a_type_error(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"the state is a \w+; give what state_dict\(\) has returned"):
+        DataLoader(range(3)).load_state_dict(bad)
+
+
+@pytest.mark.parametrize("name", ["_num_yielded", "_iterator_finished", "_base_seed", "_sampler"])
+def test_a_state_without_something_is_a_value_error(name: str) -> None:
+    loader = DataLoader(range(3))
+    state = {key: value for key, value in loader.state_dict().items() if key != name}
+    with pytest.raises(ValueError, match=f"the state has no '{name}'"):
+        loader.load_state_dict(state)
+    assert flat(loader) == [0, 1, 2]
+
+
+def test_a_state_of_the_other_kind_of_dataset_is_a_value_error() -> None:
+    map_style, iterable = DataLoader(range(3)), DataLoader(Shared())
+    with pytest.raises(ValueError, match="the state has no '_stream'"):
+        iterable.load_state_dict(map_style.state_dict())
+    with pytest.raises(ValueError, match="the state has no '_sampler'"):
+        map_style.load_state_dict(iterable.state_dict())
+
+
+def test_a_state_of_another_batch_size_is_an_error() -> None:
+    for dataset in (Shared(), range(17)):
+        loader = DataLoader(dataset, 3)
+        some(iter(loader), 2)
+        other = DataLoader(dataset, 4)
+        other.load_state_dict(loader.state_dict())
+        with pytest.raises(ValueError, match="batch_size was 3, and is 4|yields other indices"):
+            list(other)
+
+
+def test_a_state_of_another_dataset_is_an_error() -> None:
+    loader = DataLoader(Shared(), 3)
+    some(iter(loader), 2)
+    other = DataLoader(Uneven(), 3)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the dataset was a Shared, and is a Uneven"):
+        list(other)
+
+
+def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
+    ended = PartPoint(3, 0, 7, 12, True, ({"total": 7}, None))
+    begun = next_epoch(StreamPosition(0, 3, {0: 3}, {0: ended}))
+    assert (begun.batches, begun.counts) == (0, {0: 0})
+    assert begun.points[0] == PartPoint(state=({"total": 7}, None, "next"))
+    assert next_epoch(StreamPosition(0, 3, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
+
+
+def test_attributes_of_the_dataset_are_no_part_of_a_state() -> None:
+    loader = DataLoader(Changing(), 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.dataset.scale = 5
+    loader.load_state_dict(state)
+    assert flat(loader) == [10, 15, 20, 25]

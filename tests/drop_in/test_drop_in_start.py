@@ -1,0 +1,156 @@
+"""A sampler begins as it does under torch, and goes on from a state: whatever it draws from, wherever it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import covering
+from drop_in_samples import (
+    Backwards,
+    Eager,
+    Resets,
+    StartsOver,
+    StatefulIterators,
+    assert_as_torchs,
+    assert_resumes,
+    plain,
+    some,
+)
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.start import SamplerStart
+from sharded_loader.torch import DataLoader
+
+DATA = range(13)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def of_one_generator() -> dict[str, Any]:
+    generator = seeded()
+    return {"generator": generator, "sampler": RandomSampler(DATA, generator=generator), "batch_size": 3}
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in turn": lambda: {"batch_size": 3},
+    "shuffle": lambda: {"shuffle": True, "batch_size": 3},
+    "shuffle, generator": lambda: {"shuffle": True, "batch_size": 3, "generator": seeded()},
+    "shuffle, seed": lambda: {"shuffle": True, "batch_size": 3, "seed": 4},
+    "shuffle, drop_last": lambda: {"shuffle": True, "batch_size": 3, "drop_last": True},
+    "shuffle, one by one": lambda: {"shuffle": True, "batch_size": None},
+    "backwards": lambda: {"sampler": Backwards(13), "batch_size": 3},
+    "random": lambda: {"sampler": RandomSampler(DATA), "batch_size": 3},
+    "random, own generator": lambda: {"sampler": RandomSampler(DATA, generator=seeded()), "batch_size": 3},
+    "random, one generator": of_one_generator,
+    "replacement": lambda: {"sampler": RandomSampler(DATA, True, 40, generator=seeded()), "batch_size": 3},
+    "more than there are": lambda: {"sampler": RandomSampler(DATA, num_samples=40), "batch_size": 3},
+    "subset": lambda: {"sampler": SubsetRandomSampler([3, 9, 4, 1, 8]), "batch_size": 2},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
+    "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
+    "eager": lambda: {"sampler": Eager(13), "batch_size": 3},
+    "eager batches": lambda: {"batch_sampler": Eager(13, 3)},
+    "eager, one by one": lambda: {"batch_size": None, "sampler": Eager(13)},
+    "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
+    "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
+    "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
+    "stateful iterators": lambda: {"sampler": StatefulIterators(), "batch_size": None},
+}
+TWICE = ("eager batches", "eager, one by one", "stateful iterators")
+"""They draw each time that they are asked for an iterator, and with workers torch asks twice."""
+
+
+@covering(kind=KINDS, workers=[0, 2])
+def test_the_first_epoch_is_torchs(kind: str, workers: int) -> None:
+    if kind != "shuffle, seed":
+        assert_as_torchs(DATA, KINDS[kind], num_workers=workers)
+
+
+@covering(kind=KINDS, count=[0, 1, 3, 5, None], before=[0, 2])
+def test_a_state_goes_on_in_this_process(kind: str, count: int | None, before: int) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(DATA, num_workers=workers, **KINDS[kind]())
+
+    assert_resumes(make, saved=0, loaded=0, before=before, count=count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, 3, None])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(DATA, num_workers=workers, **KINDS[kind]())
+
+    # What is asked for twice draws twice: of these the epoch itself is the same, not those after it.
+    epochs = 0 if kind in TWICE and not (saved and loaded) else 2
+    assert_resumes(make, saved=saved, loaded=loaded, before=1, count=count, epochs=epochs)
+
+
+def test_what_a_loaded_epoch_draws_is_put_back() -> None:
+    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    some(iter(loader), 2)
+    state, before = loader.state_dict(), torch.get_rng_state()
+    loader.load_state_dict(state)
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_order_than_before_is_an_error_that_names_the_sampler() -> None:
+    loader = DataLoader(DATA, 2, sampler=Backwards(13))
+    some(iter(loader), 3)
+    other = DataLoader(DATA, 2, sampler=Backwards(12))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"the sampler, a BatchSampler, yields other indices than the 3 items before"):
+        iter(other)
+
+
+def test_a_sampler_that_is_shorter_than_before_is_the_same_error() -> None:
+    loader = DataLoader(DATA, batch_sampler=[[1], [2], [3], [4]])
+    some(iter(loader), 3)
+    other = DataLoader(DATA, batch_sampler=[[1], [2]])
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the sampler, a list, yields other indices"):
+        iter(other)
+
+
+def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
+    class Fails(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("no order")
+            yield 0
+
+    loader = DataLoader(DATA, 3, sampler=Fails())
+    state = loader.state_dict()
+    with pytest.raises(OSError, match="no order"):
+        next(iter(loader))
+    loader.load_state_dict(state)
+    with pytest.raises(OSError, match="no order"):
+        next(iter(loader))
+
+
+def test_a_state_before_the_first_batch_settles_the_order() -> None:
+    torch.manual_seed(1)
+    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    state = loader.state_dict()
+    torch.manual_seed(2)  # a model is made
+    expected = plain(loader)
+    other = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    other.load_state_dict(state)
+    assert plain(other) == expected
+
+
+def test_only_samplers_that_may_draw_are_noted() -> None:
+    assert "rng" not in SamplerStart(BatchSampler(range(5), 2, False), None, False).state
+    assert "rng" not in SamplerStart([[1], [2]], None, False).state
+    assert "rng" not in SamplerStart(Resets(), None, False).state
+    shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False)
+    shuffled.settle()
+    assert shuffled.state == {"shuffle": {"seed": 4, "epoch": 0}}
+    assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False).state["rng"][0]) == 2

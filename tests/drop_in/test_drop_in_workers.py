@@ -1,0 +1,297 @@
+"""Workers see what torch's workers see. One that dies or hangs loses nothing, or is torch's error."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import METHODS
+from drop_in_samples import TORCHS, Changing, Seeds, Uneven, WhichWorker, assert_same, flat, plain
+from samples import Bad, Boom, boom, exit_, leave, raise_os_error, sigkill, stop
+from torch.utils.data import IterableDataset, get_worker_info
+
+from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
+from sharded_loader.torch import DataLoader
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+class SeedsOfParts(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None and type(info.dataset) is SeedsOfParts
+        for _ in range(4):
+            yield [
+                info.id,
+                info.num_workers,
+                info.seed % 2**32,
+                torch.initial_seed() % 2**32,
+                random.random(),
+                float(np.random.random()),
+            ]
+
+
+# -- what a worker sees -------------------------------------------------------------------------------------
+
+
+@METHODS
+@pytest.mark.parametrize("dataset", [Seeds(), SeedsOfParts()], ids=["map-style", "iterable"])
+def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
+    def epochs(kind: Any, **given: Any) -> list[Any]:
+        loader = kind(dataset, 2, num_workers=2, generator=seeded(), **given)
+        return [list(loader) for _ in range(2)]
+
+    assert_same(epochs(DataLoader, multiprocessing_context=method), epochs(TORCHS))
+    persistent = epochs(DataLoader, multiprocessing_context=method, persistent_workers=True)
+    assert_same(persistent, epochs(TORCHS, persistent_workers=True))
+
+
+def test_seeds_come_from_the_global_generator_where_none_is_given() -> None:
+    epochs = []
+    for kind in (DataLoader, TORCHS):
+        torch.manual_seed(9)
+        epochs.append(list(kind(Seeds(), 2, num_workers=2)))
+    assert_same(*epochs)
+
+
+def test_without_workers_nobody_is_a_worker() -> None:
+    assert_same(list(DataLoader(Seeds(), 3)), list(TORCHS(Seeds(), 3)))
+
+
+class Initialised:
+    """Notes in a file which worker was initialised, and what it was told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.scale = 10 + number
+        with self.path.open("a") as file:
+            file.write(f"{number} {info.id} {info.num_workers} {torch.initial_seed() == info.seed}\n")
+
+
+@METHODS
+def test_worker_init_fn_runs_once_in_each_worker_and_may_change_its_dataset(method: str, tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
+    loader = DataLoader(Changing(), 2, num_workers=2, worker_init_fn=Initialised(noted), start_method=method)
+    assert flat(loader) == [0, 10, 22, 33, 40, 50]
+    assert sorted(noted.read_text().split("\n")[:-1]) == ["0 0 2 True", "1 1 2 True"]
+
+
+@METHODS
+def test_batch_i_is_read_by_worker_i_modulo_their_number(method: str) -> None:
+    loader = DataLoader(WhichWorker(), 2, num_workers=2, start_method=method)
+    batches = list(loader)
+    assert [set(numbers.tolist()) for numbers, _ in batches] == [{i % 2} for i in range(12)]
+    assert len({pid for _, pids in batches for pid in pids.tolist()}) == 2
+
+
+@METHODS
+def test_a_changed_dataset_is_seen_by_new_workers_only(method: str) -> None:
+    for persistent, seen in ((False, 2), (True, 1)):
+        dataset = Changing()
+        loader = DataLoader(dataset, 3, num_workers=1, persistent_workers=persistent, start_method=method)
+        assert flat(loader) == [0, 1, 2, 3, 4, 5]
+        dataset.scale = 2
+        assert flat(loader) == [seen * index for index in range(6)]
+
+
+def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
+    def pids(loader: Any) -> set[int]:
+        return {pid for _, pids in loader for pid in pids.tolist()}
+
+    loader = DataLoader(WhichWorker(), 2, num_workers=2, persistent_workers=True)
+    assert pids(loader) == pids(loader) == {worker.pid for worker in loader._iterator._workers}
+    loader = DataLoader(WhichWorker(), 2, num_workers=2)
+    assert not pids(loader) & pids(loader)
+
+
+def test_a_worker_is_shown_as_torch_shows_it() -> None:
+    batches = iter(DataLoader(range(8), 2, num_workers=2))
+    worker, other = batches._workers
+    assert isinstance(worker, Worker)
+    assert worker.is_alive() and worker.exitcode is None
+    worker.terminate()
+    worker.join(30)
+    assert not worker.is_alive() and other.is_alive()
+    assert flat(batches) == list(range(8))
+    assert worker.exitcode == -signal.SIGKILL
+    assert not any(one.is_alive() for one in batches._workers)
+
+
+# -- death --------------------------------------------------------------------------------------------------
+
+
+@METHODS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_killed_worker_loses_nothing(method: str, persistent: bool) -> None:
+    given: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
+    for dataset in (range(40), Uneven()):
+        loader = DataLoader(dataset, 2, **given)
+        expected = plain(loader)
+        batches = iter(loader)
+        found = [next(batches).tolist() for _ in range(2)]
+        for worker in batches._workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        assert found + plain(batches) == expected
+        assert plain(loader) == expected
+        loader = batches = None
+
+
+class DiesOnce:
+    """The worker that reads sample 7 first is killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and not self.path.exists():
+            self.path.touch()
+            sigkill()
+        return index
+
+
+@METHODS
+def test_a_sample_that_kills_its_worker_once_is_read_again(method: str, tmp_path: Path) -> None:
+    loader = DataLoader(DiesOnce(tmp_path / "died"), 4, num_workers=2, start_method=method)
+    assert flat(loader) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (sigkill, r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "),
+        (leave, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly\. "),
+    ],
+)
+@METHODS
+def test_a_batch_that_kills_its_workers_is_torchs_error_and_the_others_come(
+    method: str, fail: Callable[[], Any], said: str
+) -> None:
+    batches = iter(DataLoader(Bad(fail), 4, num_workers=2, start_method=method))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match=said) as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    assert "sample 7" in str(caught.value)
+    assert flat(batches) == list(range(8, 20))
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path: Path) -> None:
+    class Counts:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            with (tmp_path / "deaths").open("a") as file:
+                file.write("x")
+            return sigkill()  # type: ignore[func-returns-value]
+
+    with pytest.raises(RuntimeError, match="is killed by signal"):
+        list(DataLoader(Counts(), 1, num_workers=1, restarts=restarts))
+    assert len((tmp_path / "deaths").read_text()) == restarts
+
+
+def test_no_restarts_make_a_death_an_error_at_once() -> None:
+    with pytest.raises(RuntimeError, match="is killed by signal"):
+        list(DataLoader(Bad(sigkill), 4, num_workers=1, restarts=0))
+
+
+# -- silence ------------------------------------------------------------------------------------------------
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+@METHODS
+def test_a_batch_that_hangs_is_torchs_error(method: str) -> None:
+    batches = iter(DataLoader(Bad(sleep), 4, num_workers=2, timeout=1, start_method=method))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds") as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, WorkerTimeoutError)
+
+
+def test_words_of_a_signal_and_of_a_code() -> None:
+    for code, said in ((-signal.SIGSEGV, "is killed by signal: Segmentation fault. "), (3, "exited unexpectedly. ")):
+        died = WorkerDiedError("it died", worker=0, exitcode=code, pid=12)
+        assert said in str(in_torchs_words(died, 0)) and "12" in str(in_torchs_words(died, 0))
+    hangs = WorkerTimeoutError("it hangs", batch=1, epoch=0)
+    assert str(in_torchs_words(hangs, 2.5)) == "DataLoader timed out after 2.5 seconds. it hangs"
+
+
+# -- errors of the dataset ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("fail", "kind", "said"), [(boom, Boom, "sample went wrong"), (raise_os_error, OSError, "image.png")]
+)
+def test_an_error_keeps_its_type_and_its_text_and_the_epoch_goes_on(
+    workers: int, fail: Callable[[], Any], kind: type[Exception], said: str
+) -> None:
+    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
+    next(batches)
+    with pytest.raises(kind, match=said):
+        next(batches)
+    assert flat(batches) == list(range(8, 20))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("fail", [stop, exit_])
+def test_what_would_end_the_loop_in_silence_is_an_error(workers: int, fail: Callable[[], Any]) -> None:
+    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
+    next(batches)
+    with pytest.raises(RuntimeError):
+        next(batches)
+    assert flat(batches) == list(range(8, 20))
+
+
+@METHODS
+def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
+    def fail(number: int) -> None:
+        boom()
+
+    with pytest.raises(Boom, match="went wrong"):
+        next(iter(DataLoader(range(4), num_workers=2, worker_init_fn=fail, start_method=method)))
+
+
+def test_an_error_of_iterable_data_comes_in_its_place() -> None:
+    class Fails(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            raise Boom("stream", 1)
+
+    for workers in (0, 1):
+        batches = iter(DataLoader(Fails(), 2, num_workers=workers))
+        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(Boom, match="stream went wrong"):
+            next(batches)
+        assert list(batches) == []
+
+
+def test_which_pool_reads() -> None:
+    names = []
+    for given in ({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}):
+        pool = make_pool(DataLoader(range(3), **given))
+        names.append(type(pool).__name__)
+        pool.close()
+    assert names == ["InlinePool", "ProcessPool", "ThreadPool"]

@@ -1,0 +1,319 @@
+"""`sharded_loader.torch.DataLoader` is torch's loader: its arguments, errors and attributes, and its batches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from conftest import METHODS
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.torch import DataLoader
+
+TORCHS = torch.utils.data.DataLoader
+MANY = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), index), np.float32(index), {"text": str(index)}
+
+
+class Parts(IterableDataset[int]):
+    """Worker i yields as many samples as ``lengths`` says."""
+
+    lengths = (7, 3, 5)
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        number = 0 if info is None else info.id
+        return iter(range(100 * number, 100 * number + self.lengths[number]))
+
+
+class Sized(Parts):
+    def __len__(self) -> int:
+        return 7
+
+
+def first_of(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def epochs(kind: Any, dataset: Any, count: int = 1, **arguments: Any) -> str:
+    """Batches as text: it tells of types and dtypes too."""
+    torch.manual_seed(8)
+    loader = kind(dataset, **arguments)
+    return repr([list(loader) for _ in range(count)])
+
+
+# -- what it is ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_torchs_loader() -> None:
+    loader = DataLoader(Rows())
+    assert isinstance(loader, TORCHS)
+    assert issubclass(DataLoader, TORCHS)
+    assert isinstance(DataLoader[int], type(TORCHS[int]))
+    assert isinstance(iter(loader), torch.utils.data.dataloader._BaseDataLoaderIter)
+
+
+def test_it_has_torchs_arguments_in_their_order_with_their_defaults() -> None:
+    own, torchs = (list(inspect.signature(kind.__init__).parameters.values()) for kind in (DataLoader, TORCHS))
+    assert [(one.name, one.default, one.kind) for one in own[: len(torchs)]] == [
+        (one.name, one.default, one.kind) for one in torchs
+    ]
+
+
+MADE: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "batches": lambda: {"batch_size": 3},
+    "no batches": lambda: {"batch_size": None},
+    "drop_last": lambda: {"batch_size": 4, "drop_last": True},
+    "shuffle": lambda: {"batch_size": 3, "shuffle": True},
+    "shuffle False": lambda: {"batch_size": 3, "shuffle": False},
+    "sampler": lambda: {"batch_size": 2, "sampler": SequentialSampler(range(5))},
+    "batch_sampler": lambda: {"batch_sampler": BatchSampler(range(5), 2, False)},
+    "generator": lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "collate_fn": lambda: {"batch_size": 2, "collate_fn": first_of},
+    "workers": lambda: {"batch_size": 2, "num_workers": 2},
+    "many workers": lambda: {"batch_size": 2, "num_workers": 2, "prefetch_factor": 1, "persistent_workers": True},
+    "in any order": lambda: {"batch_size": 2, "in_order": False},
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_its_attributes_and_its_length_are_torchs(name: str) -> None:
+    own, torchs = vars(DataLoader(Rows(), **MADE[name]())), vars(TORCHS(Rows(), **MADE[name]()))
+    assert set(torchs) <= set(own)
+    simple = (int, float, bool, str, type(None))
+    assert {n: v for n, v in own.items() if n in torchs and isinstance(v, simple)} == {
+        n: v for n, v in torchs.items() if isinstance(v, simple)
+    }
+    for attribute in ("sampler", "batch_sampler", "dataset", "collate_fn"):
+        assert isinstance(own[attribute], type(torchs[attribute]))
+    assert len(DataLoader(Rows(), **MADE[name]())) == len(TORCHS(Rows(), **MADE[name]()))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_its_first_epoch_is_torchs(name: str) -> None:
+    assert epochs(DataLoader, Rows(), **MADE[name]()) == epochs(TORCHS, Rows(), **MADE[name]())
+
+
+@METHODS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: bool) -> None:
+    given = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
+
+    def shuffled() -> dict[str, Any]:
+        return {**given, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
+
+    expected = epochs(TORCHS, Rows(), 3, **shuffled())
+    assert epochs(DataLoader, Rows(), 3, **shuffled(), multiprocessing_context=method) == expected
+    assert epochs(DataLoader, Rows(), 3, **shuffled(), start_method=method) == expected
+    context = torch.multiprocessing.get_context(method)
+    assert epochs(DataLoader, Rows(), 3, **shuffled(), multiprocessing_context=context) == expected
+
+
+@MANY
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "given", [{}, {"drop_last": True}, {"batch_size": None}, {"collate_fn": first_of}], ids=" ".join
+)
+def test_epochs_of_iterable_data_are_torchs(workers: int, given: dict[str, Any]) -> None:
+    arguments = {"batch_size": 2, "num_workers": workers, **given}
+    assert epochs(DataLoader, Parts(), 2, **arguments) == epochs(TORCHS, Parts(), 2, **arguments)
+
+
+@METHODS
+def test_iterable_data_is_torchs_with_persistent_workers_of_every_kind(method: str) -> None:
+    given = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    assert epochs(DataLoader, Parts(), 3, start_method=method, **given) == epochs(TORCHS, Parts(), 3, **given)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterable_data_that_is_longer_than_it_says_warns_as_torchs(workers: int) -> None:
+    class Longer(Parts):
+        def __len__(self) -> int:
+            return 3
+
+    said = []
+    for kind in (DataLoader, TORCHS):
+        loader = kind(Longer(), batch_size=1, num_workers=workers)
+        assert len(loader) == 3
+        with pytest.warns(UserWarning, match="Length of IterableDataset") as caught:
+            assert len(list(loader)) == 7
+        said.append([str(one.message).partition("at 0x")[0] for one in caught])
+    assert said[0] == said[1]
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "workers below 0": (Rows, {"num_workers": -1}),
+    "timeout below 0": (Rows, {"timeout": -1}),
+    "prefetch_factor without workers": (Rows, {"prefetch_factor": 2}),
+    "prefetch_factor below 0": (Rows, {"prefetch_factor": -1, "num_workers": 1}),
+    "persistent without workers": (Rows, {"persistent_workers": True}),
+    "sampler and shuffle": (Rows, {"sampler": range(3), "shuffle": True}),
+    "batch_sampler and batch_size": (Rows, {"batch_sampler": [[1]], "batch_size": 2}),
+    "batch_sampler and shuffle": (Rows, {"batch_sampler": [[1]], "shuffle": True}),
+    "batch_sampler and sampler": (Rows, {"batch_sampler": [[1]], "sampler": range(3)}),
+    "batch_sampler and drop_last": (Rows, {"batch_sampler": [[1]], "drop_last": True}),
+    "drop_last without batches": (Rows, {"batch_size": None, "drop_last": True}),
+    "batch_size 0": (Rows, {"batch_size": 0}),
+    "batch_size no number": (Rows, {"batch_size": "3"}),
+    "drop_last no bool": (Rows, {"drop_last": 3}),
+    "method unknown": (Rows, {"multiprocessing_context": "thread", "num_workers": 1}),
+    "method no context": (Rows, {"multiprocessing_context": 3, "num_workers": 1}),
+    "method without workers": (Rows, {"multiprocessing_context": "fork"}),
+    "stream and shuffle": (Parts, {"shuffle": True}),
+    "stream and sampler": (Parts, {"sampler": range(3)}),
+    "stream and batch_sampler": (Parts, {"batch_sampler": "some"}),
+    "shuffle without a length": (object, {"shuffle": True}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_the_same_error(name: str) -> None:
+    dataset, arguments = REFUSED[name]
+    data = dataset()
+    errors = []
+    for kind in (DataLoader, TORCHS):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            kind(data, **arguments)
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
+)
+def test_what_torch_does_not_let_be_set_is_not_set_here(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
+        setattr(DataLoader(Rows()), name, None)
+
+
+def test_the_length_of_data_without_one_is_torchs_error() -> None:
+    with pytest.raises(TypeError) as torchs:
+        len(TORCHS(Parts()))
+    with pytest.raises(TypeError) as own:
+        len(DataLoader(Parts()))
+    assert str(own.value) == str(torchs.value)
+
+
+def test_unknown_arguments_are_named_all_at_once() -> None:
+    with pytest.raises(TypeError) as caught:
+        DataLoader(Rows(), batchsize=3, num_worker=2, nonsense=1)  # type: ignore[call-arg]
+    text = str(caught.value)
+    assert text.startswith("DataLoader has no argument 'batchsize' (did you mean 'batch_size'?)")
+    assert "'num_worker' (did you mean 'num_workers'?)" in text and text.endswith("'nonsense'")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"on_error": "ignore"}, "on_error"),
+        ({"device": "cpu", "devices": ["cpu"]}, "device"),
+        ({"device": "nowhere"}, "nowhere"),
+    ],
+)
+def test_our_own_arguments_are_checked_by_the_constructor(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=said):
+        DataLoader(Rows(), **given)
+
+
+# -- copies -------------------------------------------------------------------------------------------------
+
+
+KEPT = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ("self", "unknown")]
+OTHERWISE_KEPT = {"shuffle", "multiprocessing_context"}
+"""torch keeps `shuffle` nowhere, and the context under a private name."""
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_argument_is_an_attribute(name: str) -> None:
+    loader = DataLoader(Rows(), **MADE[name]())
+    assert set(KEPT) - set(vars(loader)) == OTHERWISE_KEPT
+    assert loader.multiprocessing_context is None
+
+
+def rebuilt(loader: Any) -> Any:
+    """As Lightning makes a loader again: from its attributes."""
+    found = {name: value for name, value in vars(loader).items() if name in KEPT}
+    if found["batch_size"] is None and found["batch_sampler"] is not None:
+        for name in ("batch_size", "sampler", "drop_last"):
+            found.pop(name)
+    else:
+        found.pop("batch_sampler")
+    if not loader.num_workers:
+        found.pop("prefetch_factor")
+    return DataLoader(**found)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_loader_that_is_made_from_the_attributes_gives_the_same_batches(name: str) -> None:
+    torch.manual_seed(2)
+    loader = DataLoader(Rows(), **MADE[name](), seed=3)
+    assert repr(list(rebuilt(copy.deepcopy(loader)))) == repr(list(loader))
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_gives_the_same_batches(name: str, again: Callable[[Any], Any]) -> None:
+    if again is copy.copy and name in ("shuffle", "generator"):
+        return  # it shares the sampler, whose next epoch comes
+    torch.manual_seed(2)
+    loader = DataLoader(Rows(), **MADE[name](), seed=None if name == "generator" else 3)
+    copied = again(loader)
+    assert repr(list(copied)) == repr(list(loader))
+
+
+def test_a_loader_is_copied_in_the_middle_of_an_epoch_too() -> None:
+    loader = DataLoader(range(6), 2, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert [batch.tolist() for batch in copied] == [[0, 1], [2, 3], [4, 5]]
+        assert copied._iterator is not loader._iterator
+        copied._iterator._shutdown_workers()
+    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5]]
+
+
+def test_a_loader_with_a_context_is_copied() -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context="spawn")
+    copied = pickle.loads(pickle.dumps(loader))
+    assert copied.multiprocessing_context.get_start_method() == "spawn"
+
+
+def test_shuffle_is_a_sampler_that_shuffles() -> None:
+    loader = DataLoader(Rows(), 2, shuffle=True)
+    assert type(loader.sampler) is ShuffleSampler and isinstance(loader.sampler, RandomSampler)
+    assert loader.collate_fn is default_collate
+    assert type(DataLoader(Rows(), 2, sampler=RandomSampler(Rows())).sampler) is RandomSampler
+
+
+def test_datapipes_are_read_by_torchs_own_workers() -> None:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    loader = DataLoader(IterableWrapper(range(5)), 2)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    with pytest.raises(TypeError, match="datapipes are read by torch's own workers, which have no state_dict"):
+        loader.state_dict()
+
+
+def test_without_workers_a_timeout_is_refused_as_torch_refuses_it() -> None:
+    for kind in (TORCHS, DataLoader):
+        with pytest.raises(AssertionError, match="timeout == 0"):
+            iter(kind(Rows(), timeout=3))
