@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.utils.data
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_on_error, refuse_unknown_of_torch
 from sharded_loader.devices.names import find_devices
@@ -25,6 +25,7 @@ from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.messages import OnError
 from sharded_loader.iterator import Batch
+from sharded_loader.sampling.base import tell_epoch
 
 
 class DataLoader(torch.utils.data.DataLoader[Batch]):
@@ -131,6 +132,11 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        makes_batches = batch_sampler is None and isinstance(self.batch_sampler, BatchSampler)
+        if makes_batches and hasattr(self.sampler, "set_epoch"):
+            # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
+            # which Lightning can build again.
+            self.batch_sampler.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
@@ -154,6 +160,23 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             self._iterator._reset(self)
             self._place = getattr(self._iterator, "place", None)
         return self._iterator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that the next ``iter()`` begins: of the samplers and the dataset that can be told.
+
+        A state that was loaded for that ``iter()`` has its own epoch.
+
+        Example:
+            >>> loader = DataLoader(range(6), batch_size=3, shuffle=True, seed=1)
+            >>> first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+            >>> loader.set_epoch(1)
+            >>> [batch.tolist() for batch in loader] == second
+            True
+        """
+        self._prepared = None
+        tell_epoch(self._index_sampler, epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
 
     # -- state ----------------------------------------------------------------------------------------------
 
