@@ -1,7 +1,7 @@
 """What the tests of other libraries share: a dataset whose samples say which they are, and both loaders under one name.
 
-    make = LOADERS[name];  make(dataset, batch_size=4, shuffle=True, seed=3)
-    seen(make(...))        [[sample, ...], ...] of one plain loop: what every library is compared with
+make = LOADERS[name];  make(dataset, batch_size=4, shuffle=True, seed=3)
+seen(make(...))        [[sample, ...], ...] of one plain loop: what every library is compared with
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
-
 
 
 def without_operators() -> torch.library.Library | None:

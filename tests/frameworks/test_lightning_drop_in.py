@@ -68,7 +68,9 @@ def batches(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_epoch_has_the_order_of_a_plain_loop(lightning: Any, model: Any, num_workers: int, tmp_path: Path) -> None:
+def test_every_epoch_has_the_order_of_a_plain_loop(
+    lightning: Any, model: Any, num_workers: int, tmp_path: Path
+) -> None:
     trained = model()
     trainer(lightning, tmp_path).fit(trained, DataLoader(Numbered(), num_workers=num_workers, **OPTIONS))
     expected = epochs(DataLoader, 3, **OPTIONS)

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` with a loader of ours: the batches of a plain loop, and a resumed run has the same batches."""
+"""transformers' `Trainer` with a loader of ours: the batches of a plain loop, with resumes too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS
-
-from sharded_loader import ShardedDataLoader
-from sharded_loader.torch import DataLoader
 
 pytestmark = IN_FRAMEWORKS
 
@@ -22,6 +19,8 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
 def transformers() -> Any:
     found = pytest.importorskip("transformers")
     found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # no thread that watches progress bars
     from accelerate import PartialState
 
     PartialState()  # it looks for the devices, once in a process
