@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.utils.data
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_on_error, refuse_unknown_of_torch
 from sharded_loader.devices.names import find_devices
@@ -25,6 +25,7 @@ from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.engine.messages import OnError
 from sharded_loader.iterator import Batch
+from sharded_loader.sampling.base import tell_epoch
 
 __all__ = ["DataLoader"]
 
@@ -39,8 +40,9 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             in_order: as torch documents them. With ``prefetch_factor`` left out, more than two batches per worker are
             read ahead while a batch takes less than 1 ms. A batch times out if it makes no progress for ``timeout``
             seconds.
-        seed: of everything random: the order of ``shuffle=True`` is a function of (seed, epoch), and workers seed the
-            global generators for each batch. So nothing depends on the number of workers. None: torch's meaning.
+        seed: of everything random: the order of ``shuffle=True`` and what samples draw are functions of (seed, epoch),
+            and workers seed the global generators for each batch. So nothing depends on the number of workers. None:
+            torch's meaning.
         on_error: ``"raise"``, ``"skip"``, ``"replace"`` or a callable; see `ShardedDataLoader`.
         device, devices, num_shards: put batches on a device, or in shards on several; see `ShardedDataLoader`.
         start_method: of worker processes, instead of ``multiprocessing_context``.
@@ -108,6 +110,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         )
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self.scales_prefetch = prefetch_factor is None
+        self._epoch = 0  # that the next iter() begins
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
@@ -133,6 +136,11 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        made: Any = self.batch_sampler if batch_sampler is None else None
+        if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
+            # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
+            # which Lightning can build again.
+            made.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
@@ -156,6 +164,24 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             self._iterator._reset(self)
             self._place = getattr(self._iterator, "place", None)
         return self._iterator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that the next ``iter()`` begins: of the samplers and the dataset that can be told.
+
+        A state that was loaded for that ``iter()`` has its own epoch.
+
+        Example:
+            >>> loader = DataLoader(range(6), batch_size=3, shuffle=True, seed=1)
+            >>> first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+            >>> loader.set_epoch(1)
+            >>> [batch.tolist() for batch in loader] == second
+            True
+        """
+        self._prepared, self._epoch = None, epoch
+        tell_epoch(self._index_sampler, epoch)
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -55,11 +55,15 @@ SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
 
-    A test that is marked `also_spawned` is quick under spawn too.
+    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks` run if ``-m`` names them.
     """
+    if "frameworks" not in config.option.markexpr:
+        apart = [item for item in items if item.get_closest_marker("frameworks")]
+        config.hook.pytest_deselected(items=apart)
+        items[:] = [item for item in items if not item.get_closest_marker("frameworks")]
     first: dict[tuple[str, str], str] = {}
     for item in items:
         test, _, names = item.nodeid.partition("[")

@@ -25,6 +25,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,12 @@ def is_stream(dataset: Any) -> bool:
         (False, True, True)
     """
     kind = type(dataset)
-    if isinstance(dataset, type) or _has_own(kind, "__getitem__"):
+    if isinstance(dataset, type):
         return False
+    if _has_own(kind, "__getitem__"):
+        # Hugging Face's IterableDataset has one too: for the name of a column.
+        base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+        return base is not None and isinstance(dataset, base) and not hasattr(kind, "__len__")
     return _has_own(kind, "__iter__") or callable(dataset)
 
 
@@ -201,8 +206,14 @@ class OpenPart:
 
 
 def is_stateful(one: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``."""
-    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them."""
+    if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
+    function: Any = getattr(one.state_dict, "__func__", None)
+    return not isinstance(function, FunctionType) or (
+        function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
+    )
 
 
 def _nothing() -> Any:
