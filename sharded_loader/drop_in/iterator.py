@@ -41,7 +41,6 @@ from sharded_loader.engine.stream_state import StreamPosition, differences
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.processes import ProcessPool
-from sharded_loader.rng import derive_key
 from sharded_loader.stats import Meter
 
 _numbers = itertools.count()
@@ -156,7 +155,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         start = self._start
         epoch = _epoch_of(loader, start, state, finished)
         loader._epoch = epoch + 1
-        seed, base = (drawn, drawn) if loader.seed is None else (_seed_of(loader.seed, epoch), None)
+        seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
         split = make_split(self._devices, self._sharded, loader.num_shards)
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
@@ -183,6 +182,8 @@ class LoaderIterator(_BaseDataLoaderIter):
                 start, items, lanes, None if finished else found, datasets, job.keeps_state, number
             )
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
+        if loader.seed is not None:  # what is random differs from epoch to epoch, also in workers that live on
+            reading.epoch = epoch
         any_order = not loader.in_order and loader.num_workers > 0
         if any_order:
             reading.any_order = True
@@ -272,11 +273,6 @@ def _epoch_of(loader: Any, start: SamplerStart | None, state: dict[str, Any] | N
     if state is None:
         return int(loader._epoch)
     return int(state.get("_epoch", 0)) + finished
-
-
-def _seed_of(seed: int, epoch: int) -> int:
-    """The seed of an epoch: what is random in it differs from the epochs before."""
-    return int(seed) if epoch == 0 else derive_key(seed, "drop-in epoch", epoch) >> 65
 
 
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:

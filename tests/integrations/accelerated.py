@@ -1,0 +1,91 @@
+"""Compares prepared loaders with what Accelerate makes of torch's, on one rank or several; run by test_accelerate."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.integrations.accelerate import prepare, skip_first_batches
+from sharded_loader.torch import DataLoader
+
+LENGTH, SIZE = 23, 4
+
+
+def make(name: str, **order: Any) -> Any:
+    """A loader by name, of numbers from 0 to 22 in batches of 4."""
+    workers = 2 if "workers" in name else 0
+    if name.startswith("drop-in"):
+        return DataLoader(range(LENGTH), batch_size=SIZE, num_workers=workers, **order)
+    return ShardedDataLoader(range(LENGTH), SIZE, num_workers=workers, **order)
+
+
+def look(loader: Any, accelerator: Any) -> tuple[list[Any], list[int], list[bool]]:
+    """The batches of an epoch; all samples that `gather_for_metrics` gives; after each batch, whether it was last."""
+    batches, gathered, ends = [], [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        gathered += accelerator.gather_for_metrics(batch).tolist()
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    return batches, sorted(gathered), ends
+
+
+def main() -> None:
+    """Print a line for each check that has passed."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    rank = accelerator.process_index
+    expected = look(accelerator.prepare(torch.utils.data.DataLoader(range(LENGTH), batch_size=SIZE)), accelerator)
+    folder = broadcast_object_list([tempfile.mkdtemp() if rank == 0 else None])[0]
+    for name in ("drop-in", "sharded", "drop-in, workers", "sharded, workers"):
+
+        def say(what: str, name: str = name) -> None:
+            sys.stdout.write(f"ok {rank}: {name}: {what}\n")  # at once: the ranks share the stream
+            sys.stdout.flush()
+
+        loader = prepare(make(name), accelerator)
+        assert look(loader, accelerator) == expected
+        say("as torch's")
+        assert accelerator.prepare(loader) is loader
+        say("passes prepare")
+        assert look(skip_first_batches(loader, 2), accelerator)[0] == expected[0][2:]
+        say("skipped")
+        batches = iter(loader)
+        next(batches)
+        accelerator.save_state(folder)
+        rest = [batch.tolist() for batch in batches]
+        accelerator.wait_for_everyone()
+        accelerator.load_state(folder)
+        assert [batch.tolist() for batch in loader] == rest
+        say("resumed")
+        accelerator.free_memory()
+
+        torch.manual_seed(rank)  # the ranks agree all the same
+        shuffled = prepare(make(name, shuffle=True), accelerator)
+        first, second = look(shuffled, accelerator), look(shuffled, accelerator)
+        assert first[1] == second[1] == list(range(LENGTH))
+        assert first[0] != second[0]
+        assert first[2] == expected[2]
+        say("shuffled")
+        shuffled.set_epoch(1)
+        assert look(skip_first_batches(shuffled, 1), accelerator)[0] == second[0][1:]
+        say("skipped, shuffled")
+        dropped = prepare(make(name, drop_last=True), accelerator)
+        assert all(len(batch) == SIZE for batch in look(dropped, accelerator)[0])
+        say("uneven")
+        accelerator.free_memory()
+        for one in (loader, shuffled, dropped):
+            if isinstance(one, ShardedDataLoader):
+                one.close()
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        shutil.rmtree(folder)
+    accelerator.end_training()
+
+
+main()
