@@ -59,7 +59,7 @@ def outcome(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return make(), None
     except Exception as error:
-        return None, error
+        return None, error.with_traceback(None)  # it leads to the iterator, whose workers are to end
 
 
 def first_epochs(dataset: Any, make: Callable[[], dict[str, Any]] = dict, **arguments: Any) -> tuple[Any, Any]:
