@@ -38,8 +38,9 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             in_order: as torch documents them. With ``prefetch_factor`` left out, more than two batches per worker are
             read ahead while a batch takes less than 1 ms. A batch times out if it makes no progress for ``timeout``
             seconds.
-        seed: of everything random: the order of ``shuffle=True`` is a function of (seed, epoch), and workers seed the
-            global generators for each batch. So nothing depends on the number of workers. None: torch's meaning.
+        seed: of everything random: the order of ``shuffle=True`` and what samples draw are functions of (seed, epoch),
+            and workers seed the global generators for each batch. So nothing depends on the number of workers. None:
+            torch's meaning.
         on_error: ``"raise"``, ``"skip"``, ``"replace"`` or a callable; see `ShardedDataLoader`.
         device, devices, num_shards: put batches on a device, or in shards on several; see `ShardedDataLoader`.
         start_method: of worker processes, instead of ``multiprocessing_context``.
@@ -107,6 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         )
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self.scales_prefetch = prefetch_factor is None
+        self._epoch = 0  # that the next iter() begins
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
@@ -132,11 +134,11 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        makes_batches = batch_sampler is None and isinstance(self.batch_sampler, BatchSampler)
-        if makes_batches and hasattr(self.sampler, "set_epoch"):
+        made: Any = self.batch_sampler if batch_sampler is None else None
+        if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
             # which Lightning can build again.
-            self.batch_sampler.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
+            made.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
@@ -173,10 +175,11 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared = None
+        self._prepared, self._epoch = None, epoch
         tell_epoch(self._index_sampler, epoch)
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from sharded_loader.engine.stream_reader import StreamReader
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.rng import derive_key
 from sharded_loader.stats import Meter
 
 _numbers = itertools.count()
@@ -136,21 +137,25 @@ class LoaderIterator(_BaseDataLoaderIter):
         # An epoch without persistent workers begins with new ones.
         begins_anew = state is None or (finished and not loader.persistent_workers and loader.num_workers > 0)
         drawn = int(self._base_seed if state is None or begins_anew else state["_base_seed"])
-        seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
+        start = None
+        if not self._is_stream:
+            start = SamplerStart(loader._index_sampler, None if state is None else state["_sampler"], finished)
+        epoch = _epoch_of(loader, start, state, finished)
+        loader._epoch = epoch + 1
+        seed, base = (drawn, drawn) if loader.seed is None else (_seed_of(loader.seed, epoch), None)
         split = make_split(self._devices, self._sharded, loader.num_shards)
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
         order: StreamOrder | None = None
         plan: LanePlan | StreamPlan
         reading: Any
-        if self._is_stream:
+        if start is None:
             found = None if state is None or begins_anew else state["_stream"]
             order, reading = _stream_of(loader, seed, found, finished)
             plan = StreamPlan(number, reading, split)
             job = replace(job, stream=order.stream._replace(tells_epoch=False))
         else:
             found = None if state is None else state["_sampler"]
-            start = SamplerStart(loader._index_sampler, found, finished)
             items = self._sampler_iter if found is None or finished else start.items()
             datasets = () if begins_anew else (found or {}).get("datasets", ())
             job = replace(job, keeps_state=is_stateful(self._dataset))
@@ -162,11 +167,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         if any_order:
             reading.any_order = True
         run = Run(number, 0, plan, reading, reading.first, reading.first, any_order=any_order)
-        epoch: Any = _OneEpoch(self._pipeline, run, job)
-        self._inner = EpochIterator(None, epoch, self._pipeline, self._placement, Meter(), epoch)  # type: ignore[arg-type]
+        one: Any = _OneEpoch(self._pipeline, run, job)
+        self._inner = EpochIterator(None, one, self._pipeline, self._placement, Meter(), one)  # type: ignore[arg-type]
         self._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
-        self.place = Place(reading, run, order, loader, drawn, self._num_yielded)
+        self.place = Place(reading, run, order, loader, drawn, self._num_yielded, epoch)
         if loader.num_workers == 0:
             self._prime(plan, reading, is_new=state is None)
 
@@ -230,6 +235,21 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __len__(self) -> int:
         return len(self._index_sampler)
+
+
+def _epoch_of(loader: Any, start: SamplerStart | None, state: dict[str, Any] | None, finished: bool) -> int:
+    """The number of an epoch: of the sampler that shuffles, if it counts, so that ``set_epoch`` there is enough."""
+    of_order = None if start is None else start.state.get("shuffle", {}).get("epoch")
+    if of_order is not None:
+        return int(of_order)
+    if state is None:
+        return int(loader._epoch)
+    return int(state.get("_epoch", 0)) + finished
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    """The seed of an epoch: what is random in it differs from the epochs before."""
+    return int(seed) if epoch == 0 else derive_key(seed, "epoch seed", epoch) >> 65
 
 
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:

@@ -24,19 +24,23 @@ class Place:
         loader: the loader.
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received before.
+        epoch: its number. A state has it if the loader has a seed.
     """
 
     def __init__(
-        self, reading: Any, run: Run, order: StreamOrder | None, loader: Any, base_seed: int, yielded: int
+        self, reading: Any, run: Run, order: StreamOrder | None, loader: Any, base_seed: int, yielded: int, epoch: int
     ) -> None:
         self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
+        self._epoch = None if loader.seed is None else epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
         state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
         state["_base_seed"] = self.base_seed
+        if self._epoch is not None:
+            state["_epoch"] = self._epoch
         if self._generator is not None:
             state["_generator"] = bytes(self._generator.get_state().numpy()).hex()
         if self.order is None:
