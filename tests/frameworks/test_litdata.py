@@ -1,4 +1,4 @@
-"""litdata: a streaming dataset on the disk is read by workers, each sample once. It leaves files open where it reads."""
+"""litdata: a dataset on the disk is read by workers, each sample once. It leaves its files open in their processes."""
 
 from __future__ import annotations
 
