@@ -4,6 +4,7 @@
 #   make test-all      all tests
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
 #   make test-gpu      the tests that need a GPU, on a machine that has one
+#   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make clean         remove everything that the others made
@@ -21,7 +22,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks lint docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -42,6 +43,18 @@ test-pythons:
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480
 
+# Some of these libraries cannot be resolved together, so they come without what they require: constraints-frameworks.txt.
+FRAMEWORKS = .venv-frameworks
+APART = fastai litdata mosaicml-streaming timm torchvision
+NEEDED = apsw apswutils anyio beautifulsoup4 boto3 botocore brotli beartype cramjam fastcore fastdownload fastlite \
+	fastprogress fasttransform h11 httpcore httptools httpx itsdangerous jmespath matplotlib contourpy cycler fonttools \
+	kiwisolver oauthlib obstore pillow plum-dispatch pyparsing python-dateutil python-fasthtml python-multipart \
+	python-snappy s3transfer six soupsieve starlette tifffile uvicorn websockets zstd
+
+test-frameworks:
+	$(MAKE) $(FRAMEWORKS)/frameworks.stamp VENV=$(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,7 +66,7 @@ docs: $(VENV)/docs.stamp
 	@echo "The documentation: open site/index.html (its search needs a server: python3 -m http.server -d site)"
 
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.
@@ -73,6 +86,13 @@ $(VENV)/test.stamp: $(INPUTS) | $(BIN)/pip
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[test]"
 	touch $(VENV)/demo.stamp $@
+
+$(VENV)/frameworks.stamp: $(INPUTS) constraints-frameworks.txt | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, several minutes) ..."
+	$(PIP) setuptools
+	$(PIP) -c constraints-frameworks.txt --no-build-isolation -e ".[test,frameworks]"
+	$(PIP) -c constraints-frameworks.txt --no-deps $(APART) $(NEEDED)
+	touch $@
 
 $(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip
 	@echo "Installing into $(VENV) (once, a minute or two) ..."

@@ -139,6 +139,7 @@ SKETCHES = [block for block in README if not is_script(block)]
 DOCS = {
     f"{page.relative_to(ROOT / 'docs').with_suffix('').as_posix()}-{number}": block
     for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.name != "integrations.md"  # tests/frameworks/test_integrations_page.py runs that with other libraries
     for number, block in enumerate(blocks(page, "python"))
 }
 
