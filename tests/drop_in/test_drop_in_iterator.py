@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import pickle
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import multiprocess
 import numpy as np
 import pytest
 import torch
@@ -137,7 +137,7 @@ def send(loader: Any, to: Any) -> None:
 @SPAWNED
 @pytest.mark.slow
 def test_a_loader_is_sent_to_another_process_and_reads_there(method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
+    context: Any = multiprocess.get_context(method)
     loader = DataLoader(Uneven(), 2, num_workers=2)
     expected = plain(loader)
     here_, there = context.Pipe()
