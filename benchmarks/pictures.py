@@ -22,6 +22,7 @@ WIDTH = 10.0
 
 MARKS = {
     "ours": ("o", "#d95f02"),
+    "drop-in": ("d", "#f2a65a"),
     "torch-bulk": ("s", "#1f4e9c"),
     "stateful": ("^", "#3b8bd4"),
     "spdl": ("D", "#2a9d8f"),

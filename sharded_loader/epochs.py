@@ -29,8 +29,8 @@ from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import EpochPlan, Run, Split, StreamPlan
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.engine.stream_reader import reader_for
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.pools.resident import ResidentPool

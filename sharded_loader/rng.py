@@ -35,7 +35,6 @@ random numbers. A test compares this table with the code.
     batch globals                  the global generators of a process worker, for each batch
     worker_init_fn                 the global generators of a process worker while worker_init_fn runs
     part                           get_worker_info().seed of a part of iterable data
-    epoch seed                     the seed of an epoch after the first one: seed= of the drop-in
     shuffle                        an epoch after the first one: shuffle=True of the drop-in
     replace                        on_error="replace"
 

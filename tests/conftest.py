@@ -26,7 +26,8 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import LoaderClosedError
 from sharded_loader.workers.start import start_forkserver
 
-collect_ignore = ["frameworks/recorder.py"]  # it imports Lightning, which takes four seconds
+# They import Lightning, which takes four seconds, and Accelerate.
+collect_ignore = ["frameworks/recorder.py", "integrations/accelerated.py"]
 
 # Exempt: the standard library's own helpers, which live as long as the program.
 HELPERS = ("resource_tracker", "forkserver")

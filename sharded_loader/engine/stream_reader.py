@@ -1,7 +1,6 @@
 """Reads one batch of iterable data: the samples that come next in a part, then batchify. The same code in every pool.
 
     Task (part, number of the batch) -> StreamReader.read -> Result, with the point that the part has got to
-    reader_for(job) -> Reader        this reader for iterable data, otherwise the plain one
 
 A part stays open from batch to batch, so its tasks come to one worker (``Task.lane``). Nothing depends on that: a
 reader that does not have the part open, or has read past the batch, opens it again and reads up to the batch. It begins
@@ -26,38 +25,12 @@ import numpy as np
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.parts import Copies, OpenPart, checksum, keeps_place
+from sharded_loader.engine.parts import Copies, OpenPart, checksum
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.engine.worker_info import here
 from sharded_loader.rng import SampleScope, derive_key, reading
 from sharded_loader.sampling.shards import shard_sizes
-
-
-def reader_for(
-    job: Job,
-    *,
-    tells_epoch: bool = False,
-    notes_samples: bool = False,
-    readers: int = 1,
-    alone: bool = False,
-    seed: Callable[[int, int], None] | None = None,
-) -> Reader:
-    """The reader of a job.
-
-    Args:
-        job: what is read.
-        tells_epoch, notes_samples: see `Reader`.
-        readers: how many readers share the parts of iterable data; see `StreamReader`.
-        alone, seed: see `StreamReader`.
-    """
-    if job.keeps_state and job.stream is None:
-        return StatefulReader(job, notes_samples=notes_samples)
-    if job.stream is None:
-        return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
-    # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
-    several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
-    return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
 class StreamReader(Reader):

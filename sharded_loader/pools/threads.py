@@ -33,7 +33,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.engine.stream_reader import reader_for
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.errors import add_note, as_exception
 from sharded_loader.global_generators import free_globals_of, holder_before
 from sharded_loader.workers.supervision import Watch, timed_out

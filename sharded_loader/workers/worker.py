@@ -38,8 +38,7 @@ from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, S
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.stream_reader import reader_for
-from sharded_loader.engine.worker_info import tell_of_worker
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.errors import Location, add_note, as_exception, format_traceback
 from sharded_loader.global_generators import seed_as_torch, seed_globals
 from sharded_loader.interrupts import python_handlers
@@ -169,7 +168,7 @@ class Worker:
             base, number = new.job.base_seed, self._number
             # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
             seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
-            call_after_import("torch", lambda: tell_of_worker(number, self._num_workers, seed, new.job))
+            call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, new.job))
             if first and base is not None:
                 seed_as_torch(base, number)
             if first and new.worker_init_fn is not None:
@@ -335,3 +334,9 @@ def _leave(exitcode: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(exitcode)
+
+
+def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
+    from sharded_loader.engine.worker_info import tell_of_worker
+
+    tell_of_worker(number, num_workers, seed, job)

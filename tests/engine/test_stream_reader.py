@@ -11,8 +11,9 @@ from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, With
 from sharded_loader.engine.board import IN_BATCHIFY, ONE_BY_ONE, SAMPLE, SHARD, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
-from sharded_loader.engine.stream_reader import StreamReader, reader_for
+from sharded_loader.engine.stream_reader import StreamReader
 from sharded_loader.engine.worker_info import here
 from sharded_loader.errors import notes_of
 from sharded_loader.rng import reading

@@ -153,7 +153,7 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
         slot = arena.take(sizes.wanted)
         assert slot is not None
         buffers = arena.lend(slot, encoded.places)
-        batch = unpack_result(decode(encoded.head), buffers)
+        batch = unpack_result(0, 0, decode(encoded.head), buffers)
         sys.setprofile(None)
         del buffers
         if number > held + KEPT_BY_PROFILER:

@@ -332,7 +332,8 @@ def test_plain_arrays_travel_without_the_user_s_reductions(dtype: str, nbytes: i
     memory = None if nbytes is None else slot_of(nbytes)
     encoded = pack_result(Result(0, 0, batch, 3, seconds=0.5), SlotWriter(memory))
     assert encoded is not None
-    got, samples, seconds = unpack_result(receive(encoded, memory), buffers_of(encoded, memory))
+    unpacked = unpack_result(0, 0, receive(encoded, memory), buffers_of(encoded, memory))
+    got, samples, seconds = unpacked.batch, unpacked.samples, unpacked.seconds
     assert_same(batch, got)
     assert [array.dtype for array in got] == [array.dtype for array in batch]
     assert (samples, seconds) == (3, 0.5) and all(array.flags.writeable for array in got)
