@@ -182,8 +182,10 @@ def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> Non
 
             striker = threading.Thread(target=interrupt)
             striker.start()
-            rest = [batch.tolist() for batch in outer]
-            striker.join()
+            try:
+                rest = [batch.tolist() for batch in outer]
+            finally:
+                striker.join()  # before the handler goes: the signal would end the program
         finally:
             signal.signal(signal.SIGUSR1, before)
     for descriptor in (gate, opener):
