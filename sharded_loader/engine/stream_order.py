@@ -30,6 +30,9 @@ from sharded_loader.sampling.replicas import resolve_replicas
 MOST_PARTS = 32
 """Parts of a dataset that has more shards, where nobody has chosen. All parts are open at the same time."""
 
+# No two readings of a process have the same number: a pool that outlives an order tells their parts apart.
+_numbers = itertools.count()
+
 
 class StreamOrder:
     """The order of a loader over iterable data. It has what the loader asks an `EpochOrder` for.
@@ -81,7 +84,6 @@ class StreamOrder:
         self._chosen = streams is not None  # otherwise the parts of a state are as good as ours
         self._dataset, self._kind, self._workers = dataset, type(dataset).__name__, num_workers
         self._next_epoch = 0
-        self._numbers = itertools.count()
         self._live: weakref.WeakSet[StreamReading] = weakref.WeakSet()
         self._reached: dict[int, PartPoint] = {}
         self._last: StreamReading | None = None
@@ -156,7 +158,7 @@ class StreamOrder:
         """The epoch's batches for this rank, from a position on."""
         replicas, rank = self.replicas()
         stream = self.stream
-        number = 0 if stream.endless else next(self._numbers)
+        number = 0 if stream.endless else next(_numbers)
         reading = StreamReading(self, stream, range(rank, stream.parts, replicas), epoch, position, number)
         self._live.add(reading)
         return reading

@@ -295,3 +295,23 @@ def test_which_pool_reads() -> None:
         names.append(type(pool).__name__)
         pool.close()
     assert names == ["InlinePool", "ProcessPool", "ThreadPool"]
+
+
+class EmptyAtFirst(IterableDataset[Any]):
+    """Worker 0 has no samples in the first epoch."""
+
+    epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs += 1
+        info = get_worker_info()
+        assert info is not None
+        return iter([] if info.id == 0 and self.epochs == 1 else [info.id * 10 + i for i in range(4)])
+
+
+@METHODS
+def test_a_part_that_was_empty_in_one_epoch_is_read_in_the_next(method: str) -> None:
+    given = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+    ours, theirs = DataLoader(EmptyAtFirst(), 2, **given), TORCHS(EmptyAtFirst(), 2, **given)
+    for _ in range(2):
+        assert_same(list(ours), list(theirs))
