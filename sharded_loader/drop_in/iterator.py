@@ -166,6 +166,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             found = None if state is None or begins_anew else state["_stream"]
             missing = {part: self._before[part] for part in self._unread & set(self._before)}
             order, reading = _stream_of(loader, seed, found, finished, missing)
+            order.begun(reading)
             self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
             plan = StreamPlan(number, reading, split)
             job = replace(job, stream=order.stream._replace(tells_epoch=False))

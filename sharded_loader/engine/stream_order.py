@@ -159,16 +159,15 @@ class StreamOrder:
         replicas, rank = self.replicas()
         stream = self.stream
         number = 0 if stream.endless else next(_numbers)
-        reading = StreamReading(self, stream, range(rank, stream.parts, replicas), epoch, position, number)
-        self._live.add(reading)
-        return reading
+        return StreamReading(self, stream, range(rank, stream.parts, replicas), epoch, position, number)
 
     def begun(self, reading: StreamReading) -> None:
-        """An epoch has begun: the next one goes on behind it."""
+        """An epoch begins: its parts stay open as long as somebody goes on with it, and the next one is behind it."""
+        self._live.add(reading)
         self._last = reading
 
     def oldest(self) -> int:
-        """The number of the oldest reading that somebody goes on with."""
+        """The number of the oldest reading that has begun and that somebody goes on with."""
         return min((one.number for one in self._live), default=0)
 
     def reached(self, part: int, point: PartPoint) -> None:

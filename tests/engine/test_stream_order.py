@@ -103,14 +103,28 @@ def test_epochs_count_from_0_and_may_be_chosen() -> None:
     assert order.facts(4) is None  # nothing is read ahead
 
 
-def test_readings_have_numbers_and_the_oldest_one_that_lives_is_known() -> None:
+def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known() -> None:
     order = order_of(streams=2)
     readings = [order.read(epoch) for epoch in range(3)]
-    assert [one.number for one in readings] == [0, 1, 2] and order.oldest() == 0
-    del readings[0]
-    assert order.oldest() == 1
+    numbers = [one.number for one in readings]
+    assert numbers == sorted(numbers) and order.oldest() == 0
+    for reading in readings:
+        order.begun(reading)
+    assert order.oldest() == numbers[0]
+    order.begun(order.read(3))  # the order itself goes on with the last one
+    del reading, readings[0]
+    assert order.oldest() == numbers[1]
     readings.clear()
-    assert order.oldest() == 0
+    assert order.oldest() == numbers[-1] + 1
+
+
+def test_no_two_readings_have_the_same_number_whatever_their_orders() -> None:
+    # A pool may outlive an order: it must not take a part of a new epoch for one that it has open.
+    numbers = [order_of(streams=2).read(0).number for _ in range(3)]
+    assert len(set(numbers)) == 3
+
+
+def test_parts_that_start_over_stay_open_from_epoch_to_epoch() -> None:
     assert [order_of(steps_per_epoch=3).read(epoch).number for epoch in range(2)] == [0, 0]
 
 
