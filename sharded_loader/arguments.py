@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,7 +18,7 @@ from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import some
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.engine.parts import is_stream
+from sharded_loader.data.inspection import has_own, is_stream
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
@@ -150,14 +149,14 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         )
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
-            f"the dataset is a {kind.__name__}, which can be read once, and every epoch begins anew: give the function "
-            f"that makes it, or an object whose __iter__ does"
+            f"the dataset is a {kind.__name__}, which can be read once, and every epoch begins again: give the "
+            f"function that makes it, or an object whose __iter__ does"
         )
     if isinstance(dataset, AbstractSet):
         raise TypeError(f"the dataset is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
         return dataset
-    if not _is_indexed(kind):
+    if not has_own(kind, "__getitem__") or kind.__getitem__ is Dataset.__getitem__:
         raise TypeError(
             f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
         )
@@ -193,13 +192,6 @@ def refuse_streams(streams: Any, dataset: Any) -> None:
             f"streams={streams!r} is for iterable data, and the dataset, a {type(dataset).__name__}, is read by index: "
             f"leave it out. A batch may come from anywhere in the dataset"
         )
-
-
-def _is_indexed(kind: type) -> bool:
-    """Whether a class has a ``__getitem__`` of its own: torch's Dataset has one that only raises."""
-    base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)
-    method = getattr(kind, "__getitem__", None)
-    return method is not None and method not in (Dataset.__getitem__, getattr(base, "__getitem__", None))
 
 
 def check_batchify_fn(batchify_fn: Any) -> None:

@@ -37,10 +37,10 @@ from sharded_loader.arguments import (
 )
 from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import OnError
-from sharded_loader.engine.parts import is_stream
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder

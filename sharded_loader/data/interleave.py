@@ -26,8 +26,9 @@ import numpy as np
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
+from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
-from sharded_loader.data.source import BEGINNING, END, Source, is_indexed, this_worker
+from sharded_loader.data.source import BEGINNING, END, Source, this_worker
 from sharded_loader.data.wrappers import View
 from sharded_loader.process_hooks import call_after_import
 
@@ -54,8 +55,9 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
     Returns:
         By index: a `Dataset`. With ``"all_exhausted"`` it ends with the last sample that had not been read yet.
 
-        In order: an iterable, which torch's ``DataLoader`` takes as an ``IterableDataset``. Each iteration begins anew.
-        An iterable dataset has been read to its end when it is asked for one more sample. The mixture has:
+        In order: an iterable, which torch's ``DataLoader`` takes as an ``IterableDataset``. Each iteration starts at
+        the beginning. An iterable dataset has been read to its end when it is asked for one more sample. The mixture
+        has:
 
         - ``state_dict()``: the position of the iterator that began or yielded last. When the iteration has ended,
           it is the beginning. ``load_state_dict(state)``: the next iteration continues there.
@@ -63,8 +65,9 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
         - ``num_shards``: the smallest ``num_shards`` (or ``n_shards``) of the iterable datasets that have one.
           If none has one, the attribute is missing.
 
-        With several workers of torch's ``DataLoader``, each worker reads a mixture of its own. A dataset that is read
-        by index is divided among the workers. An iterable dataset has to divide itself, as always in torch.
+        With several workers, each worker mixes its own part of the datasets. The mixture divides a dataset that is
+        read by index. An iterable dataset divides itself by ``get_worker_info()``, as always in torch. A
+        `ShardedDataLoader` cuts the mixture into parts; then each part counts as a worker.
 
     Raises:
         TypeError: an argument is no list of datasets, no numbers, no seed; one dataset can be read only once, as a
@@ -116,8 +119,8 @@ def _checked(dataset: Any, number: int) -> Any:
     if is_indexed(dataset):
         return check_dataset(dataset, "interleave")
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
-    begins_anew = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
-    if hasattr(kind, "__next__") and not begins_anew:
+    starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
+    if hasattr(kind, "__next__") and not starts_again:
         raise TypeError(
             f"{name} is a {kind.__name__}, which can be read only once: give a function that makes a new one, "
             "or an object whose __iter__ begins again"
@@ -173,7 +176,7 @@ class InterleavedDataset(View, Dataset):
 def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
     name = f"interleave: datasets[{number}], a {type(dataset).__name__},"
     if passes:
-        return ValueError(f"{name} gave no samples when it was read again: let its iteration begin anew each time")
+        return ValueError(f"{name} gave no samples when it was read again: its __iter__ must start at the beginning")
     return ValueError(
         f"{name} has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
     )
@@ -198,14 +201,14 @@ class InterleavedIterable:
         self._epoch: Any = 0
         self._loaded: Mapping[str, Any] | None = None  # where the next iteration begins
         self._last: _Reading | None = None  # the one that began or yielded last
-        found = [_num_shards(datasets[number]) for number in schedule.sources]
-        shards = [number for number in found if number is not None]
+        iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
+        shards = [number for number in map(known_parts, iterable) if number is not None]
         if shards:
             self.num_shards = min(shards)
         call_after_import("torch.utils.data", _tell_torch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_last": None}  # its iterators stay here; a copy would begin anew too
+        return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -284,11 +287,6 @@ def _tell_torch() -> None:
     sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
 
 
-def _num_shards(dataset: Any) -> int | None:
-    found = (getattr(dataset, name, None) for name in ("num_shards", "n_shards") if not is_indexed(dataset))
-    return next((number for number in found if isinstance(number, int)), None)
-
-
 def _has_counts(state: Mapping[str, Any], sources: int) -> bool:
     try:
         counts = [state["position"], *(entry[name] for entry in state["sources"] for name in BEGINNING)]
@@ -309,9 +307,6 @@ class _Reading:
             Source(number, datasets[number], entry, worker, times[id(datasets[number])] == 1)
             for number, entry in zip(numbers, state["sources"], strict=True)
         ]
-        if worker is not None:
-            for source in self.sources:
-                source.look_ahead()
 
     def state(self) -> dict[str, Any]:
         return {**self._facts, "position": self.position, "sources": [source.state() for source in self.sources]}

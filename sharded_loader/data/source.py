@@ -1,7 +1,6 @@
 """`Source`: one dataset of a mixture, read in order, from any position.
 
-    is_indexed(dataset)              True: by index; False: by its iterator, or by the one that a function returns
-    this_worker()                    which of how many workers of torch's DataLoader this process is
+    this_worker()                    which of how many workers reads here, or which part of iterable data is read
     Source(number, dataset, entry)   .read() -> sample | END      .start_over()      .state() -> entry
 
 An entry says how often the dataset has been read to its end, and how many samples of this pass were read. A dataset
@@ -9,40 +8,27 @@ with ``state_dict`` and ``load_state_dict`` continues by its own state, which is
 iterator has both. Other iterable datasets are read again up to the position.
 
 A source opens its dataset when the first sample is asked for. A state is loaded into a shallow copy of the dataset:
-some datasets keep it for later passes, and those begin anew.
+some datasets keep it for later passes, and those start at the beginning.
 
 With several workers, a dataset that is read by index is divided: each worker reads every n-th sample. A function may
 take two arguments, the number of the worker and the number of workers. Other datasets ask torch's ``get_worker_info``.
-A loader with threads lets it answer only while the first sample of the mixture is read. So in a worker, all sources are
-opened then, and each reads its first sample ahead (`Source.look_ahead`).
 
-What can go wrong: a dataset has fewer samples than when the state was saved (ValueError with both numbers); a dataset
-starts over where ``get_worker_info`` does not answer (RuntimeError). An exception of the dataset passes as it is.
+What can go wrong: a dataset has fewer samples than when the state was saved (ValueError with both numbers). An
+exception of the dataset passes as it is.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
+
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
-
-
-def is_indexed(dataset: Any) -> bool:
-    """Whether a dataset is read by index. torch's Dataset has a ``__getitem__`` that only raises.
-
-    Example:
-        >>> is_indexed([1, 2]), is_indexed({1, 2})
-        (True, False)
-    """
-    torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)
-    method = getattr(type(dataset), "__getitem__", None)
-    return method not in (None, getattr(torchs, "__getitem__", None)) and hasattr(dataset, "__len__")
 
 
 def this_worker() -> tuple[int, int] | None:
@@ -93,7 +79,6 @@ class Source:
         self._entry = entry
         self._worker = worker
         self._has_own_state = has_own_state
-        self._ahead: list[Any] = []
         self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
         self._iterator: Any = None
 
@@ -101,14 +86,9 @@ class Source:
         """The next sample, or `END`."""
         if self._iterator is None:
             self._open()
-        sample = self._ahead.pop() if self._ahead else next(self._iterator, END)
+        sample = next(self._iterator, END)
         self.taken += sample is not END
         return sample
-
-    def look_ahead(self) -> None:
-        """Open the dataset and make its first sample now; a generator function runs nothing before."""
-        self._open()
-        self._ahead = [next(self._iterator, END)]
 
     def start_over(self) -> None:
         """Begin the next pass."""
@@ -117,14 +97,14 @@ class Source:
 
     def state(self) -> dict[str, Any]:
         """An entry from which another source continues."""
-        if self._iterator is None or self._ahead:
+        if self._iterator is None:
             return dict(self._entry)
         entry = {"pass": self.passes, "taken": self.taken}
         if is_indexed(self._opened):
             return entry
-        if self._iterator is not self._opened and _has_state(self._iterator):
+        if self._iterator is not self._opened and is_stateful(self._iterator):
             return {**entry, "iterator": self._iterator.state_dict()}
-        if self._has_own_state and _has_state(self._opened):
+        if self._has_own_state and is_stateful(self._opened):
             return {**entry, "dataset": self._opened.state_dict()}
         return entry
 
@@ -153,22 +133,13 @@ class Source:
     def _items(self, dataset: Any) -> Any:
         """What is iterated over: the dataset, or what a function returns."""
         worker, is_function = self._worker or (0, 1), not hasattr(type(dataset), "__iter__")
-        if is_function and _takes_two(dataset):
-            return dataset(*worker)
-        if worker[1] > 1 and this_worker() != worker:
-            raise RuntimeError(
-                f"interleave: datasets[{self.number}], a {type(dataset).__name__}, starts over in a thread, where "
-                'get_worker_info() cannot tell it which part to read: use worker processes, or stop="first_exhausted"'
-            )
-        return dataset() if is_function else dataset
+        if not is_function:
+            return dataset
+        return dataset(*worker) if takes_part(dataset) else dataset()
 
 
 BEGINNING = {"pass": 0, "taken": 0}
 """The entry of a dataset that has not been read."""
-
-
-def _has_state(source: Any) -> bool:
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 def _copy(dataset: Any) -> Any:
@@ -177,13 +148,3 @@ def _copy(dataset: Any) -> Any:
     if hasattr(made, "__dict__"):
         made.__dict__ = dict(vars(made))
     return made
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function asks for the number of the worker and how many there are."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some functions in C
-        return False
-    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return sum(one.default is one.empty for one in by_position) >= 2

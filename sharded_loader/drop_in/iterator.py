@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sharded_loader.arguments import make_split
 from sharded_loader.batching.tree import TensorBatch
+from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
@@ -31,7 +32,6 @@ from sharded_loader.drop_in.reading import LanePlan, SamplerReading
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.parts import is_stateful
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Run, StreamPlan
 from sharded_loader.engine.stream import PartPoint

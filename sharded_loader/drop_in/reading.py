@@ -16,14 +16,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.parts import is_stateful
-from sharded_loader.engine.plan import Split, moved
+from sharded_loader.engine.plan import Plan, Split
 from sharded_loader.engine.stream import PartBatch, PartPoint
-from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.foreign import bytes_of, rank_of
-from sharded_loader.sampling.shards import split_batch
 
 
 class _Planned(NamedTuple):
@@ -198,34 +196,26 @@ def _advanced(low: int, ahead: set[int]) -> int:
     return low
 
 
-class LanePlan:
+class LanePlan(Plan):
     """Tasks of a `SamplerReading`.
 
     Args:
-        run: which iterator asks.
-        reading: gives the batches.
+        run, reading, split: see `Plan`.
         lanes: how many workers there are, at least 1.
         batched: an item is a list of indices; False: a single index.
-        split: how batches become shards.
     """
 
+    _reading: SamplerReading
+
     def __init__(self, run: int, reading: SamplerReading, lanes: int, batched: bool, split: Split) -> None:
-        self._run, self._reading, self._lanes, self._batched, self._split = run, reading, lanes, batched, split
-        self.splits = split.num_shards is not None
+        super().__init__(run, reading, split)
+        self._lanes, self._batched = lanes, batched
 
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
-        try:
-            found = self._reading.batch(seq)
-        except Exception as raised:
-            error = as_batch_error(raised, "by the sampler")
-            add_note(error, f"sharded_loader: raised by the sampler at batch {seq}")
-            try:
-                return error
-            finally:
-                del error
-        if found is None:
-            return None
+        found = self._next(seq)
+        if found is None or isinstance(found, Exception):
+            return found
         indices = found[0] if self._batched else found
         if not isinstance(indices, list | tuple):
             indices = list(indices)
@@ -239,19 +229,3 @@ class LanePlan:
         """A batch has come back."""
         self._reading.note(seq, result)
         return result
-
-    def is_given_up(self, task: Task) -> bool:
-        """No task is: what a worker's dataset has in its state is all that its batches have in common."""
-        return False
-
-    def move(self, seq: int, to: int) -> None:
-        """A batch comes earlier than planned; those that it overtakes keep their order."""
-        for table in self._reading.tables:
-            moved(table, seq, to)
-
-    def split(self, task: Task) -> Task:
-        """A batch as shards."""
-        if self._split.num_shards is None:
-            return task
-        shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
-        return task._replace(shards=tuple(shards), sharded=True)

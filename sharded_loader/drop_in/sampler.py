@@ -1,6 +1,6 @@
 """The sampler of ``shuffle=True``: torch's `RandomSampler`, which also knows epochs and can be resumed.
 
-    ShuffleSampler(dataset, generator).set_epoch(e); state_dict(); load_state_dict(state)
+    ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state)
 
 Without a generator, the first epoch has the order that torch's own sampler has: both draw one seed from torch's default
 generator. Later epochs follow from that seed and the epoch, so a state of two numbers says all of them. A generator of

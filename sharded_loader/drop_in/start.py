@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.sampler import ShuffleSampler
-from sharded_loader.engine.parts import is_stateful
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import bytes_of, rank_of
 

@@ -18,6 +18,10 @@ from sharded_loader.pools.threads import ThreadPool
 
 
 def make_pool(loader: Any) -> Pool:
+    """The pool that a loader's arguments ask for; its workers are not started yet.
+
+    With ``timeout`` no worker is restarted: a silent or dead worker is an error, as in torch.
+    """
     if loader.num_workers == 0:
         if loader.timeout:
             raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
@@ -80,6 +84,7 @@ def _exitcode_of(handle: Any) -> int | None:
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
+    """The error that torch raises for this one. Its text begins as torch's, because programs look for those words."""
     if isinstance(error, WorkerTimeoutError):
         return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
     code = error.exitcode

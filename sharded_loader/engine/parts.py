@@ -1,7 +1,5 @@
-"""Iterable data: what counts as it, and one part of it, read from any point on.
+"""One part of iterable data, read from any point on.
 
-    is_stream(dataset)                      it has no ``__getitem__``, but ``__iter__``; or it is a function
-    known_parts(dataset)                    how many parts it is made of, if it says so
     Copies(dataset).make()                  a copy of the dataset as it was
     OpenPart(dataset, number, parts)        a part while it is read: ``begin``, ``advance``, ``state``
 
@@ -18,62 +16,21 @@ keep their position in themselves. What can go wrong is the user's: whatever the
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
-import sys
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.data.inspection import is_stateful, takes_part
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.worker_info import Part, here, tell
 
 CHECKED_BYTES = 1 << 16
 """Of an array or a text that goes into the checksum, so many bytes count."""
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be read in its own order only.
-
-    Example:
-        >>> is_stream(range(3)), is_stream(lambda: range(3)), is_stream({1, 2})
-        (False, True, True)
-    """
-    kind = type(dataset)
-    if isinstance(dataset, type):
-        return False
-    if _has_own(kind, "__getitem__"):
-        # Hugging Face's IterableDataset has one too: for the name of a column.
-        base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
-        return base is not None and isinstance(dataset, base) and not hasattr(kind, "__len__")
-    return _has_own(kind, "__iter__") or callable(dataset)
-
-
-def _has_own(kind: type, name: str) -> bool:
-    """Whether a class has a method that does something: torch's base classes have some that only raise."""
-    method = getattr(kind, name, None)
-    module = sys.modules.get("torch.utils.data")
-    bases = (getattr(module, base, None) for base in ("Dataset", "IterableDataset"))
-    return method is not None and all(method is not getattr(base, name, None) for base in bases)
-
-
-def keeps_place(dataset: Any) -> bool:
-    """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
-    return any(hasattr(dataset, name) for name in ("state_dict", "__next__", "set_epoch"))
-
-
-def known_parts(dataset: Any) -> int | None:
-    """How many parts a dataset says that it has, as Hugging Face's do; None if it does not."""
-    for name in ("num_shards", "n_shards"):
-        count = getattr(dataset, name, None)
-        if isinstance(count, int) and not isinstance(count, bool) and count > 0:
-            return count
-    return None
 
 
 SHARED_BYTES = 64 << 20
@@ -164,7 +121,10 @@ class OpenPart:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
         before = self.tell()
         try:
-            items = dataset if hasattr(type(dataset), "__iter__") else _call(dataset, self.number, self._parts)
+            if hasattr(type(dataset), "__iter__"):
+                items = dataset
+            else:  # a function
+                items = dataset(self.number, self._parts) if takes_part(dataset) else dataset()
             self._items = iter(items)
             self._is_iterator = self._items is dataset
             if of_items is not None:
@@ -205,29 +165,8 @@ class OpenPart:
         return None if of_dataset is None and of_items is None else (of_dataset, of_items)
 
 
-def is_stateful(one: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them."""
-    if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
-        return False
-    # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
-    function: Any = getattr(one.state_dict, "__func__", None)
-    return not isinstance(function, FunctionType) or (
-        function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
-    )
-
-
 def _nothing() -> Any:
     raise StopIteration
-
-
-def _call(function: Callable[..., Any], number: int, parts: int) -> Any:
-    """What a function of the user's returns for a part: it takes the numbers, or nothing."""
-    needed = [
-        one
-        for one in inspect.signature(function).parameters.values()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
-    ]
-    return function(number, parts) if len(needed) >= 2 else function()
 
 
 def checksum(sample: Any, before: int) -> int:

@@ -1,7 +1,7 @@
 """From a sampler's batches of one epoch to numbered tasks: checked, and split into shards.
 
     batches (lists of indices, or lists of lists) -> EpochPlan.task(seq) -> Task | the error for that place
-    Task, when it is dispatched -> EpochPlan.split() -> Task with shards
+    Task, when it is dispatched -> Plan.split() -> Task with shards
 
 Whatever is wrong with a batch (empty, an index out of range, more shards than devices) is an error at that
 batch's place in the order, not at the moment when the sampler is asked ahead of time; the batches after it
@@ -44,20 +44,65 @@ class Split:
     weights: list[float] | None = None
 
 
-class EpochPlan:
-    """The batches of one epoch, one after the other.
+class Plan:
+    """The tasks of one iterator, and what is the same for every kind of data.
 
     Args:
         run: which iterator asks.
-        epoch: number of the epoch.
         reading: gives the batches.
-        length: samples in the dataset, to check indices against; None: not checked.
         split: how batches become shards.
-        may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
-            ``sampler`` are indices, tuples among them too.
 
     Attributes:
         splits: flat batches are split into shards.
+    """
+
+    def __init__(self, run: int, reading: Any, split: Split) -> None:
+        self._run, self._reading, self._split = run, reading, split
+        self.splits = split.num_shards is not None
+
+    def _next(self, seq: int) -> Any:
+        """Batch ``seq`` of the reading; the error to raise in its place; None after the last one."""
+        try:
+            return self._reading.batch(seq)
+        except Exception as raised:
+            error = as_batch_error(raised, "by the sampler")
+            add_note(error, f"sharded_loader: raised by the sampler{self._epoch_of_error()} at batch {seq}")
+            try:
+                return error
+            finally:
+                del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+
+    def split(self, task: Task) -> Task:
+        """A flat batch as shards, by the weights of this moment; called when it is dispatched, if the plan `splits`."""
+        if task.sharded or self._split.num_shards is None:
+            return task
+        return task._replace(shards=tuple(self._shards(task.shards[0], self._split.num_shards)), sharded=True)
+
+    def _shards(self, indices: Any, count: int) -> list[Any]:
+        return split_batch(indices, count, self._split.weights)
+
+    def _epoch_of_error(self) -> str:
+        return ""
+
+    def move(self, seq: int, to: int) -> None:
+        """A batch comes earlier than planned; those that it overtakes keep their order."""
+        for table in self._reading.tables:
+            moved(table, seq, to)
+
+    def is_given_up(self, task: Task) -> bool:
+        """Whether nobody has to try to read a task."""
+        return False
+
+
+class EpochPlan(Plan):
+    """The batches of one epoch, one after the other.
+
+    Args:
+        run, reading, split: see `Plan`.
+        epoch: number of the epoch.
+        length: samples in the dataset, to check indices against; None: not checked.
+        may_shard: whether a batch may be a list of shards (a given ``batch_sampler``); indices of a
+            ``sampler`` are indices, tuples among them too.
     """
 
     def __init__(
@@ -70,32 +115,24 @@ class EpochPlan:
         *,
         may_shard: bool,
     ) -> None:
-        self._run = run
+        super().__init__(run, reading, split)
         self._epoch = epoch
-        self._reading = reading
         self._length = length
-        self._split = split
         self._may_shard = may_shard
         self._within = np.empty(0)  # the last array that was checked and has no index out of range
-        self.splits = split.num_shards is not None
 
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
-        try:
-            found = self._reading.ready.get(seq) or self._reading.batch(seq)
-        except Exception as raised:
-            error = as_batch_error(raised, "by the sampler")
-            add_note(error, f"sharded_loader: raised by the sampler, in epoch {self._epoch} at batch {seq}")
-            try:
-                return error
-            finally:
-                del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
-        if found is None:
-            return None
+        found = self._reading.ready.get(seq) or self._next(seq)
+        if found is None or isinstance(found, Exception):
+            return found
         try:
             return self._make_task(seq, *found)
         except Exception as raised:
             return as_batch_error(raised, "by a batch of the sampler's")
+
+    def _epoch_of_error(self) -> str:
+        return f", in epoch {self._epoch}"
 
     def _make_task(self, seq: int, batch: Any, first: int) -> Task:
         try:
@@ -136,16 +173,6 @@ class EpochPlan:
             )
         return Task(self._run, seq, self._epoch, first, tuple(shards), sharded)
 
-    def split(self, task: Task) -> Task:
-        """A flat batch as shards, by the weights of this moment; called when it is dispatched, if the plan `splits`."""
-        if task.sharded or self._split.num_shards is None:
-            return task
-        shards = split_batch(task.shards[0], self._split.num_shards, self._split.weights)
-        return task._replace(shards=tuple(shards), sharded=True)
-
-    def move(self, seq: int, to: int) -> None:
-        """A batch comes earlier than planned. This plan keeps the order."""
-
     def _is_within(self, indices: Any, length: int) -> bool:
         """Whether these are indices of the dataset. Batches that are views of one block are checked together.
 
@@ -181,18 +208,17 @@ class EpochPlan:
         )
 
 
-class StreamPlan:
+class StreamPlan(Plan):
     """`EpochPlan` for iterable data: which samples a batch has is only known when it is read.
 
+    If a part ends in the middle of a batch, its reader splits the batch again.
+
     Args:
-        run: which iterator asks.
+        run, split: see `Plan`.
         reading: which part gives which batch.
-        split: how batches become shards.
     """
 
-    def __init__(self, run: int, reading: StreamReading, split: Split) -> None:
-        self._run, self._reading, self._split = run, reading, split
-        self.splits = split.num_shards is not None
+    _reading: StreamReading
 
     def task(self, seq: int) -> Task | None:
         """Batch ``seq`` as a task; None after the last one."""
@@ -217,20 +243,8 @@ class StreamPlan:
         """Whether the task's part cannot be read on: then nobody has to try."""
         return task.part is not None and self._reading.is_given_up(task.part)
 
-    def move(self, seq: int, to: int) -> None:
-        """A batch comes earlier than planned; those that it overtakes keep their order."""
-        for table in self._reading.tables:
-            moved(table, seq, to)
-
-    def split(self, task: Task) -> Task:
-        """A batch as shards, by the weights of this moment. If the part ends in the batch, the reader splits again."""
-        if task.sharded or self._split.num_shards is None:
-            return task
-        indices, shards, begin = task.shards[0], [], 0
-        for size in filter(None, shard_sizes(len(indices), self._split.num_shards, self._split.weights)):
-            shards.append(indices[begin : begin + size])
-            begin += size
-        return task._replace(shards=tuple(shards), sharded=True)
+    def _shards(self, indices: Any, count: int) -> list[Any]:
+        return indices.cut(shard_sizes(len(indices), count, self._split.weights))  # type: ignore[no-any-return]
 
 
 def moved(table: dict[int, Any], seq: int, to: int) -> None:

@@ -27,7 +27,7 @@ def reader_for(
     """
     if job.stream is None and not job.keeps_state:
         return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
-    from sharded_loader.engine.parts import keeps_place
+    from sharded_loader.data.inspection import keeps_place
     from sharded_loader.engine.stream_reader import StatefulReader, StreamReader
 
     if job.stream is None:

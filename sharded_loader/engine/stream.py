@@ -8,7 +8,8 @@ PartPoint    how far the part has got              in a `Result`, and from there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 
@@ -79,6 +80,8 @@ class PartIndices(Sequence[Any]):
         >>> indices = PartIndices(3, range(8, 12))
         >>> indices[0], indices[1:3].places, len(indices)
         ((3, 8), range(9, 11), 4)
+        >>> [one.places for one in indices.cut([3, 0, 1])]
+        [range(8, 11), range(11, 12)]
     """
 
     __slots__ = ("part", "places")
@@ -92,6 +95,11 @@ class PartIndices(Sequence[Any]):
     def __getitem__(self, place: Any) -> Any:
         found = self.places[place]
         return PartIndices(self.part, found) if isinstance(place, slice) else (self.part, found)
+
+    def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
+        """Pieces of these sizes, one behind the other, without those of size 0."""
+        ends = list(accumulate(sizes, initial=0))
+        return [self[begin:end] for begin, end in pairwise(ends) if begin < end]
 
     def __reduce__(self) -> Any:
         return PartIndices, (self.part, self.places)

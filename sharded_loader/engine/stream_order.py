@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sharded_loader.engine.parts import known_parts
+from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.engine.stream_state import StreamPosition, StreamSignature, differences, dump, parse

@@ -130,7 +130,8 @@ class StreamReader(Reader):
             if not samples or self._stream.drops_last:
                 return [], None
             at.dropped += planned - len(samples)
-            shards = _shortened(shards, len(samples))
+            first, sizes = shards[0], shard_sizes(len(samples), len(shards), list(map(len, shards)))
+            shards = PartIndices(first.part, range(first.places.start, first.places.start + len(samples))).cut(sizes)
         found, begin = [], 0
         for indices in shards:
             found.append((indices, samples[begin : begin + len(indices)]))
@@ -295,12 +296,3 @@ def _at_first(scope: SampleScope, part: int) -> None:
     """A part is opened: what it draws belongs to its first sample, as in a generator, which begins there."""
     scope.indices, scope.items, scope.drawn = PartIndices(part, range(1)), iter(range(1)), None
     next(scope.items)
-
-
-def _shortened(shards: Sequence[Any], count: int) -> list[Any]:
-    """The same shares of fewer samples, none of them empty."""
-    places, part, found, begin = shards[0].places, shards[0].part, [], 0
-    for size in filter(None, shard_sizes(count, len(shards), list(map(len, shards)))):
-        found.append(PartIndices(part, range(places.start + begin, places.start + begin + size)))
-        begin += size
-    return found

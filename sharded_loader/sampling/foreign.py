@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.data.inspection import is_stateful
 from sharded_loader.global_generators import seed_torch, seeded_globals
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
@@ -127,10 +128,6 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
     if not first and items is sampler and state is None:
         raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {ONE_SHOT}")
     return chain(first, rest), stateful
-
-
-def is_stateful(one: Any) -> bool:
-    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_torch_generator(value: Any) -> bool:

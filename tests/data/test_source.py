@@ -4,9 +4,8 @@ import copy
 import json
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset
 
-from sharded_loader.data.source import BEGINNING, END, Source, is_indexed
+from sharded_loader.data.source import BEGINNING, END, Source
 
 
 class Again:
@@ -162,25 +161,6 @@ def test_an_exception_passes_as_it_is_and_leaves_a_state():
     assert source.state() == {"pass": 0, "taken": 1}
 
 
-def test_what_is_read_by_index():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
-
-        def __len__(self):  # how many samples there are: no index
-            return 3
-
-    class Both(Stream):
-        def __getitem__(self, index):
-            return index
-
-    class Bare(Dataset):
-        def __getitem__(self, index):
-            return index
-
-    assert [*map(is_indexed, ([], Both(), Stream(), Bare(), Again(), {1}, iter([])))] == [True, True] + [False] * 5
-
-
 def test_entries_are_not_changed():
     entry = {"pass": 0, "taken": 1, "dataset": {"at": 1}}
     before = copy.deepcopy(entry)
@@ -208,21 +188,3 @@ def test_workers_divide_what_is_read_by_index_and_what_a_function_returns(datase
         source.start_over()
         assert rest(source) == list(range(number, 10, parts))
     assert sorted(found) == list(range(10))
-
-
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("taken", [0, 1, 4, 5])
-def test_a_sample_that_was_read_ahead_is_not_counted(make, taken):
-    before = Source(0, make(), BEGINNING)
-    assert [before.read() for _ in range(taken)] == list(range(taken))
-    source = Source(0, make(), before.state(), (0, 1))
-    source.look_ahead()
-    assert source.state() == before.state()
-    assert rest(Source(0, make(), source.state())) == rest(source) == list(range(taken, 5))
-
-
-def test_a_dataset_that_starts_over_where_nobody_tells_it_its_part_is_an_error():
-    source = Source(2, Again(), BEGINNING, (0, 2))
-    with pytest.raises(RuntimeError, match=r"datasets\[2\], a Again, starts over in a thread.*use worker processes"):
-        source.read()
-    assert rest(Source(2, Again(), BEGINNING, (0, 1))) == [0, 1, 2, 3, 4]

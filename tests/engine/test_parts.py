@@ -1,4 +1,4 @@
-"""What counts as iterable data, copies of it, and one part while it is read."""
+"""Copies of iterable data, and one part while it is read."""
 
 from __future__ import annotations
 
@@ -11,38 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils.data as torch_data
 from stream_samples import Own, Parts, Stateful, Told, WithStatefulRows
 
-from sharded_loader.engine.parts import (
-    SHARED_BYTES,
-    Copies,
-    OpenPart,
-    checksum,
-    is_stateful,
-    is_stream,
-    keeps_place,
-    known_parts,
-)
+from sharded_loader.engine.parts import SHARED_BYTES, Copies, OpenPart, checksum
 from sharded_loader.engine.worker_info import here
-
-
-class Lines(torch_data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class Indexed(torch_data.Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Both:
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def advance(part: OpenPart) -> Any:
@@ -61,36 +33,6 @@ def rest_of(part: OpenPart) -> list[Any]:
             found.append(advance(part))
         except StopIteration:
             return found
-
-
-# -- what counts --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dataset", [Own(), Parts(), Lines(), lambda: range(3), functools.partial(range, 3), {1}, len])
-def test_what_can_only_be_read_in_its_own_order_is_iterable_data(dataset: Any) -> None:
-    assert is_stream(dataset)
-
-
-@pytest.mark.parametrize("dataset", [[1], range(3), {"a": 1}, "text", np.arange(3), Indexed(), Both(), Own, Lines, 3])
-def test_what_has_an_index_or_is_a_class_or_nothing_is_not(dataset: Any) -> None:
-    assert not is_stream(dataset)
-
-
-def test_some_datasets_know_how_many_parts_they_have() -> None:
-    class Shards:
-        num_shards: Any = 3
-
-    shards = Shards()
-    assert known_parts(shards) == 3
-    for odd in (0, -1, True, "3", 2.0, None):
-        shards.num_shards = odd
-        assert known_parts(shards) is None
-    shards.n_shards = 5  # type: ignore[attr-defined]
-    assert known_parts(shards) == 5 and known_parts(Own()) is None
-
-
-def test_datasets_that_may_keep_their_place_in_themselves() -> None:
-    assert [keeps_place(one) for one in (Stateful(), Told(), iter([]), Own(), Parts())] == [True] * 3 + [False] * 2
 
 
 # -- copies -------------------------------------------------------------------------------------------------------
@@ -180,7 +122,6 @@ def test_without_a_state_there_is_none() -> None:
     part = OpenPart(Parts((5,)), 0, 1, 0)
     part.begin(0)
     assert not part.is_stateful and part.state() is None
-    assert is_stateful(Stateful()) and not is_stateful(Own()) and not is_stateful(None)
 
 
 # -- checksums ----------------------------------------------------------------------------------------------------

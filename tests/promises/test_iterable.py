@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, SPAWNED, covering, make_pool
+from stream_loaders import ASK_TORCH, SIZE, loader_of
 from stream_samples import (
     LENGTHS,
     At,
     Draws,
     GoOn,
-    ItsOwnIterator,
     Late,
     NoIterator,
     Own,
@@ -39,20 +39,12 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, interleave
 from sharded_loader.errors import WorkerTimeoutError, notes_of
 
-SIZE = 4
 TORCH_FREE = (Parts, GoOn, WithStatefulRows)
-ASKING = (Own, Stateful, Told, ItsOwnIterator, Late)
-"""They ask torch for their part. A spawned worker takes seconds to import it."""
-
-
-def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: Any) -> ShardedDataLoader:
-    """A loader over data of as many parts as there are in `LENGTHS`."""
-    pool = make_pool(pool, workers) if isinstance(pool, str) else pool
-    options = {"streams": len(LENGTHS), "seed": 5, **options}
-    return ShardedDataLoader(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
+ASKING = (*ASK_TORCH, Late)
+"""A spawned worker takes seconds to import torch."""
 
 
 def epochs_of(loader: ShardedDataLoader, epochs: int = 1) -> list[list[Any]]:
@@ -111,6 +103,16 @@ def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
             assert ordered == [1000 * epoch + value for value in sorted(sum(expected, []))]
     else:
         assert first == second == expected
+
+
+@covering(1, pool=POOLS[:3], stop=["first_exhausted", "all_exhausted"], workers=[1, 2, 4])
+def test_a_mixture_of_iterable_data_is_cut_into_parts_whoever_reads(pool: str, stop: str, workers: int) -> None:
+    mixed = interleave([Own((3, 9)), lambda: range(1000, 1004)], [2, 1], stop=stop)
+    expected = epochs_of(loader_of(mixed, "inline", streams=2), 2)
+    assert epochs_of(loader_of(mixed, pool, workers, streams=2), 2) == expected
+    of_the_first = {value for batch in sum(expected, []) for value in batch if value < 1000}
+    if stop == "all_exhausted":
+        assert of_the_first == {0, 1, 2, *range(100, 109)}
 
 
 @covering(1, pool=POOLS, lengths=[(1,), (0,), (5, 5), (0, 0, 9), (40, 1, 1, 8, 0, 3), (4, 4), (1,) * 9])

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, PROCESS_POOLS, begin, covering, make_pool
+from conftest import POOLS, PROCESS_POOLS, begin, covering
 from injection import PUMP, InterruptAt, next_interrupted
+from stream_loaders import KINDS, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
@@ -41,8 +42,6 @@ from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.errors import LoaderClosedError
 from sharded_loader.rng import reading
 
-SIZE = 4
-KINDS = (Parts, GoOn, Own, Stateful, Told, ItsOwnIterator, WithStatefulRows)
 ROAD = ("stream_reading.py", "stream_order.py", "stream_reader.py", "parts.py", "batch_scope.py")
 """The modules of iterable data, from the plan to the reader."""
 
@@ -62,17 +61,6 @@ class InterruptInParts(InterruptAt):
         )
 
 
-def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: Any) -> ShardedDataLoader:
-    pool = make_pool(pool, workers) if isinstance(pool, str) else pool
-    options = {"streams": len(LENGTHS), "seed": 5, **options}
-    return ShardedDataLoader(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
-
-
-def epochs_of(dataset: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
-    with loader_of(dataset, **options) as loader:
-        return [[values(batch) for batch in loader] for _ in range(epochs)]
-
-
 # -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +68,8 @@ def epochs_of(dataset: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
 @pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
 @pytest.mark.parametrize("pool", [*POOLS[:3], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[3:])])
 def test_a_ctrl_c_at_any_line_of_next_loses_no_batch(pool: str, kind: Callable[..., Any], step: int) -> None:
+    if pool in ("forkserver", "spawn"):  # their workers take long to start again
+        step = max(step, 7)
     lengths = (2500 // step, 1000 // step, 5000 // step)
     expected = iter(batches_of(lengths, 2))
     with loader_of(kind(lengths), pool, streams=3, batch_size=2, prefetch=4) as loader:
