@@ -69,7 +69,7 @@ class LoaderAttributes:
         """Whether an incomplete last batch is left out. Read-only."""
         return self._order.drops_last
 
-    # Names of torch's loader that other libraries read. All are read-only.
+    # Other libraries read these attributes of PyTorch's DataLoader, so this loader has them too. All are read-only.
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:

@@ -175,6 +175,18 @@ class Listed(Dataset[Any]):
         return self.samples[index]
 
 
+def told_and_drawn(info: Any) -> list[Any]:
+    """What a worker is told, and what the generators of Python and NumPy give it."""
+    return [
+        info.id,
+        info.num_workers,
+        info.seed % 2**32,
+        torch.initial_seed() % 2**32,
+        random.random(),
+        float(np.random.random()),
+    ]
+
+
 class Seeds(Dataset[Any]):
     """What a worker is told, and what its generators give; -1 in the main process."""
 
@@ -186,15 +198,7 @@ class Seeds(Dataset[Any]):
         if info is None:
             return [-1.0] * 4
         assert info.dataset is not None and type(info.dataset) is Seeds
-        return [
-            info.id,
-            info.num_workers,
-            info.seed % 2**32,
-            torch.initial_seed() % 2**32,
-            random.random(),
-            float(np.random.random()),
-            torch.rand((), dtype=torch.float64).item(),
-        ]
+        return [*told_and_drawn(info), torch.rand((), dtype=torch.float64).item()]
 
 
 class WhichWorker(Dataset[Any]):

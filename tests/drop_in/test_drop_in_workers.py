@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import METHODS
-from drop_in_samples import TORCHS, Changing, Seeds, Uneven, WhichWorker, assert_same, flat, plain
+from drop_in_samples import TORCHS, Changing, Seeds, Uneven, WhichWorker, assert_same, flat, plain, told_and_drawn
 from samples import Bad, Boom, boom, exit_, leave, raise_os_error, sigkill, stop
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -32,14 +30,7 @@ class SeedsOfParts(IterableDataset[Any]):
         info = get_worker_info()
         assert info is not None and type(info.dataset) is SeedsOfParts
         for _ in range(4):
-            yield [
-                info.id,
-                info.num_workers,
-                info.seed % 2**32,
-                torch.initial_seed() % 2**32,
-                random.random(),
-                float(np.random.random()),
-            ]
+            yield told_and_drawn(info)
 
 
 # -- what a worker sees -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, PROCESS_POOLS, covering, make_pool
+from conftest import POOLS, PROCESS_POOLS, covering
+from stream_loaders import ASK_TORCH, KINDS, SIZE, WITHOUT_STATE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
@@ -19,10 +20,8 @@ from stream_samples import (
     Draws,
     DrawsOwn,
     GoOn,
-    ItsOwnIterator,
     Own,
     Parts,
-    Stateful,
     Told,
     WithStatefulRows,
     batches_of,
@@ -33,16 +32,6 @@ from stream_samples import (
 
 from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool
 
-SIZE = 4
-WITHOUT_STATE = (Parts, GoOn, Own, Told, ItsOwnIterator)
-WITH_STATE = (WithStatefulRows, Stateful)
-
-
-def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: Any) -> ShardedDataLoader:
-    pool = make_pool(pool, workers) if isinstance(pool, str) else pool
-    options = {"streams": len(LENGTHS), "seed": 5, **options}
-    return ShardedDataLoader(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
-
 
 def through_json(state: Any) -> Any:
     loaded = json.loads(json.dumps(state))
@@ -52,11 +41,6 @@ def through_json(state: Any) -> Any:
 
 def through_pickle(state: Any) -> Any:
     return pickle.loads(pickle.dumps(state))
-
-
-def epochs_of(dataset: Any, epochs: int, **options: Any) -> list[list[Any]]:
-    with loader_of(dataset, **options) as loader:
-        return [[values(batch) for batch in loader] for _ in range(epochs)]
 
 
 def save_after(dataset: Any, batches: int, epoch: int = 0, pool: Any = "inline", **options: Any) -> Any:
@@ -81,7 +65,7 @@ def go_on(dataset: Any, state: Any, pool: Any = "inline", **options: Any) -> Ite
 # -- after any batch ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*WITHOUT_STATE, *WITH_STATE])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("last_batch", ["keep", "discard"])
 def test_a_state_after_any_batch_of_any_epoch_is_gone_on_from(kind: Callable[..., Any], last_batch: str) -> None:
     whole = epochs_of(kind(), 3, last_batch=last_batch)
@@ -107,7 +91,7 @@ def test_any_pool_goes_on_from_the_state_of_any_other(
         rest.close()
 
 
-@covering(1, pool=POOLS[:3], kind=[Own, Told, ItsOwnIterator, Stateful], workers=[1, 2, 4])
+@covering(1, pool=POOLS[:3], kind=ASK_TORCH, workers=[1, 2, 4])
 def test_so_does_a_dataset_that_asks_torch_for_its_part(pool: str, kind: Callable[..., Any], workers: int) -> None:
     whole = epochs_of(kind(), 3)
     for count in (0, 1, 3, 6):
@@ -468,7 +452,7 @@ def test_every_epoch_has_as_many_full_batches_and_goes_on_where_the_last_one_end
             assert [values(batch) for batch in loader] == found[epoch]
 
 
-@covering(1, pool=POOLS[:3], kind=[Told, Stateful, WithStatefulRows, ItsOwnIterator, GoOn], count=[0, 1, 3, 5])
+@covering(1, pool=POOLS[:3], kind=KINDS, count=[0, 1, 3, 5])
 def test_an_endless_order_goes_on_from_a_state_in_any_epoch(pool: str, kind: Callable[..., Any], count: int) -> None:
     options: dict[str, Any] = {"streams": 3, "steps_per_epoch": 5}
     lengths = (7, 3, 12)
