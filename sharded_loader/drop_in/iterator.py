@@ -219,6 +219,14 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     # -- batches --------------------------------------------------------------------------------------------
 
+    def __next__(self) -> Any:
+        # torch's notes each batch for a profiler, which takes 5 to 9 us, and warns of wrong lengths of iterable data.
+        if self._is_stream or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
     def _next_data(self) -> Any:
         if self._shutdown:
             raise StopIteration

@@ -21,7 +21,7 @@ from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.plan import Plan, Split
 from sharded_loader.engine.stream import PartBatch, PartPoint
-from sharded_loader.sampling.foreign import bytes_of, rank_of
+from sharded_loader.sampling.foreign import bytes_of_one, rank_of
 
 
 class _Planned(NamedTuple):
@@ -79,7 +79,11 @@ class SamplerReading:
         self._ahead: set[int] = set((state or {}).get("ahead", ()))
         checksum = 0 if state is None else state["checksum"]
         self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, start.own)}  # by item: before it
-        self._is_started = state is not None
+        self._forgotten = self._low, self._low  # the first seq, and the first item, that are kept
+        self._is_started = False
+        self._stateful: Any = None  # who knows where the sampler is
+        if state is not None:
+            self._begin(items)
         self._keeps_state, self._number = keeps_state, number
         self._points = dict.fromkeys(range(lanes), PartPoint())
         for lane, of_dataset in enumerate(datasets):
@@ -89,7 +93,8 @@ class SamplerReading:
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
-        self._begin()
+        if not self._is_started:
+            self._begin(self._start.first(self._items))
         while self._coming <= seq and not self._ended:
             try:
                 found = next(self._items)
@@ -101,23 +106,19 @@ class SamplerReading:
                 raise
             number, self._drawn = self._drawn, self._drawn + 1
             checksum, _ = self._marks[number]
-            self._marks[self._drawn] = zlib.crc32(bytes_of([found]), checksum), self._own_state()
+            own = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+            self._marks[self._drawn] = zlib.crc32(bytes_of_one(found), checksum), own
             if number not in self._ahead:
                 turn, lane = divmod(self._coming - self.first, self._lanes)
                 self._planned[self._coming] = _Planned(number, found, (self.first + lane) % self._lanes, turn)
                 self._coming += 1
         return (self._planned[seq].item,) if seq in self._planned else None
 
-    def _begin(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self._items = self._start.first(self._items)
-
-    def _own_state(self) -> Any:
-        stateful = self._start.stateful
-        if stateful is None and is_stateful(self._items):
-            stateful = self._items
-        return None if stateful is None else copy.deepcopy(stateful.state_dict())
+    def _begin(self, items: Iterator[Any]) -> None:
+        self._items, self._is_started = items, True
+        self._stateful = self._start.stateful
+        if self._stateful is None and is_stateful(items):
+            self._stateful = items
 
     def part(self, seq: int) -> PartBatch | None:
         """Which state a worker's dataset must have before a batch; None if it keeps none."""
@@ -144,13 +145,23 @@ class SamplerReading:
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again."""
-        for seq in [one for one in self._planned if one < delivered - 1]:
-            self._ahead.add(self._planned.pop(seq).number)
-            if seq in self._notes:
-                lane, self._points[lane] = self._notes.pop(seq)
-        self._low = _advanced(self._low, self._ahead)
-        for number in [one for one in self._marks if one < self._low]:
-            del self._marks[number]
+        (seq, number), low = self._forgotten, self._low
+        over = range(seq, delivered - 1)
+        for one in over:
+            if one in self._planned and self._planned[one].number >= low:
+                self._ahead.add(self._planned[one].number)
+            if one in self._notes:
+                lane, self._points[lane] = self._notes[one]
+        while low in self._ahead:
+            low += 1
+        self._low = low
+        for one in over:  # interrupted before the end, all of it is done again
+            self._planned.pop(one, None)
+            self._notes.pop(one, None)
+        for one in range(number, low):
+            self._marks.pop(one, None)
+            self._ahead.discard(one)
+        self._forgotten = max(seq, delivered - 1), low
 
     def batches(self, delivered: int) -> int:
         """How many batches were received, if so many numbers are done."""
@@ -161,8 +172,10 @@ class SamplerReading:
 
         If nothing was drawn yet, the sampler draws now: the state says what comes.
         """
-        self._begin()
-        ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
+        if not self._is_started:
+            self._begin(self._start.first(self._items))
+        over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
+        ahead = {number for number in self._ahead | over if number >= self._low}
         low = _advanced(self._low, ahead)
         checksum, own = self._marks[low]
         state = {**self._start.state, "yielded": low, "checksum": checksum}
@@ -172,7 +185,7 @@ class SamplerReading:
         if ahead:
             state["ahead"] = sorted(ahead)
         if finished:
-            own = self._own_state()
+            own = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
             state.update(self._start.end_state())
         elif own is not None and self._start.stateful is not None and low == self._drawn > 0:
             # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
@@ -206,6 +219,7 @@ class LanePlan(Plan):
     """
 
     _reading: SamplerReading
+    takes_turns = True
 
     def __init__(self, run: int, reading: SamplerReading, lanes: int, batched: bool, split: Split) -> None:
         super().__init__(run, reading, split)
@@ -217,7 +231,7 @@ class LanePlan(Plan):
         if found is None or isinstance(found, Exception):
             return found
         indices = found[0] if self._batched else found
-        if not isinstance(indices, list | tuple):
+        if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
             indices = list(indices)
         part = self._reading.part(seq)
         # In any order a batch goes to the worker that has the least to do.

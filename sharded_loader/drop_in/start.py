@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import bytes_of, rank_of
+from sharded_loader.sampling.foreign import bytes_of_one, rank_of
 
 _PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
 """Samplers whose order is always the same."""
@@ -163,7 +163,7 @@ class SamplerStart:
             _set_all(self._sources, noted[-1] if noted else ())
             items = self.first(items)
             for _ in range(state["yielded"]):
-                checksum = zlib.crc32(bytes_of([next(items)]), checksum)
+                checksum = zlib.crc32(bytes_of_one(next(items)), checksum)
         except StopIteration:
             checksum = -1
         finally:

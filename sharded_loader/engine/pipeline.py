@@ -230,14 +230,17 @@ class Pipeline:
             least: how many batches the window must hold, whatever `prefetch` says.
             before: how many batches of the run before this one are in flight: they count too.
         """
-        window, group = run.window, self.pool.group
+        window, group, share = run.window, self.pool.group, 4
+        unit = group
+        if run.plan.takes_turns and group > 1:  # a group for each worker
+            unit, share = group * self.pool.num_workers, 2
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = least
         if self.pool.num_workers:
             depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
         missing = depth - before - len(window)
-        if missing > 0 and (missing >= min(group, depth // 4) or missing == depth):
+        if missing > 0 and (missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
                 planned = run.plan.task(seq)
                 if planned is None:

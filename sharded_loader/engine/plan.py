@@ -54,7 +54,10 @@ class Plan:
 
     Attributes:
         splits: flat batches are split into shards.
+        takes_turns: batch after batch goes to one worker after the other, by the tasks' lanes.
     """
+
+    takes_turns = False
 
     def __init__(self, run: int, reading: Any, split: Split) -> None:
         self._run, self._reading, self._split = run, reading, split
@@ -219,6 +222,7 @@ class StreamPlan(Plan):
     """
 
     _reading: StreamReading
+    takes_turns = True
 
     def task(self, seq: int) -> Task | None:
         """Batch ``seq`` as a task; None after the last one."""

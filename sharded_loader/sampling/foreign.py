@@ -330,11 +330,12 @@ def bytes_of(items: Any) -> bytes:
     try:
         return struct.pack(f"<{len(items)}q", *items)
     except (struct.error, TypeError):  # not all of them are integers of 64 bits
-        return b"".join(map(_encode_one, items))
+        return b"".join(map(bytes_of_one, items))
 
 
-def _encode_one(item: Any) -> bytes:
-    if hasattr(item, "tolist"):
+def bytes_of_one(item: Any) -> bytes:
+    """The bytes of a list of this one item, without a list."""
+    if type(item) is not list and hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
         return len(item).to_bytes(8, "little") + bytes_of(item)

@@ -357,3 +357,15 @@ def test_what_an_own_collate_fn_returns_comes_as_it_is(workers: int) -> None:
 def test_a_batch_without_a_good_sample_is_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="batch 7 was left out"):
         assert flat(DataLoader(Bad(boom), 1, on_error="skip")) == [index for index in range(20) if index != 7]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_profiler_sees_the_batches_as_with_torchs_loader(workers: int) -> None:
+    iterator = iter(DataLoader(range(12), 2, num_workers=workers))
+    next(iterator)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        next(iterator)
+        next(iterator)
+    next(iterator)
+    seen = [event.count for event in profile.key_averages() if "enumerate(DataLoader)" in event.key]
+    assert seen == [2]

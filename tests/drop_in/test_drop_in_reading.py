@@ -67,6 +67,38 @@ def test_indices_of_any_sequence_are_listed() -> None:
     assert plan(read([(1, 2)])).task(0).shards == ((1, 2),)
 
 
+def test_a_sampler_may_fill_its_own_list_again() -> None:
+    class Refills:
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0]
+            for index in range(4):
+                batch[0] = index
+                yield batch
+
+    tasks = plan(read(Refills()))
+    found = [tasks.task(seq) for seq in range(4)]
+    assert [task.shards for task in found if isinstance(task, Task)] == [([0],), ([1],), ([2],), ([3],)]
+
+
+def test_forgetting_that_was_interrupted_is_done_again() -> None:
+    class Slow(dict[int, Any]):
+        def pop(self, *args: Any) -> Any:
+            raise KeyboardInterrupt
+
+    reading = read([[index] for index in range(8)])
+    for seq in range(6):
+        reading.batch(seq)
+    whole = reading._planned
+    reading._planned = Slow(whole)
+    with pytest.raises(KeyboardInterrupt):
+        reading.forget(4)
+    state = reading.state_after(4, finished=False)
+    reading._planned = whole
+    reading.forget(4)
+    assert reading.state_after(4, finished=False) == state and state["yielded"] == 4 and "ahead" not in state
+    assert sorted(whole) == [3, 4, 5] and sorted(reading._marks) == [3, 4, 5, 6]
+
+
 def test_a_batch_is_split_into_shards() -> None:
     tasks = plan(read([[1, 2, 3]]), shards=2)
     assert tasks.splits

@@ -138,6 +138,16 @@ def test_a_group_of_batches_is_submitted_at_once() -> None:
     assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0, 0, 4, 0, 0, 0, 4, 0]
 
 
+def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
+    run = run_of(0, length=100)
+    run.plan.takes_turns = True
+    pipeline, pool = pipeline_of(run, prefetch=4)
+    pipeline.scale_by_group, pool.group, pool.num_workers = True, 4, 2
+    step(pipeline, run)
+    assert len(pool.submitted()) == 16
+    assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0] * 6 + [8, 0]
+
+
 def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
     run = run_of(0)
     pipeline, pool = pipeline_of(run)
