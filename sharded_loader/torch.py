@@ -2,11 +2,11 @@
 
     from sharded_loader.torch import DataLoader      instead of torch.utils.data's; nothing else changes
 
-It is a subclass of torch's `DataLoader` and takes the same arguments with the same meaning. The constructor, the
-checks and the attributes are torch's. What is new is the iterator (`sharded_loader.drop_in`): batches lie in shared
-memory that is used again, killed workers are replaced, errors name the sample, and `state_dict` is exact.
+The class is a subclass of torch's `DataLoader` and takes the same arguments with the same meaning. The constructor,
+the checks and the attributes are torch's. The iterator is new (`sharded_loader.drop_in`): batches lie in shared memory
+that is reused, killed workers are replaced, errors name the sample, and `state_dict` is exact.
 
-A loader owns no workers: its iterator does. So it can be pickled and copied before and between epochs.
+The iterator owns the workers, not the loader. So you can pickle and copy a loader before and between epochs.
 """
 
 from __future__ import annotations
@@ -34,27 +34,30 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
-        dataset: map-style or iterable.
+        dataset: A map-style or an iterable dataset.
         batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
-            in_order: as torch documents them. With ``prefetch_factor`` left out, more than two batches per worker are
-            read ahead while a batch takes less than 1 ms. A batch times out if it makes no progress for ``timeout``
-            seconds.
-        seed: of everything random: the order of ``shuffle=True`` and what samples draw are functions of (seed, epoch),
-            and workers seed the global generators for each batch. So nothing depends on the number of workers. None:
-            torch's meaning.
-        on_error: ``"raise"``, ``"skip"``, ``"replace"`` or a callable; see `ShardedDataLoader`.
-        device, devices, num_shards: put batches on a device, or in shards on several; see `ShardedDataLoader`.
-        start_method: of worker processes, instead of ``multiprocessing_context``.
-        thread_pool: threads instead of processes.
-        restarts: how many workers a batch may kill before it is an error. 0: none.
-        max_bytes: bound on the shared memory that batches lie in.
-        streams: the number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
-        snapshot_every_n_steps: argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
+            in_order: The arguments of torch's ``DataLoader``. Two have limits of their own. Without
+            ``prefetch_factor``, the loader prefetches more than two batches per worker while a batch takes less than
+            1 ms. ``timeout`` (in seconds) limits the time of each sample, and turns `restarts` off.
+        seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
+            seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
+        on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
+            see `ShardedDataLoader`.
+        device: The device that the loader copies each batch to.
+        devices, num_shards: Several devices, or the number of shards. Each batch is then a list of shards; see
+            `ShardedDataLoader`.
+        start_method: How worker processes start; instead of ``multiprocessing_context``.
+        thread_pool: Whether workers are threads instead of processes.
+        restarts: How many workers a batch may kill before you get an error. 0: none.
+        max_bytes: The limit of shared memory for batches, in bytes.
+        streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
+        snapshot_every_n_steps: An argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
             after every batch.
 
     Raises:
-        ValueError, TypeError: as torch's; and for arguments that neither has, all at once.
+        ValueError, TypeError: What torch's constructor raises. Unknown arguments are a TypeError that names all of
+            them.
 
     Example:
         >>> loader = DataLoader(range(10), batch_size=4)
@@ -166,9 +169,9 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         return self._iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter()`` begins: of the samplers and the dataset that can be told.
+        """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
 
-        A state that was loaded for that ``iter()`` has its own epoch.
+        If you have loaded a state, the next ``iter()`` begins in the epoch of the state.
 
         Example:
             >>> loader = DataLoader(range(6), batch_size=3, shuffle=True, seed=1)
@@ -186,10 +189,11 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, as torchdata's ``StatefulDataLoader`` says it: of the iterator that was made last.
+        """The position of the newest iterator, in the form that torchdata's ``StatefulDataLoader`` has.
 
         Returns:
-            A dict of numbers, strings and lists, with the states that the dataset and the sampler return themselves.
+            A dict of numbers, strings and lists. It contains the states of the dataset and the sampler, if they have
+            a ``state_dict``.
 
         Example:
             >>> loader = DataLoader(range(6), batch_size=2)
@@ -211,10 +215,10 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         return self._place.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where `state_dict` was taken, with any number of workers.
+        """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
 
         Raises:
-            TypeError, ValueError: it is no such state.
+            TypeError, ValueError: The argument is not a state of such a loader.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is a {type(state_dict).__name__}; give what state_dict() has returned")

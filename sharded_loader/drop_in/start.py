@@ -121,7 +121,8 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            return itertools.chain([next(items)], items)
+            # Not chain(first, items), which would call iter(items): some begin again then.
+            return itertools.chain([next(items)], map(next, itertools.repeat(items)))
         except StopIteration:
             return iter(())
         except Exception as error:

@@ -299,16 +299,10 @@ def _broadcast(seed: Any) -> Any:
 
 def _pool_like(loader: ShardedDataLoader) -> dict[str, Any]:
     """Arguments for a pool as the loader has one: a pool belongs to one loader."""
-    pool = loader.pool
+    pool: Any = loader.pool
     if not pool.num_workers:
         return {}
-    again = pool.__reduce__()
-    make: Any = again[0]
-    return (
-        {"pool": make(*again[1])}
-        if callable(make) and getattr(pool, "start_method", None)
-        else {
-            "num_workers": pool.num_workers,
-            "thread_pool": True,
-        }
-    )
+    if not getattr(pool, "start_method", None):
+        return {"num_workers": pool.num_workers, "thread_pool": True}
+    make, arguments, *_ = pool.__reduce__()
+    return {"pool": make(*arguments)}

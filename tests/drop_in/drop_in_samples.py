@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from sharded_loader.torch import DataLoader
 
@@ -393,6 +393,17 @@ class StartsOver(Resets):
     def load_state_dict(self, state: dict[str, int]) -> None:
         super().load_state_dict(state)
         self.loaded = True
+
+
+class ItsOwnIterator(Sampler[list[int]]):
+    """A batch sampler that is its own iterator, and begins again each time that it is asked for one: as Lightning's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.items = iter(BatchSampler(RandomSampler(range(13)), 3, False))
+        return self
+
+    def __next__(self) -> list[int]:
+        return next(self.items)
 
 
 class StatefulIterators(Sampler[int]):

@@ -11,6 +11,7 @@ from conftest import covering
 from drop_in_samples import (
     Backwards,
     Eager,
+    ItsOwnIterator,
     Resets,
     StartsOver,
     StatefulIterators,
@@ -54,6 +55,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
     "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
     "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
+    "its own iterator": lambda: {"batch_sampler": ItsOwnIterator()},
     "eager": lambda: {"sampler": Eager(13), "batch_size": 3},
     "eager batches": lambda: {"batch_sampler": Eager(13, 3)},
     "eager, one by one": lambda: {"batch_size": None, "sampler": Eager(13)},
