@@ -107,8 +107,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
         # A loaded epoch draws nothing: its seed and its order are in the state. If the user puts the global generator
-        # back too, the epochs after it are those that would have come.
-        before = None if state is None or state["_iterator_finished"] else torch.get_rng_state()
+        # back too, the epochs after it are those that would have come. Nor does an epoch of workers that live on.
+        lives_on = loader.persistent_workers and loader.num_workers > 0
+        draws = state is None or (state["_iterator_finished"] and not lives_on)
+        before = None if draws else torch.get_rng_state()
         if before is None:
             _load_generator(loader.generator, state)
         self._start = _start_of(loader, state)
@@ -128,7 +130,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._closer = weakref.finalize(self, _close, self._pool.closer(), self._placement.closer())
         self._shutdown = False
         self._processes: list[Worker] = []
-        self._before: dict[int, PartPoint] = {}  # of each part, before this epoch: its worker has it so
+        self._before: dict[int, PartPoint] = {}  # of each part, or worker, before this epoch: it is there already
+        self._number = next(_numbers)
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
@@ -177,10 +180,13 @@ class LoaderIterator(_BaseDataLoaderIter):
             elif items is None:
                 items = start.begin()
             start.settle()
-            datasets = () if begins_anew else (found or {}).get("datasets", ())
+            points = self._before
+            if not begins_anew:
+                datasets = enumerate((found or {}).get("datasets", ()))
+                points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
             job = replace(job, keeps_state=is_stateful(self._dataset))
             reading = SamplerReading(
-                start, items, lanes, None if finished else found, datasets, job.keeps_state, number
+                start, items, lanes, None if finished else found, points, job.keeps_state, self._number
             )
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         if loader.seed is not None:  # what is random differs from epoch to epoch, also in workers that live on

@@ -75,8 +75,14 @@ class Place:
         return {**state, "_snapshot": {"_worker_snapshots": workers}}
 
     def after(self) -> dict[int, PartPoint]:
-        """How the parts are when the next epoch begins; empty if it is not known: the end was not seen."""
-        if self.order is None or not self.finished:
+        """How the parts, or the workers' datasets, are when the next epoch begins.
+
+        Empty if it is not known: of iterable data the end was not seen.
+        """
+        if self.order is None:
+            points: dict[int, PartPoint] = self.reading.points_after(self.run.delivered)
+            return points
+        if not self.finished:
             return {}
         return dict(next_epoch(self.reading.position_after(self.run.delivered)).points)
 

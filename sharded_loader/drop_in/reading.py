@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sharded_loader.data.inspection import is_stateful
@@ -48,9 +48,9 @@ class SamplerReading:
         items: what ``start`` has returned.
         lanes: how many workers there are, at least 1.
         state: where the epoch goes on; None: at its beginning.
-        datasets: the states of the workers' datasets, if they are to be loaded.
+        points: how far each worker has got, with the state of its dataset; without one that is not known, it is new.
         keeps_state: the dataset has a state that each worker keeps.
-        number: of this reading, among those over the same workers.
+        number: of the workers. A worker that is at its point already does not load the state.
 
     Attributes:
         first: the number of the first batch.
@@ -66,7 +66,7 @@ class SamplerReading:
         items: Iterator[Any],
         lanes: int,
         state: dict[str, Any] | None,
-        datasets: Sequence[Any],
+        points: Mapping[int, PartPoint],
         keeps_state: bool,
         number: int,
     ) -> None:
@@ -85,9 +85,8 @@ class SamplerReading:
         if state is not None:
             self._begin(items)
         self._keeps_state, self._number = keeps_state, number
-        self._points = dict.fromkeys(range(lanes), PartPoint())
-        for lane, of_dataset in enumerate(datasets):
-            self._points[lane % lanes] = PartPoint(state=of_dataset)
+        self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
+        self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
         self._known = dict(self._points)
         self._notes: dict[int, tuple[int, PartPoint]] = {}
 
@@ -109,8 +108,9 @@ class SamplerReading:
             own = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
             self._marks[self._drawn] = zlib.crc32(bytes_of_one(found), checksum), own
             if number not in self._ahead:
-                turn, lane = divmod(self._coming - self.first, self._lanes)
-                self._planned[self._coming] = _Planned(number, found, (self.first + lane) % self._lanes, turn)
+                lane = self._coming % self._lanes
+                self._planned[self._coming] = _Planned(number, found, lane, self._turns[lane])
+                self._turns[lane] += 1
                 self._coming += 1
         return (self._planned[seq].item,) if seq in self._planned else None
 
@@ -193,12 +193,16 @@ class SamplerReading:
         if own is not None:
             state["state"] = own
         if self._keeps_state:
-            points = dict(self._points)
-            for seq in sorted(self._notes):
-                if seq < delivered:
-                    lane, points[lane] = self._notes[seq]
-            state["datasets"] = [copy.deepcopy(point.state) for point in points.values()]
+            state["datasets"] = [copy.deepcopy(point.state) for point in self.points_after(delivered).values()]
         return state
+
+    def points_after(self, delivered: int) -> dict[int, PartPoint]:
+        """How far each worker is after so many batches, with the state of its dataset."""
+        points = dict(self._points)
+        for seq in sorted(self._notes):
+            if seq < delivered:
+                lane, points[lane] = self._notes[seq]
+        return points
 
 
 def _advanced(low: int, ahead: set[int]) -> int:

@@ -19,7 +19,7 @@ def read(sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = N
     start = SamplerStart(sampler, state, False)
     items = start.begin() if state is None else start.items()
     start.settle()
-    return SamplerReading(start, items, lanes, state, (), keeps_state, 5)
+    return SamplerReading(start, items, lanes, state, {}, keeps_state, 5)
 
 
 def plan(reading: SamplerReading, lanes: int = 2, batched: bool = True, shards: int | None = None) -> LanePlan:
