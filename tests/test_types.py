@@ -76,10 +76,8 @@ def test_mypy_knows_what_a_loader_yields(script: Path) -> None:
     check([sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", str(script.parent)], script)
 
 
-@pytest.mark.slow
+@pytest.mark.frameworks
 @pytest.mark.timeout(400)
 def test_pyright_knows_what_a_loader_yields(script: Path) -> None:
     program = Path(sysconfig.get_path("scripts")) / "basedpyright"
-    if not program.exists():
-        pytest.skip("basedpyright is not installed: pip install basedpyright")
     check([str(program), "--pythonpath", sys.executable, "--level", "error"], script)
