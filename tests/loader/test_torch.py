@@ -111,6 +111,7 @@ def test_its_first_epoch_is_torchs(name: str) -> None:
 
 
 @METHODS
+@pytest.mark.timeout(300)  # 18 workers import torch, one after the other
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: bool) -> None:
     given = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
