@@ -83,7 +83,7 @@ def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecor
     Those of the forkserver are slow too.
 
     Args:
-        strength: 1: no new value, 3: no new three.
+        strength: 0: all but one are slow, 1: those that bring no new value, 3: no new three.
         parameters: the values of each.
     """
     rows = list(itertools.product(*parameters.values()))

@@ -79,8 +79,8 @@ class Worker:
 
 def _exitcode_of(handle: Any) -> int | None:
     code: int | None = handle.exitcode
-    # Of a forked worker that was not killed nobody keeps the exit code: it has ended by itself, as it was told.
-    return 0 if code is None and not handle.was_killed else code
+    # A worker that was told to end, and has, has the code 0, as in torch; nobody keeps the code of a forked one.
+    return 0 if handle.ended_by_close or (code is None and not handle.was_killed) else code
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:

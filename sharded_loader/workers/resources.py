@@ -136,6 +136,7 @@ class WorkerResources:
             # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
             for handle in handles:
                 if reluctant(handle):
+                    handle.ended_by_close |= not handle.was_killed
                     handle.kill()
         if template is not None:
             template.finish()  # it reaps what is left while we wait for that
@@ -196,6 +197,7 @@ class WorkerHandle:
         self.board: Any = new_board()
         self.hung = False
         self.left_behind = False
+        self.ended_by_close = False  # it was told to end, and killed because that took long
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None

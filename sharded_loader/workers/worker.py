@@ -262,7 +262,7 @@ class Worker:
         try:
             send_message(self._conn, head, places, buffers)
         except OSError:
-            _leave(1)  # the trainer has closed the pipe, or is gone
+            _leave(0)  # the trainer has closed the pipe, or is gone
 
 
 def _encode(result: Result, slot: SlotWriter) -> Encoded:

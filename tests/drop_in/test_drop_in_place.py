@@ -58,7 +58,7 @@ def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: i
     assert_resumes(make, saved=0, loaded=0, before=before, count=count)
 
 
-@covering(kind=MADE, count=[0, 1, 3, None], persistent=[False, True], strength=1)
+@covering(0, kind=MADE, count=[0, 1, 3, None], persistent=[False, True])
 def test_a_state_goes_on_with_workers(kind: str, count: int | None, persistent: bool) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, persistent_workers=persistent, **MADE[kind]())
@@ -66,7 +66,9 @@ def test_a_state_goes_on_with_workers(kind: str, count: int | None, persistent: 
     assert_resumes(make, saved=2, loaded=2, before=1, count=count)
 
 
-@pytest.mark.parametrize("kind, count", [("stateful dataset", 1), ("generator", None), ("random", None)])
+@pytest.mark.parametrize(
+    "kind, count", [("stateful dataset", 1), ("generator", None), ("random", 3), ("stateful items", 0)]
+)
 def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, persistent_workers=True, **MADE[kind]())

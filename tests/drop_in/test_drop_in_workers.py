@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.torch import DataLoader
+from sharded_loader.workers import resources
 
 
 def seeded() -> torch.Generator:
@@ -121,6 +122,25 @@ def test_a_worker_is_shown_as_torch_shows_it() -> None:
     assert flat(batches) == list(range(8))
     assert worker.exitcode == -signal.SIGKILL
     assert not any(one.is_alive() for one in batches._workers)
+
+
+@METHODS
+@pytest.mark.parametrize("grace", [0.0, None], ids=["killed at once", "as always"])
+def test_workers_that_the_loader_ends_have_the_exit_code_0(
+    method: str, grace: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if grace is not None:  # as on a busy machine, where they take longer than the loader waits
+        monkeypatch.setattr(resources, "CLOSING_GRACE", grace)
+        monkeypatch.setattr(resources, "BUSY_GRACE", grace)
+    for ended in (False, True):
+        iterator = iter(DataLoader(range(40), 2, num_workers=2, start_method=method))
+        next(iterator)
+        workers = list(iterator._workers)
+        if ended:
+            assert len(list(iterator)) == 19
+        else:
+            del iterator
+        assert [(worker.is_alive(), worker.exitcode) for worker in workers] == [(False, 0)] * 2
 
 
 # -- death --------------------------------------------------------------------------------------------------

@@ -135,9 +135,20 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
     for name, at in (("idle", IDLE), ("busy", 0)):
         board = [0, 0, 0, at]
         owner.handles.append(
-            Handle(name=name, board=board, killed=False, slots={}, left_behind=False, link=Link())  # type: ignore[arg-type]
+            Handle(  # type: ignore[arg-type]
+                name=name,
+                board=board,
+                killed=False,
+                was_killed=False,
+                ended_by_close=False,
+                slots={},
+                left_behind=False,
+                link=Link(),
+            )
         )
+    handles = list(owner.handles)
     owner.stop_workers()
+    assert [handle.ended_by_close for handle in handles] == [True, True]
     assert order == ["busy", "idle", "idle released", "busy released"]
     assert len(waited) == 4 and max(waited[:2]) <= resources.BUSY_GRACE < resources.CLOSING_GRACE
     assert owner.handles == []
