@@ -62,9 +62,7 @@ class Copies:
         """One copy; the dataset itself where it cannot be copied."""
         if not self._pickled:
             return self._dataset
-        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
-        unpickler.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(io.BytesIO(self._pickled), self._shared).load()
 
 
 class _Copier(pickle.Pickler):
@@ -78,6 +76,15 @@ class _Copier(pickle.Pickler):
             return None
         self._shared.append(obj)
         return len(self._shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):  # a subclass: in Python 3.13 the method cannot be set
+    def __init__(self, stream: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(stream)
+        self._shared = shared
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._shared[pid]
 
 
 class OpenPart:
