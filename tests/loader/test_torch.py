@@ -154,7 +154,9 @@ def test_iterable_data_that_is_longer_than_it_says_warns_as_torchs(workers: int)
         assert len(loader) == 3
         with pytest.warns(UserWarning, match="Length of IterableDataset") as caught:
             assert len(list(loader)) == 7
-        said.append([str(one.message).partition("at 0x")[0] for one in caught])
+        # Since Python 3.12, torch's own fork beside threads warns too.
+        texts = [str(one.message).partition("at 0x")[0] for one in caught]
+        said.append([text for text in texts if "multi-threaded" not in text])
     assert said[0] == said[1]
 
 

@@ -346,7 +346,7 @@ def test_a_closed_loader_gives_back_the_generators_that_a_thread_hangs_with() ->
     data = StuckInItsSeed()
     random.seed(5)
     states = random.getstate()
-    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2)) as loader:
+    with ShardedDataLoader(data, 4, seed=1, pool=ThreadPool(2)) as loader:  # sample 3 is in the first batch
         waits = begin(loader)
         while not data.begun:
             time.sleep(0.001)
