@@ -149,8 +149,8 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         )
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
-            f"the dataset is a {kind.__name__}, which can be read once, and every epoch begins again: give the "
-            f"function that makes it, or an object whose __iter__ does"
+            f"the dataset is a {kind.__name__}, which can be read once, and every epoch reads it from its beginning: "
+            f"give the function that makes it, or an object whose __iter__ does"
         )
     if isinstance(dataset, AbstractSet):
         raise TypeError(f"the dataset is a {kind.__name__}, whose order is not defined: give sorted(dataset)")

@@ -48,9 +48,9 @@ class SamplerReading:
         items: what ``start`` has returned.
         lanes: how many workers there are, at least 1.
         state: where the epoch goes on; None: at its beginning.
-        points: how far each worker has got, with the state of its dataset; without one that is not known, it is new.
+        points: The position of each worker, with the state of its dataset. A worker that is missing here is new.
         keeps_state: the dataset has a state that each worker keeps.
-        number: of the workers. A worker that is at its point already does not load the state.
+        number: Identifies this set of workers. A worker that is at its position already does not load the state.
 
     Attributes:
         first: the number of the first batch.
@@ -168,9 +168,13 @@ class SamplerReading:
         return delivered
 
     def state_after(self, delivered: int, finished: bool) -> dict[str, Any]:
-        """Where the sampler and the workers' datasets are after so many batches; ``finished``: the end was seen.
+        """The positions of the sampler and of the workers' datasets after ``delivered`` batches.
 
-        If nothing was drawn yet, the sampler draws now: the state says what comes.
+        If the sampler has drawn nothing yet, it draws now, because the state says what comes.
+
+        Args:
+            delivered: How many batches the user has received.
+            finished: Whether the user has seen the end of the epoch.
         """
         if not self._is_started:
             self._begin(self._start.first(self._items))
@@ -197,7 +201,7 @@ class SamplerReading:
         return state
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
-        """How far each worker is after so many batches, with the state of its dataset."""
+        """The position of each worker after ``delivered`` batches, with the state of its dataset."""
         points = dict(self._points)
         for seq in sorted(self._notes):
             if seq < delivered:

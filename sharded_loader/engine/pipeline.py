@@ -223,17 +223,15 @@ class Pipeline:
         return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
     def _fill(self, run: Run, least: int, before: int = 0) -> None:
-        """Fill the window, a group of batches at a time, and dispatch. A small window is filled one at a time.
+        """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.
 
         Args:
             run: whose window.
             least: how many batches the window must hold, whatever `prefetch` says.
             before: how many batches of the run before this one are in flight: they count too.
         """
-        window, group, share = run.window, self.pool.group, 4
-        unit = group
-        if run.plan.takes_turns and group > 1:  # a group for each worker
-            unit, share = group * self.pool.num_workers, 2
+        window, group = run.window, self.pool.group
+        unit, share = (group * self.pool.num_workers, 2) if run.plan.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = least

@@ -26,7 +26,7 @@ from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.shards import is_sharded, shard_sizes, split_batch
-from sharded_loader.sampling.tables import plain_index
+from sharded_loader.sampling.tables import plain_indices
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Plan:
     """
 
     takes_turns = False
+    _in_epoch = ""  # for errors
 
     def __init__(self, run: int, reading: Any, split: Split) -> None:
         self._run, self._reading, self._split = run, reading, split
@@ -69,7 +70,7 @@ class Plan:
             return self._reading.batch(seq)
         except Exception as raised:
             error = as_batch_error(raised, "by the sampler")
-            add_note(error, f"sharded_loader: raised by the sampler{self._epoch_of_error()} at batch {seq}")
+            add_note(error, f"sharded_loader: raised by the sampler{self._in_epoch} at batch {seq}")
             try:
                 return error
             finally:
@@ -83,9 +84,6 @@ class Plan:
 
     def _shards(self, indices: Any, count: int) -> list[Any]:
         return split_batch(indices, count, self._split.weights)
-
-    def _epoch_of_error(self) -> str:
-        return ""
 
     def move(self, seq: int, to: int) -> None:
         """A batch comes earlier than planned; those that it overtakes keep their order."""
@@ -119,7 +117,7 @@ class EpochPlan(Plan):
         may_shard: bool,
     ) -> None:
         super().__init__(run, reading, split)
-        self._epoch = epoch
+        self._epoch, self._in_epoch = epoch, f", in epoch {epoch}"
         self._length = length
         self._may_shard = may_shard
         self._within = np.empty(0)  # the last array that was checked and has no index out of range
@@ -133,9 +131,6 @@ class EpochPlan(Plan):
             return self._make_task(seq, *found)
         except Exception as raised:
             return as_batch_error(raised, "by a batch of the sampler's")
-
-    def _epoch_of_error(self) -> str:
-        return f", in epoch {self._epoch}"
 
     def _make_task(self, seq: int, batch: Any, first: int) -> Task:
         try:
@@ -156,7 +151,7 @@ class EpochPlan(Plan):
             return Task(self._run, seq, self._epoch, first, (batch,), False)
         sharded = self._may_shard and is_sharded(batch)
         if sharded:
-            shards = [_as_list(shard) for shard in batch]
+            shards = [plain_indices(shard) for shard in batch]
             for number, shard in enumerate(shards):
                 if not shard:
                     where = f"{self._where(seq)}, shard {number}"
@@ -166,7 +161,7 @@ class EpochPlan(Plan):
                     )
                 self._check_range(shard, seq, number)
         else:
-            shards = [_as_list(batch)]
+            shards = [plain_indices(batch)]
             self._check_range(shards[0], seq)
         limit = self._split.max_shards
         if sharded and limit is not None and len(shards) > limit:
@@ -350,16 +345,3 @@ class Run:
         self.waiting.clear()
         self.moved.clear()
         self.planned = self.delivered
-
-
-def _as_list(indices: Any) -> list[Any]:
-    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
-
-    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
-    """
-    if hasattr(indices, "tolist"):
-        found = indices.tolist()
-        return found if isinstance(found, list) else [found]
-    if set(map(type, indices)) == {int}:
-        return list(indices)
-    return [plain_index(index) for index in indices]

@@ -52,6 +52,19 @@ def plain_index(item: Any) -> Any:
         return item
 
 
+def plain_indices(indices: Any) -> list[Any]:
+    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
+
+    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
+    """
+    if hasattr(indices, "tolist"):
+        found = indices.tolist()
+        return found if isinstance(found, list) else [found]
+    if set(map(type, indices)) == {int}:
+        return list(indices)
+    return [plain_index(index) for index in indices]
+
+
 class Table:
     """The items of one epoch of a sampler of ours.
 
