@@ -153,8 +153,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         finished = state is not None and bool(state["_iterator_finished"])
         # A state may tell nothing of a worker that has done nothing: its generators are what they were.
         # An epoch without persistent workers begins with new ones.
-        has_new_workers = state is None or (finished and not loader.persistent_workers and loader.num_workers > 0)
-        drawn = int(self._base_seed if state is None or has_new_workers else state["_base_seed"])
+        ignores_state = state is None or (finished and not loader.persistent_workers and loader.num_workers > 0)
+        drawn = int(self._base_seed if state is None or ignores_state else state["_base_seed"])
         start = self._start
         epoch = _epoch_of(loader, start, state, finished)
         loader._epoch = epoch + 1
@@ -166,7 +166,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         plan: LanePlan | StreamPlan
         reading: Any
         if start is None:
-            found = None if state is None or has_new_workers else state["_stream"]
+            found = None if state is None or ignores_state else state["_stream"]
             missing = {part: self._before[part] for part in self._unread & set(self._before)}
             order, reading = _stream_of(loader, seed, found, finished, missing)
             order.begun(reading)
@@ -181,7 +181,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 items = start.begin()
             start.settle()
             points = self._before
-            if not has_new_workers:
+            if not ignores_state:
                 datasets = enumerate((found or {}).get("datasets", ()))
                 points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
             job = replace(job, keeps_state=is_stateful(self._dataset))

@@ -277,18 +277,23 @@ def test_a_resumed_iteration_is_resumed_again():
     assert found == whole
 
 
+def assert_goes_on(make, position, whole):
+    """A state after so many samples goes on with the rest, and the next iteration is whole."""
+    mixture, other = make(), make()
+    samples = iter(mixture)
+    list(itertools.islice(samples, position))
+    other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+    assert list(other) == whole[position:]
+    assert list(other) == whole
+
+
 def test_a_mixture_of_mixtures_is_resumed():
     def make():
         return interleave([interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted")
 
     whole = list(make())
     for position in (1, 7, len(whole) - 2):
-        mixture, other = make(), make()
-        samples = iter(mixture)
-        list(itertools.islice(samples, position))
-        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
-        assert list(other) == whole[position:]
-        assert list(other) == whole
+        assert_goes_on(make, position, whole)
 
 
 def test_one_object_that_is_mixed_with_itself_is_resumed():
@@ -424,12 +429,7 @@ def test_hugging_faces_iterable_datasets_are_resumed_by_their_own_state(stop, mo
     whole = list(make())
     assert make().num_shards == 1
     for position in range(len(whole) + 1):
-        mixture, other = make(), make()
-        samples = iter(mixture)
-        list(itertools.islice(samples, position))
-        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
-        assert list(other) == whole[position:]
-        assert list(other) == whole
+        assert_goes_on(make, position, whole)
 
 
 def test_a_mixture_goes_through_pickle_where_it_will_begin():
