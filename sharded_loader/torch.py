@@ -23,7 +23,8 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
-from sharded_loader.engine.messages import OnError
+from sharded_loader.engine.messages import Job, OnError
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.iterator import Batch
 from sharded_loader.sampling.base import tell_epoch
 
@@ -117,6 +118,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
+        self._job: Job | None = None  # of the newest epoch
         if shuffle and sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
@@ -186,6 +188,28 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         if callable(tell):
             tell(epoch)
 
+    def read(self, index: Any, epoch: int = 0) -> Any:
+        """One sample, read here and now, with its random generator: where a debugger works.
+
+        Args:
+            index: as the sampler yields it. Of iterable data, as an error names it: (part, place).
+            epoch: as an error names it.
+
+        Raises:
+            RuntimeError: iterable data has no parts before an epoch has begun.
+            Exception: what the dataset raises.
+
+        Example:
+            >>> DataLoader([10, 20, 30], batch_size=2).read(1)
+            20
+        """
+        job = self._job
+        if job is None:
+            if isinstance(self.dataset, IterableDataset):
+                raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
+            job = Job(self.dataset, None, int(self.seed or 0))
+        return reader_for(job, readers=0).read_sample(index, epoch)
+
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,4 +262,4 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        return {**self.__dict__, "_iterator": None, "_place": None, "_prepared": None, "_loaded": None}
+        return {**self.__dict__, "_iterator": None, "_place": None, "_prepared": None, "_loaded": None, "_job": None}

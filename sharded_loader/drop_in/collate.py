@@ -1,6 +1,7 @@
 """torch's ``default_collate`` in bulk: the same batches, put together at the speed of this library.
 
     Collate().assemble(samples, empty) -> TensorBatch, or whatever ``default_collate`` returns
+    Collate().bulk_of(dataset)         -> reads whole batches of tensors' rows, without samples
     OneSample(fn)                      -> ``fn(sample)``: what ``batch_size=None`` means
 
 What most samples are, arrays, tensors and numbers, and tuples or lists of them, is stacked into memory from ``empty``.
@@ -21,6 +22,8 @@ from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
 from sharded_loader.batching.stack import JOINABLE, stack_arrays
 from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
 from sharded_loader.batching.tree import TensorBatch, to_torch
+from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk
+from sharded_loader.data.bulk import Gather
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
@@ -53,6 +56,31 @@ class Collate:
             except (BatchifyError, OverflowError, IndexError):
                 pass  # torch says it in its own words
         return self(samples)
+
+    def bulk_of(self, dataset: Any) -> Gather | None:
+        """How to read finished batches of a dataset, if it is a tensor, a TensorDataset, or a Subset of one.
+
+        Args:
+            dataset: of the loader.
+
+        Returns:
+            ``gather(indices, empty)``, as of `sharded_loader.data.arrays.as_bulk`; None if its samples have to be read.
+        """
+        data: Any = sys.modules.get("torch.utils.data")
+        inner = dataset
+        while data is not None and type(inner) is data.Subset:
+            inner = inner.dataset
+        if data is None or type(inner) not in (data.TensorDataset, sys.modules["torch"].Tensor):
+            return None
+        gather = as_bulk(dataset)
+        if gather is None:
+            return None
+
+        def read(indices: Any, empty: Empty) -> Any:
+            batch = NOT_IN_BULK if _is_changed() else gather(indices, empty)
+            return batch if batch is NOT_IN_BULK else TensorBatch(batch)
+
+        return read
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         from torch.utils.data import default_collate

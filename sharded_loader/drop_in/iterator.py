@@ -197,7 +197,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         run = Run(number, 0, plan, reading, reading.first, reading.first, any_order=any_order)
         one: Any = _OneEpoch(self._pipeline, run, job)
         self._inner = EpochIterator(None, one, self._pipeline, self._placement, Meter(), one)  # type: ignore[arg-type]
-        self._job = job
+        self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before, epoch)
         if loader.num_workers == 0:

@@ -2,10 +2,11 @@
 
     Task -> Reader.read -> Result (NumPy arrays and tensors, or the error with notes that say where)
 
-In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; only with the default
-batchify), then ``__getitems__(indices)``, then one ``__getitem__`` per sample. If a bulk read raises, the samples are
-read one by one, to name the one that fails. The batch is put together in memory from the caller's ``empty``. While
-``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's code memory of the same kind.
+In bulk where the dataset can: as a finished batch (``get_batch``, columns: see `data.arrays`; with the default
+batchify, or one that has ``bulk_of``, as the drop-in's), then ``__getitems__(indices)``, then one ``__getitem__`` per
+sample. If a bulk read raises, the samples are read one by one, to name the one that fails. The batch is put together in
+memory from the caller's ``empty``. While ``batchify_fn`` or ``get_batch`` runs, `sharded_loader.empty` gives the user's
+code memory of the same kind.
 
 A `BatchScope` says at every moment where the reader is: `sample_rng()` and the notes of an error look there. The main
 process looks at the board, over a dead worker. All samples that are read alone pass the loops of `_read_one_by_one`,
@@ -63,7 +64,11 @@ class Reader:
         self._dataset = job.dataset
         self._assemble = assembler(default_batchify_fn if job.batchify_fn is None else job.batchify_fn)
         in_bulk = in_bulk and job.in_bulk
-        self._gather = as_bulk(job.dataset) if in_bulk and job.batchify_fn is None else None
+        self._gather = None
+        if in_bulk:
+            of_batchify = getattr(job.batchify_fn, "bulk_of", None)
+            if job.batchify_fn is None or of_batchify is not None:
+                self._gather = (of_batchify or as_bulk)(job.dataset)
         self._takes_arrays = self._gather is not None and takes_arrays(job.dataset)
         self._get_items = as_items(job.dataset) if in_bulk else None
         self._tolerant = job.on_error != "raise"

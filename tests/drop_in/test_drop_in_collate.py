@@ -13,7 +13,7 @@ import pytest
 import torch
 from drop_in_samples import TORCHS, Listed, Pair, assert_same, outcome
 from hypothesis import example, given
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from sharded_loader.batchify import Pad, Stack
@@ -298,3 +298,65 @@ def test_which_function_makes_batches() -> None:
     assert type(batchify_fn_of(Stack(), batched=True)) is Assembled
     assert batchify_fn_of(own, batched=True) is own
     assert batchify_fn_of(own, batched=False)([5]) == 5
+
+
+# -- rows of tensors ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(30).reshape(10, 3) % 2).to(dtype)
+
+
+ROWS: dict[str, Callable[[], Any]] = {
+    "a tensor": lambda: torch.arange(30.0).reshape(10, 3),
+    "a tensor of numbers": lambda: torch.arange(10),
+    "one column": lambda: TensorDataset(torch.arange(30.0).reshape(10, 3)),
+    "every dtype": lambda: TensorDataset(*map(rows_of, DTYPES)),
+    "a part": lambda: Subset(TensorDataset(torch.arange(30.0).reshape(10, 3), torch.arange(10)), [9, 0, 3, 3, 1, -1]),
+    "a part of a part": lambda: Subset(Subset(TensorDataset(torch.arange(10)), range(8)), [7, 0, 2]),
+    "with gaps in memory": lambda: TensorDataset(torch.arange(60.0).reshape(10, 6)[:, ::2]),
+    "that is learned": lambda: TensorDataset(torch.arange(10.0, requires_grad=True), torch.arange(10)),
+    "conjugate": lambda: TensorDataset(torch.arange(10).to(torch.complex64).conj()),
+    "none": lambda: torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_of_tensors_are_torchs_batches(kind: str, num_workers: int) -> None:
+    if kind == "that is learned" and num_workers:
+        pytest.skip("torch's workers cannot send it")
+    dataset = ROWS[kind]()
+    expected = list(torch.utils.data.DataLoader(dataset, 4))
+    found = list(DataLoader(dataset, 4, num_workers=num_workers))
+    assert_same(found, expected)
+
+
+def test_rows_of_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, index: int) -> Any:
+        raise AssertionError("sample by sample")
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", fail)
+    [batch] = DataLoader(Subset(TensorDataset(torch.arange(10)), [3, 1]), 4)
+    assert batch[0].tolist() == [3, 1]
+
+
+def test_a_dataset_that_changes_the_rows_is_read_sample_by_sample() -> None:
+    class Twice(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return tuple(2 * column for column in super().__getitem__(index))
+
+    assert next(iter(DataLoader(Twice(torch.arange(10)), 4)))[0].tolist() == [0, 2, 4, 6]
+
+
+def test_rows_of_tensors_are_collated_by_a_changed_table_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: len(batch))
+    assert list(DataLoader(torch.arange(10), 4)) == [4, 4, 2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_index_that_is_no_row_is_named(num_workers: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(10)), sampler=[1, 2, 10], batch_size=3, num_workers=num_workers)
+    with pytest.raises(IndexError, match="10") as error:
+        next(iter(loader))
+    assert "batch 0, sample 10" in "".join(getattr(error.value, "__notes__", []))

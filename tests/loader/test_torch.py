@@ -15,6 +15,7 @@ import torch.utils.data
 from conftest import METHODS
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from sharded_loader import sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -320,3 +321,49 @@ def test_without_workers_a_timeout_is_refused_as_torch_refuses_it() -> None:
     for kind in (TORCHS, DataLoader):
         with pytest.raises(AssertionError, match="timeout == 0"):
             iter(kind(Rows(), timeout=3))
+
+
+# -- one sample again --------------------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """Each sample draws a number of its own; sample 3 cannot be read."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        if index == 3:
+            raise KeyError("broken")
+        return float(sample_rng().random())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_an_error_says_to_type_reads_the_sample_again(num_workers: int) -> None:
+    loader = DataLoader(Drawn(), 3, num_workers=num_workers, seed=5)
+    batches = iter(loader)
+    first = next(batches).tolist()
+    with pytest.raises(KeyError, match="broken") as error:
+        next(batches)
+    [note] = [note for note in error.value.__notes__ if "loader.read" in note]
+    line = note.partition(": ")[2]
+    with pytest.raises(KeyError, match="broken"):
+        eval(line, {"loader": loader})
+    assert [loader.read(index) for index in range(3)] == first
+    del batches
+
+
+def test_a_sample_of_iterable_data_is_read_again_by_its_part_and_place() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([5, 6, 7])
+
+    loader = DataLoader(Stream(), 2)
+    with pytest.raises(RuntimeError, match="before an epoch has begun"):
+        loader.read((0, 1))
+    next(iter(loader))
+    assert loader.read((0, 1)) == 6
+
+
+def test_a_sample_is_read_before_any_epoch() -> None:
+    assert DataLoader([10, 20]).read(1) == 20
