@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import BatchSampler as BatchSampler
     from sharded_loader.sampling import BoundedBudgetSampler as BoundedBudgetSampler
     from sharded_loader.sampling import ConstWidthBucket as ConstWidthBucket
+    from sharded_loader.sampling import EqualShards as EqualShards
     from sharded_loader.sampling import ExpWidthBucket as ExpWidthBucket
     from sharded_loader.sampling import FilterSampler as FilterSampler
     from sharded_loader.sampling import FixedBucketSampler as FixedBucketSampler
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import Sampler as Sampler
     from sharded_loader.sampling import SequentialSampler as SequentialSampler
     from sharded_loader.sampling import ShardedBatchSampler as ShardedBatchSampler
+    from sharded_loader.sampling import ShardShuffleSampler as ShardShuffleSampler
     from sharded_loader.sampling import SortedBucketSampler as SortedBucketSampler
     from sharded_loader.sampling import SortedSampler as SortedSampler
     from sharded_loader.sampling import SplitSampler as SplitSampler
@@ -88,6 +90,7 @@ _HOMES = {
         "BatchSampler",
         "BoundedBudgetSampler",
         "ConstWidthBucket",
+        "EqualShards",
         "ExpWidthBucket",
         "FilterSampler",
         "FixedBucketSampler",
@@ -96,6 +99,7 @@ _HOMES = {
         "RandomSampler",
         "Sampler",
         "SequentialSampler",
+        "ShardShuffleSampler",
         "ShardedBatchSampler",
         "SortedBucketSampler",
         "SortedSampler",

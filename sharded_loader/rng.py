@@ -17,6 +17,8 @@ random numbers. A test compares this table with the code.
     subset                         SubsetRandomSampler
     split sampler                  SplitSampler
     weighted                       WeightedRandomSampler
+    shard order                    ShardShuffleSampler: the shards
+    shard window                   ShardShuffleSampler: the samples of a window of shards
     sorted bucket                  SortedBucketSampler
     fixed bucket                   FixedBucketSampler
     budget                         BoundedBudgetSampler

@@ -6,6 +6,7 @@
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
     free_bytes() -> Limit(nbytes, what)      the tightest limit: the machine, or a cgroup around this process (v1, v2)
+    check_fits(nbytes, what, instead)        a MemoryError for what would not fit
     oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
     is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
@@ -41,6 +42,9 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
+
+SMALL = 1 << 28
+"""Bytes that are not worth a look at what is free: 0.1 ms."""
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -187,6 +191,21 @@ def free_bytes(root: Path = Path("/")) -> Limit:
         root: where /proc and /sys are; another folder in tests.
     """
     return min([_machine(root), *_cgroups(root)])
+
+
+def check_fits(nbytes: int, what: str, instead: str) -> None:
+    """Refuse what would not fit into memory, before it is made: while it grows, the kernel may kill the process.
+
+    Args:
+        nbytes: how much it takes.
+        what: what it is, and why.
+        instead: what to do.
+
+    Raises:
+        MemoryError: so much is not free.
+    """
+    if nbytes > SMALL and nbytes > (limit := free_bytes()).nbytes:
+        raise MemoryError(f"{what}. That takes {nbytes:,} bytes, and {limit.what} leaves {limit.nbytes:,}: {instead}")
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

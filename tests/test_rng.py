@@ -25,10 +25,10 @@ from sharded_loader import ShardedDataLoader, rng, sample_generator, sample_rng,
 from sharded_loader.engine.pool import Pool
 from sharded_loader.rng import NO_SAMPLE, OfBatch, SampleScope, derive_key, key_parts, philox, reading
 
-MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled")
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections")
 
-# `SplitSampler` says "order" and "extra" behind the label that all of its keys have.
-INNER = {"order": 1, "extra": 1}
+# `SplitSampler` says "order" and "extra", and `ShardShuffleSampler` "short", behind the label that all their keys have.
+INNER = {"order": 1, "extra": 1, "short": 1}
 
 
 def labels_in_the_code() -> Iterator[str]:

@@ -291,3 +291,18 @@ def test_an_environment_variable_that_holds_no_such_number_is_named(value: str) 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), (" 0 ", False), ("1", True)])
 def test_a_switch_is_off_where_it_is_0_or_empty(value: str | None, on: bool) -> None:
     assert system.is_on("X", {} if value is None else {"X": value}) == on
+
+
+# -- what would not fit -----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(GIB, "the machine's memory"))
+    with pytest.raises(MemoryError, match="it is a list. That takes 2,147,483,648 bytes.*1,073,741,824: take less"):
+        system.check_fits(2 * GIB, "it is a list", "take less")
+    system.check_fits(GIB, "it fits", "take less")
+
+
+def test_small_things_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(0, "the machine's memory"))
+    system.check_fits(1000, "it is small", "take less")

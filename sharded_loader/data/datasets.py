@@ -18,10 +18,12 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,8 +33,10 @@ from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset, is_dataset
 from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
+from sharded_loader.shuffle import ShuffledPart, shuffled_parts
+from sharded_loader.system import check_fits
 
-Selection = range | Int64s
+Selection = range | ShuffledPart | Int64s
 
 
 class Dataset:
@@ -118,25 +122,25 @@ class Dataset:
             >>> list(SimpleDataset("abc").sample(SequentialSampler(range(2))))
             ['a', 'b']
         """
-        # Looked up, not imported: where torch is not loaded, no sampler of torch exists.
-        torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())
+        torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())  # not imported: it may not be needed
         if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torchs)):
             raise TypeError(
                 f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
                 "indices use SubsetDataset(dataset, indices)"
             )
-        # A subclass that overrides __iter__ means that to be used, whatever it inherits.
+        # An __iter__ that a subclass overrides is used, whatever it inherits.
         is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+            what = f"sample() keeps all {len(sampler):,} indices of the {type(sampler).__name__}"
+            check_fits(8 * len(sampler), what, "give the sampler to the loader, which asks for a batch at a time")
         order = sampler.iter_epoch(0) if is_pure else iter(sampler)
         try:
             return SubsetDataset(self, np.fromiter((operator.index(index) for index in order), np.int64))
         except TypeError:
-            raise TypeError(
-                f"{type(sampler).__name__} does not yield single indices: give a sampler of samples, not of batches"
-            ) from None
+            raise TypeError(f"{type(sampler).__name__} yields no single indices, but batches, or other keys") from None
 
     def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
-        """Random parts, disjoint and together complete.
+        """Random parts, disjoint and together complete. They take no memory beyond 2**24 (16 M) samples.
 
         Args:
             sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
@@ -152,8 +156,7 @@ class Dataset:
         """
         sizes = _split_sizes(len(self), list(sizes_or_ratios))
         key = rng.draw_seed() if seed is None else operator.index(seed)
-        order = rng.philox(key, "split").permutation(len(self)).astype(np.int64, copy=False)
-        return [SubsetDataset(self, part) for part in np.split(order, np.cumsum(sizes)[:-1])]
+        return [SubsetDataset(self, part) for part in shuffled_parts(len(self), sizes, key, "split")]
 
     def cache(self, max_bytes: int | None = None) -> CachedDataset:
         """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`."""
@@ -203,24 +206,22 @@ def _split_sizes(length: int, parts: list[Any]) -> list[int]:
     """Sizes of parts that sum to ``length``, from sizes or ratios."""
     if not parts:
         raise ValueError("split([]): give at least one size or ratio")
-    if any(isinstance(part, (bool, np.bool_)) or not math.isfinite(part) or part < 0 for part in parts):
+    if any(isinstance(part, (bool, np.bool_)) or not 0 <= part < math.inf for part in parts):
         raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
     if all(isinstance(part, (int, np.integer)) for part in parts):
-        if sum(parts) != length:
-            raise ValueError(
-                f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: "
-                "make them sum to its length, or give ratios (floats) that sum to 1"
-            )
-        return parts
+        if sum(parts) == length:
+            return parts
+        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
+        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
     total = math.fsum(parts)
     if abs(total - 1) > 1e-6:
         raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
-    shares = np.array(parts) * length / total
-    sizes = np.floor(shares).astype(int)
+    exact = [Fraction(float(part)) for part in parts]
+    shares = [part * length / sum(exact) for part in exact]
+    sizes = list(map(math.floor, shares))
     # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
-    order = np.argsort(np.round(sizes - shares, 9), kind="stable")
-    sizes[order[: length - sizes.sum()]] += 1
-    return list(sizes.tolist())
+    order = sorted(range(len(parts)), key=lambda i: round(float(sizes[i] - shares[i]), 9))
+    return [size + (i in order[: length - sum(sizes)]) for i, size in enumerate(sizes)]
 
 
 class SimpleDataset(View, Dataset):
@@ -257,7 +258,7 @@ class SubsetDataset(View, Dataset):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        indices: integers in 0..len(dataset)-1; a range costs no memory.
+        indices: integers in 0..len(dataset)-1. A range costs no memory, nor does a part that `Dataset.split` has made.
 
     Raises:
         IndexError: an index is out of range.
@@ -271,9 +272,9 @@ class SubsetDataset(View, Dataset):
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
         self._dataset = dataset = check_dataset(dataset, "SubsetDataset")
-        if isinstance(indices, range):
+        if isinstance(indices, range | ShuffledPart):
             if len(indices):
-                checked_indices([indices[0], indices[-1]], len(dataset))
+                checked_indices([indices[0], indices[-1], getattr(indices, "length", 1) - 1], len(dataset))
             self._indices: Selection = indices
         else:
             # A copy: the caller may shuffle an array of indices again, for another subset.
@@ -331,9 +332,8 @@ class CachedDataset(Remembered, Dataset):
 class ConcatDataset(Joined, Dataset):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
-    Bulk reading exists where every part has it. ``get_batch`` of indices that lie in one part is that part's;
-    of indices in several parts it is their batches in one, where those are arrays of the same names, dtypes and shapes.
-    Otherwise it is the default batchify of the samples.
+    It reads in bulk where every part does. A batch out of several parts is the parts' batches in one, where those are
+    arrays of the same names, dtypes and shapes. Otherwise it is the default batchify of the samples.
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.

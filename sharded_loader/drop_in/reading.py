@@ -21,7 +21,8 @@ from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.plan import Plan, Split
 from sharded_loader.engine.stream import PartBatch, PartPoint
-from sharded_loader.sampling.foreign import bytes_of_one, rank_of
+from sharded_loader.sampling.foreign import rank_of
+from sharded_loader.sampling.tables import bytes_of_one
 
 
 class _Planned(NamedTuple):

@@ -17,6 +17,7 @@ from torch.utils.data import RandomSampler
 
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.foreign import check_torchs_list
 
 
 class ShuffleSampler(RandomSampler):
@@ -49,6 +50,7 @@ class ShuffleSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         # A generator function, as torch's: the seed is drawn with the first index.
+        check_torchs_list(self.data_source, "RandomSampler")
         if self.generator is not None and self.seed is None:
             yield from super().__iter__()
             return

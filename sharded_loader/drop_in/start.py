@@ -26,7 +26,8 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import bytes_of_one, rank_of
+from sharded_loader.sampling.foreign import rank_of
+from sharded_loader.sampling.tables import bytes_of_one
 
 _PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
 """Samplers whose order is always the same."""

@@ -1,11 +1,13 @@
 """The order of samples: samplers, batch samplers, buckets, shards and ranks. From the bottom up:
 
     tables.py            one epoch as a table; batches and ranks as arithmetic on positions
-    shuffle.py           shuffles of any size
+    sorting.py           sorting by keys of any kind
     base.py              Sampler: what every sampler is, what its repr says, and what ``set_epoch`` has asked of it
     state.py             what `state_dict` returns
     foreign.py           any sampler at all as a table: the one place that reads samplers of other libraries
     index_samplers.py    orders of single indices
+    shard_shuffle.py     shards in shuffled order, samples shuffled within a window of shards
+    weighted.py          indices drawn by weight
     batch_samplers.py    batches of indices, and the arithmetic of rollover
     bucket_samplers.py   batches by fixed buckets of lengths
     shards.py            a batch split over devices
@@ -32,15 +34,17 @@ from sharded_loader.sampling.index_samplers import (
     SequentialSampler,
     SortedSampler,
     SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from sharded_loader.sampling.replicas import SplitSampler
+from sharded_loader.sampling.shard_shuffle import EqualShards, ShardShuffleSampler
 from sharded_loader.sampling.shards import ShardedBatchSampler
+from sharded_loader.sampling.weighted import WeightedRandomSampler
 
 __all__ = [
     "BatchSampler",
     "BoundedBudgetSampler",
     "ConstWidthBucket",
+    "EqualShards",
     "ExpWidthBucket",
     "FilterSampler",
     "FixedBucketSampler",
@@ -49,6 +53,7 @@ __all__ = [
     "RandomSampler",
     "Sampler",
     "SequentialSampler",
+    "ShardShuffleSampler",
     "ShardedBatchSampler",
     "SortedBucketSampler",
     "SortedSampler",

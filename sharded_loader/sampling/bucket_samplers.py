@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from sharded_loader.sampling.base import Described, Sampler, check_int, resolve_seed
 from sharded_loader.sampling.batch_samplers import length_table
-from sharded_loader.sampling.shuffle import shuffled
-from sharded_loader.sampling.tables import BATCHES, Indices, Table
+from sharded_loader.sampling.tables import BATCHES, Table
+from sharded_loader.shuffle import Indices, shuffled
 
 Key = int | tuple[int, ...]
 

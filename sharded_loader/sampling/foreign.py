@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import random
-import struct
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -45,7 +44,9 @@ from sharded_loader.global_generators import seed_torch, seeded_globals
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import Indices, Streamed, Table
+from sharded_loader.sampling.tables import Streamed, Table, bytes_of
+from sharded_loader.shuffle import Indices
+from sharded_loader.system import check_fits
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 
@@ -118,6 +119,9 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
             put_back(before)
         if state is not None and is_stateful(sampler):
             sampler.load_state_dict(state)
+        for one in nested(sampler):
+            if type(one).__module__.startswith("torch.utils.data.") and not getattr(one, "replacement", False):
+                check_torchs_list(getattr(one, "data_source", getattr(one, "dataset", ())), type(one).__name__)
         items = iter(sampler)
         stateful: Any = sampler if is_stateful(sampler) else items if is_stateful(items) else None
         if state is not None and stateful is items and items is not sampler:
@@ -128,6 +132,24 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
     if not first and items is sampler and state is None:
         raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {ONE_SHOT}")
     return chain(first, rest), stateful
+
+
+def check_torchs_list(dataset: Any, sampler: str) -> None:
+    """Refuse to start a sampler of torch that makes a list of more indices than fit into memory: 48 bytes each.
+
+    Args:
+        dataset: what the sampler shuffles; torch's sequential one makes no list.
+        sampler: the name of its class.
+
+    Raises:
+        MemoryError: they do not fit.
+    """
+    if sampler in ("RandomSampler", "DistributedSampler"):
+        check_fits(
+            48 * len(dataset),
+            f"torch's {sampler} makes a list of all {len(dataset):,} indices",
+            "use ShardedDataLoader(..., shuffle=True), or sampler=sharded_loader.RandomSampler(len(dataset))",
+        )
 
 
 def _is_torch_generator(value: Any) -> bool:
@@ -323,23 +345,3 @@ def _copied(item: Any) -> Any:
     if type(item) is list:
         return [one if type(one) is int else _copied(one) for one in item]
     return item.copy() if isinstance(item, np.ndarray) else item
-
-
-def bytes_of(items: Any) -> bytes:
-    """Bytes that depend on the items, not on where one list of them ends and the next begins."""
-    try:
-        return struct.pack(f"<{len(items)}q", *items)
-    except (struct.error, TypeError):  # not all of them are integers of 64 bits
-        return b"".join(map(bytes_of_one, items))
-
-
-def bytes_of_one(item: Any) -> bytes:
-    """The bytes of a list of this one item, without a list."""
-    if type(item) is not list and hasattr(item, "tolist"):
-        item = item.tolist()
-    if isinstance(item, list | tuple):
-        return len(item).to_bytes(8, "little") + bytes_of(item)
-    try:
-        return struct.pack("<q", item)
-    except struct.error:
-        return repr(item).encode()

@@ -1,6 +1,6 @@
-"""Orders of single indices: one after the other, shuffled, filtered, strided, sorted, drawn by weight.
+"""Orders of single indices: one after the other, shuffled, filtered, strided, sorted.
 
-In: how many samples there are (or keys, weights or indices), and a seed where order is random. Out: a table of int64
+In: how many samples there are (or keys or indices), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
 are made whole when the epoch is opened.
 
@@ -9,7 +9,6 @@ What can go wrong: arguments, all rejected in the constructors.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +17,16 @@ import numpy.typing as npt
 
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
-from sharded_loader.sampling.shuffle import MAX_LENGTH, order_of_ratios, shuffle, sort_order, sortable, uniforms
-from sharded_loader.sampling.tables import BLOCK, Indices, Table
-
-DRAWS = 2**15
-"""Weighted draws are keyed in blocks of this size. Another size would be another order."""
+from sharded_loader.sampling.sorting import sort_order, sortable
+from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
+from sharded_loader.shuffle import MAX_LENGTH, Indices, ShuffledPart, shuffle, taken
 
 
 def _check_length(length: Any) -> int:
     return check_int("length", length, 0, "give the number of samples, len(dataset)")
 
 
-class _IndexSampler(Sampler[int]):
+class IndexSampler(Sampler[int]):
     """Base class: a subclass says how many indices an epoch has, and which one is where."""
 
     def epoch_table(self, epoch: int) -> Table:
@@ -40,7 +37,7 @@ class _IndexSampler(Sampler[int]):
         raise NotImplementedError
 
 
-class _ListedSampler(_IndexSampler):
+class _ListedSampler(IndexSampler):
     """Base class of samplers that keep all their indices, in order."""
 
     _indices: Indices
@@ -52,7 +49,7 @@ class _ListedSampler(_IndexSampler):
         return len(self._indices)
 
 
-class SequentialSampler(_IndexSampler):
+class SequentialSampler(IndexSampler):
     """Indices in order: start, start + 1, ... start + length - 1.
 
     Args:
@@ -82,11 +79,11 @@ class SequentialSampler(_IndexSampler):
         return self._length
 
 
-class RandomSampler(_IndexSampler):
+class RandomSampler(IndexSampler):
     """Every index once per epoch, in a new random order each epoch.
 
     Up to 2**24 (16 M) indices the order is one array; above, each position is computed, in constant
-    memory (see `sharded_loader.sampling.shuffle`).
+    memory (see `sharded_loader.shuffle`).
 
     Args:
         length: number of samples, up to 2**62.
@@ -121,21 +118,24 @@ class RandomSampler(_IndexSampler):
         return self._length
 
 
-class SubsetRandomSampler(_ListedSampler):
+class SubsetRandomSampler(IndexSampler):
     """The given indices once per epoch, in a new random order each epoch.
 
     Two samplers over different indices have different orders, also with the same seed.
 
     Args:
-        indices: 1-D sequence of integers.
+        indices: 1-D sequence of integers. A range costs no memory, however long it is; nor does a part of
+            `Dataset.split` (``part.indices``).
         seed: with the epoch it decides the order. None draws one from torch's default generator.
 
     Raises:
-        ValueError: if ``indices`` are not a 1-D sequence of integers.
+        ValueError: if ``indices`` are not a 1-D sequence of integers, or more than 2**62.
 
     Example:
         >>> sorted(SubsetRandomSampler([2, 30, 5], seed=7))
         [2, 5, 30]
+        >>> next(SubsetRandomSampler(range(0, 10**12, 2), seed=7).iter_epoch(0)) % 2
+        0
 
     Source of the idea: `torch.utils.data.SubsetRandomSampler`.
     """
@@ -143,20 +143,31 @@ class SubsetRandomSampler(_ListedSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Sequence[int] | npt.NDArray[Any], seed: int | None = None) -> None:
-        array = np.asarray(indices)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(
-                f"indices must be a 1-D sequence of integers, got shape {array.shape} and dtype {array.dtype}: "
-                "pass a list of sample indices (np.flatnonzero(mask) for a mask)"
-            )
-        self._indices: Indices = array.astype(np.int64)
+        self._indices: Indices | range | ShuffledPart
+        if isinstance(indices, range | ShuffledPart):
+            if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
+                raise ValueError(
+                    f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range"
+                )
+            self._indices = indices
+        else:
+            array = np.asarray(indices)
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                raise ValueError(
+                    f"indices must be a 1-D sequence of integers, got shape {array.shape} and dtype {array.dtype}: "
+                    "pass a list of sample indices (np.flatnonzero(mask) for a mask)"
+                )
+            self._indices = array.astype(np.int64)
         # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
-        self._checksum = zlib.crc32(self._indices.astype("<i8", copy=False).tobytes())
+        self._checksum = checksum_of(self._indices)
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         indices, order = self._indices, shuffle(len(self._indices), self.seed, "subset", self._checksum, epoch)
-        return lambda positions: indices[order(positions)]
+        return lambda positions: taken(indices, order(positions))
+
+    def len_epoch(self, epoch: int) -> int:
+        return len(self._indices)
 
 
 class FilterSampler(_ListedSampler):
@@ -183,7 +194,7 @@ class FilterSampler(_ListedSampler):
         self._indices: Indices = np.array(kept, dtype=np.int64)
 
 
-class IntervalSampler(_IndexSampler):
+class IntervalSampler(IndexSampler):
     """Every ``interval``-th index; with ``rollover`` again from 1, from 2, ... until all have come.
 
     Args:
@@ -229,90 +240,6 @@ class IntervalSampler(_IndexSampler):
 
     def len_epoch(self, epoch: int) -> int:
         return self._length if self._rollover else -(-self._length // self._interval)
-
-
-class WeightedRandomSampler(_IndexSampler):
-    """Indices drawn with given probabilities.
-
-    Args:
-        weights: 1-D, one non-negative number per sample; they need not sum to one.
-        num_samples: how many to draw per epoch.
-        replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
-            epoch has the same `sample_rng`, so it is augmented in the same way.
-        seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
-
-    Raises:
-        ValueError: if weights are negative, not finite or all zero, or if fewer than ``num_samples`` of
-            them are positive with ``replacement=False``.
-
-    Example:
-        >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
-        {1, 3}
-
-    Source of the idea: `torch.utils.data.WeightedRandomSampler`; without replacement, exponential races
-    (Efraimidis and Spirakis, 2006).
-    """
-
-    decided_by = (("weights", "_weights"), ("replacement", "_replacement"))
-
-    def __init__(
-        self,
-        weights: Sequence[float] | npt.NDArray[Any],
-        num_samples: int,
-        replacement: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        array = np.asarray(weights, dtype=np.float64)
-        if array.ndim != 1:
-            raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
-        bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-        if bad.size:
-            raise ValueError(
-                f"weights must be finite and at least 0, but weights[{bad[0]}] is {array[bad[0]]}: "
-                "give 0 to samples that must not be drawn"
-            )
-        self._num_samples = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        positive = int(np.count_nonzero(array))
-        if self._num_samples and not positive:
-            raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
-        if not replacement and self._num_samples > positive:
-            raise ValueError(
-                f"num_samples is {self._num_samples}, but only {positive} weights are positive and "
-                "replacement=False draws each index at most once: draw fewer, or set replacement=True"
-            )
-        self._weights = array
-        self._replacement = bool(replacement)
-        self.seed = resolve_seed(seed)
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        key = (self.seed, "weighted", epoch)
-        if not self._replacement:
-            return self._without_replacement(key).take
-        bounds = np.cumsum(self._weights / self._weights.max()) if self._num_samples else self._weights
-        # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
-        last = np.flatnonzero(self._weights)[-1:]
-
-        def at(positions: Indices) -> Indices:
-            # Draws are keyed in blocks: a rank that needs one draw of a block makes the block (0.1 ms).
-            draws = np.empty(len(positions))
-            blocks = positions // DRAWS
-            for block in np.unique(blocks):
-                here = blocks == block
-                draws[here] = uniforms(DRAWS, *key, int(block))[positions[here] % DRAWS]
-            return np.asarray(np.minimum(np.searchsorted(bounds, draws * bounds[-1], side="right"), last), np.int64)
-
-        return at
-
-    def _without_replacement(self, key: tuple[Any, ...]) -> Indices:
-        candidates = np.flatnonzero(self._weights)
-        # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
-        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
-        first = order_of_ratios(races[candidates], self._weights[candidates])[: self._num_samples]
-        found: Indices = candidates[first].astype(np.int64, copy=False)
-        return found
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._num_samples
 
 
 class SortedSampler(_ListedSampler):

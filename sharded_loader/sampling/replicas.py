@@ -27,8 +27,8 @@ import numpy as np
 
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, nested, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, rank_of, table_of
-from sharded_loader.sampling.shuffle import shuffle
-from sharded_loader.sampling.tables import BLOCK, Dealt, Indices, Table, parts
+from sharded_loader.sampling.tables import BLOCK, Dealt, Table, parts
+from sharded_loader.shuffle import Indices, shuffle
 from sharded_loader.system import integer
 
 

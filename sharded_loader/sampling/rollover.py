@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.sampling.tables import Batched, Dealt, Indices, Table, joined, parts
+from sharded_loader.sampling.tables import Batched, Dealt, Table, joined, parts
+from sharded_loader.shuffle import Indices
 
 
 class Rolling:

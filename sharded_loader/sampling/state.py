@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sharded_loader.sampling.base import Sampler, brief, check_int, is_own, nested
+from sharded_loader.sampling.tables import checksum_of
 
 VERSION = 1
 
@@ -330,9 +330,7 @@ def _told(value: Any) -> Any:
     parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
     checksum = 0
     for part in parts:
-        array = np.asarray(part)
-        # The same for equal numbers of another dtype; 3 ms for a million weights, once.
-        checksum = zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), checksum)
+        checksum = checksum_of(part, checksum)
     return f"{SUM}{checksum:08x}"
 
 

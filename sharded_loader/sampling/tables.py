@@ -19,14 +19,15 @@ What can go wrong: an iterator of another library raises an error.
 from __future__ import annotations
 
 import operator
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
+from sharded_loader.shuffle import IN_MEMORY, Indices, is_computed
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
@@ -42,6 +43,45 @@ def parts(count: int, size: int, cut: bool) -> int:
         (3, 2)
     """
     return count // size if cut else -(-count // size)
+
+
+def checksum_of(numbers: Any, before: int = 0) -> int:
+    """The same for equal numbers of any dtype, in a list, an array or a range; 3 ms for a million.
+
+    Of a range, or a part of a shuffle, that is too long to be looked at: the same where it is made in the same way.
+
+    Args:
+        numbers: the numbers.
+        before: the checksum of those before them.
+
+    Example:
+        >>> checksum_of(range(3)) == checksum_of(np.array([0, 1, 2], np.uint8)) != checksum_of([0, 1, 3])
+        True
+    """
+    if is_computed(numbers) and len(numbers) > IN_MEMORY:
+        return zlib.crc32(repr(numbers).encode(), before)
+    array = np.asarray(numbers)
+    return zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), before)
+
+
+def bytes_of(items: Any) -> bytes:
+    """Bytes that depend on the items, not on where one list of them ends and the next begins."""
+    try:
+        return struct.pack(f"<{len(items)}q", *items)
+    except (struct.error, TypeError):  # not all of them are integers of 64 bits
+        return b"".join(map(bytes_of_one, items))
+
+
+def bytes_of_one(item: Any) -> bytes:
+    """The bytes of a list of this one item, without a list."""
+    if type(item) is not list and hasattr(item, "tolist"):
+        item = item.tolist()
+    if isinstance(item, list | tuple):
+        return len(item).to_bytes(8, "little") + bytes_of(item)
+    try:
+        return struct.pack("<q", item)
+    except struct.error:
+        return repr(item).encode()
 
 
 def plain_index(item: Any) -> Any:

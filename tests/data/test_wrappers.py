@@ -1,5 +1,6 @@
 """Datasets of datasets: right indices, bulk reads through every wrapper, samples that draw their own numbers."""
 
+import itertools
 import pickle
 import random
 from itertools import chain
@@ -10,11 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader import (
+    ArrayDataset,
+    ConcatDataset,
+    RandomSampler,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetRandomSampler,
+    shuffle,
+    system,
+)
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.data import wrappers
 from sharded_loader.rng import NO_SAMPLE, SampleScope, reading, sample_rng
+from sharded_loader.system import Limit
 
 
 def ten():
@@ -48,6 +59,38 @@ def test_splits_by_size_and_by_torchs_seed():
     assert first == list(ten().split([0.5, 0.5])[0])
     assert first != list(ten().split([0.5, 0.5])[0])
     assert [len(part) for part in SimpleDataset(range(100)).split([0.29, 0.71])] == [29, 71]
+
+
+def test_parts_of_a_dataset_of_any_size_take_no_memory():
+    huge = SimpleDataset(range(10**18))
+    train, test = huge.split([0.7, 0.3], seed=1)
+    assert len(train) + len(test) == 10**18 and abs(len(test) - 3 * 10**17) < 100
+    assert 0 <= train[-1] < 10**18 and train[5] == huge.split([0.7, 0.3], seed=1)[0][5]
+    assert train.__class__ is pickle.loads(pickle.dumps(train)).__class__
+    assert list(train.take(3)) == [train[i] for i in range(3)] == list(train[:3])
+    orders = [SubsetRandomSampler(part.indices, seed=2) for part in (train, test)]
+    loader = ShardedDataLoader(huge, 4, sampler=orders[0])
+    first = next(iter(loader)).tolist()
+    assert first == list(itertools.islice(orders[0].iter_epoch(0), 4)) != list(itertools.islice(orders[1], 4))
+    again = ShardedDataLoader(huge, 4, sampler=orders[1])
+    with pytest.raises(ValueError, match="sampler_length|indices"):
+        again.load_state_dict(loader.state_dict())
+
+
+def test_parts_that_are_computed_are_disjoint_and_complete(monkeypatch):
+    dataset = ArrayDataset(np.arange(1000))
+    monkeypatch.setattr(shuffle, "IN_MEMORY", 0)
+    parts = dataset.split([600, 400], seed=1)
+    assert sorted(chain(*parts)) == list(range(1000))
+    for part in parts:
+        one_by_one = [part[i] for i in range(len(part))]
+        assert list(part) == one_by_one == part.get_batch(range(len(part))).tolist()
+
+
+def test_a_sample_of_more_indices_than_fit_into_memory_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(system, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    with pytest.raises(MemoryError, match="all 1,000,000,000,000 indices of the RandomSampler.*to the loader"):
+        SimpleDataset(range(10**12)).sample(RandomSampler(10**12, seed=1))
 
 
 @pytest.mark.parametrize(

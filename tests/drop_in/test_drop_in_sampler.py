@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
+from sharded_loader import system
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -102,3 +103,10 @@ def test_a_trainer_that_sets_the_epoch_of_the_loaders_sampler_has_that_epoch() -
 @pytest.mark.parametrize("seed", [-3, 2**63, 2**64 - 1, 2**70])
 def test_any_whole_number_is_a_seed(seed: int) -> None:
     assert sorted(ShuffleSampler(range(9), seed=seed)) == list(range(9))
+
+
+def test_an_order_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(10**9, "the machine's memory"))
+    for arguments in ({}, {"seed": 1}, {"generator": seeded()}):
+        with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*ShardedDataLoader"):
+            next(iter(DataLoader(range(10**9), 2, shuffle=True, **arguments)))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, system
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
@@ -426,3 +426,25 @@ def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:
     alias = sampler.dataset
     loader.peek()
     assert sampler.dataset is alias is dataset
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dataset: torch_data.RandomSampler(dataset),
+        lambda dataset: torch_data.DistributedSampler(dataset, num_replicas=2, rank=1),
+    ],
+)
+def test_a_list_of_torchs_that_does_not_fit_into_memory_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(10**9, "the machine's memory"))
+    dataset = range(10**9)
+    in_batches = torch_data.BatchSampler(make(dataset), 2, drop_last=False)
+    for arguments in ({"batch_size": 2, "sampler": make(dataset)}, {"batch_sampler": in_batches}):
+        with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*shuffle=True"):
+            next(iter(ShardedDataLoader(dataset, **arguments)))
+    ordered = ShardedDataLoader(dataset, 2, sampler=torch_data.SequentialSampler(dataset))
+    assert next(iter(ordered)).tolist() == [0, 1]
+    drawn = ShardedDataLoader(dataset, 2, sampler=torch_data.RandomSampler(dataset, replacement=True, num_samples=4))
+    assert len(list(drawn)) == 2

@@ -25,7 +25,6 @@ from sharded_loader.sampling import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)
 
@@ -209,70 +208,6 @@ def test_keys_with_labels_and_tensors_are_read_by_position(keys: list[Any]) -> N
     if not isinstance(keys[0], str):
         for dtype in (torch.float64, torch.bfloat16):
             assert list(SortedSampler(torch.tensor(keys, dtype=dtype))) == expected  # type: ignore[arg-type]
-
-
-def test_weighted_draws_follow_the_weights() -> None:
-    count = 3 * BLOCK + 17
-    drawn = Counter(WeightedRandomSampler([0, 1, 0, 3, 6, 0], count, seed=5))
-    assert set(drawn) == {1, 3, 4}
-    for index, share in ((1, 0.1), (3, 0.3), (4, 0.6)):
-        assert drawn[index] / count == pytest.approx(share, abs=0.01)
-
-
-def test_weighted_draws_without_replacement_follow_the_weights() -> None:
-    first = Counter()
-    for epoch in range(2000):
-        drawn = list(WeightedRandomSampler([1, 0, 3], 2, replacement=False, seed=5).iter_epoch(epoch))
-        assert sorted(drawn) == [0, 2]
-        first[drawn[0]] += 1
-    assert first[2] / 2000 == pytest.approx(0.75, abs=0.05)
-
-
-EXTREME = [1.5e308, 5e-324, 0, 0.5e308, 1e-310, 0]
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_are(replacement: bool) -> None:
-    for weights in (EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]):
-        positive = np.flatnonzero(weights)
-        for seed in range(30):
-            drawn = list(WeightedRandomSampler(weights, len(positive), replacement, seed=seed))
-            assert set(drawn) <= set(positive.tolist())
-            if not replacement:
-                assert sorted(drawn) == positive.tolist()
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_extreme_weights_are_weights_as_any_others(replacement: bool) -> None:
-    for scale in (1e-310, 1e-300, 1.0, 1e307):
-        weights = [3 * scale, 0, scale]
-        if replacement:
-            first = list(WeightedRandomSampler(weights, 800, seed=1))
-        else:
-            first = [next(iter(WeightedRandomSampler(weights, 1, False, seed=seed))) for seed in range(800)]
-        assert set(first) == {0, 2} and 520 < first.count(0) < 680  # 600 of 800; 6 sigma are 74
-    # What is lighter by 600 orders of magnitude comes last.
-    for seed in range(30):
-        drawn = list(WeightedRandomSampler(EXTREME, 4, False, seed=seed))
-        assert drawn[2:] == [4, 1]
-        assert set(WeightedRandomSampler(EXTREME, 50, seed=seed)) == {0, 3}
-
-
-@given(st.lists(st.floats(0, 1.7e308), min_size=1, max_size=30), st.integers(0, 99))
-@quick
-def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> None:
-    positive = {index for index, weight in enumerate(weights) if weight}
-    if not positive:
-        return
-    assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
-    assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
-
-
-def test_weighted_epoch_jumps_across_blocks() -> None:
-    sampler = WeightedRandomSampler([1, 2, 3], 2 * BLOCK + 9, seed=5)
-    whole = list(sampler.iter_epoch(0))
-    for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8):
-        assert list(sampler.iter_epoch(0, start)) == whole[start:]
 
 
 @quick

@@ -16,6 +16,7 @@ from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
     ConstWidthBucket,
+    EqualShards,
     ExpWidthBucket,
     FilterSampler,
     FixedBucketSampler,
@@ -26,6 +27,7 @@ from sharded_loader import (
     SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
+    ShardShuffleSampler,
     SortedBucketSampler,
     SortedSampler,
     SplitSampler,
@@ -44,6 +46,10 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: WeightedRandomSampler(np.ones(10**6), 5, seed=3),
         "WeightedRandomSampler(length=5, weights=[1.0, 1.0, 1.0, ... 1000000 in all], replacement=True, seed=3)",
+    ),
+    (
+        lambda: ShardShuffleSampler(EqualShards(10**6, 10**4), lanes=2, seed=3),
+        "ShardShuffleSampler(length=1000000, shards=100, window=16, lanes=2, seed=3)",
     ),
     (lambda: FilterSampler(lambda sample: sample > 2, [1, 5, 2, 3]), "FilterSampler(length=2, indices=[1, 3])"),
     (lambda: IntervalSampler(7, 3), "IntervalSampler(length=7, interval=3, rollover=True)"),

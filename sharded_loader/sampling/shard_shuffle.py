@@ -1,0 +1,249 @@
+"""Shuffling in two steps, for data that lies in shards: files, of which only a few fit on this machine at once.
+
+    ShardShuffleSampler(lengths, window, lanes).epoch_table(epoch).at(positions) -> indices
+
+The shards of an epoch are put in shuffled order, one after the other. That makes a *line* of all samples. The line is
+cut into ``lanes`` equal stretches, which are read in turns: position p is in lane ``p % lanes``. Each lane is cut into
+windows of some shards, and samples change places within their window:
+
+    position -> lane, place in it -> place in the line -> window -> another place in the window -> shard -> index
+
+Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
+of the samples: of n shards of different lengths 24 n bytes, of shards of one length nothing.
+
+What can go wrong: arguments, all rejected in the constructors.
+
+Source of the idea: the order of Mosaic's streaming datasets, whose "canonical nodes" are the lanes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_loader.sampling.base import check_int, resolve_seed
+from sharded_loader.sampling.index_samplers import IndexSampler
+from sharded_loader.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
+
+
+class EqualShards(Sequence[int]):
+    """The lengths of shards that all have ``size`` samples; the last one may have fewer. They take no memory.
+
+    Args:
+        total: how many samples there are.
+        size: how many are in a shard.
+
+    Raises:
+        TypeError, ValueError: no integers, ``total`` below 0 or above 2**62, ``size`` below 1.
+
+    Example:
+        >>> list(EqualShards(10, 4)), len(EqualShards(10**12, 10**4))
+        ([4, 4, 2], 100000000)
+    """
+
+    def __init__(self, total: int, size: int) -> None:
+        self.total = check_int("total", total, 0, "give the number of samples")
+        if self.total > MAX_LENGTH:
+            raise ValueError(f"total is {self.total}: there are 2**62 samples at most")
+        self.size = check_int("size", size, 1, "give the number of samples in a shard")
+
+    def __len__(self) -> int:
+        return -(-self.total // self.size)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = range(0, self.total, self.size)[index]
+        if isinstance(found, range):
+            return [min(self.size, self.total - begin) for begin in found]
+        return min(self.size, self.total - found)
+
+    def __repr__(self) -> str:
+        return f"EqualShards({self.total}, {self.size})"
+
+
+class ShardShuffleSampler(IndexSampler):
+    """Shuffles shards, then the samples of ``window`` shards at a time.
+
+    A batch holds samples of ``window`` shards. So while it is read, ``window`` shards have to be at hand, instead of
+    all of them, and each shard is needed during one short stretch of the epoch.
+
+    With ranks (``num_replicas``), choose ``lanes`` so that the number of ranks divides it. Each rank then meets only
+    the shards of its own lanes, so all ranks together fetch each shard once. With one lane, each rank meets all shards.
+    The order of samples does not depend on the number of ranks: choose lanes once, such as 64, and train on 1, 2, 4, 8,
+    16, 32 or 64 ranks. A rank then has ``window * lanes / ranks`` shards at hand.
+
+    Args:
+        lengths: how many samples each shard has, in the order of the dataset's indices; a sequence of integers, or
+            `EqualShards`.
+        window: how many shards are mixed.
+        lanes: how many windows are read in turns.
+        seed: with the epoch it decides the order. None draws one from torch's default generator.
+
+    Raises:
+        TypeError: ``lengths`` are no flat sequence of integers; ``window`` or ``lanes`` is no integer.
+        ValueError: a length below 0, more than 2**62 samples, ``window`` or ``lanes`` below 1.
+
+    Example:
+        >>> sampler = ShardShuffleSampler([100, 50, 70], window=2, seed=7)
+        >>> sorted(sampler) == list(range(220))
+        True
+        >>> huge = ShardShuffleSampler(EqualShards(10**12, 10**4), lanes=4096, seed=7)
+        >>> next(huge.iter_epoch(3, start=10**11)) < 10**12
+        True
+    """
+
+    decided_by = (("lengths", "_told"), ("window", "window"), ("lanes", "lanes"))
+    shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | EqualShards | npt.NDArray[Any],
+        window: int = 16,
+        lanes: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        self._lengths = _simplified(lengths if isinstance(lengths, EqualShards) else lengths_of(lengths))
+        self.window = check_int("window", window, 1, "give how many shards are mixed")
+        self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
+        self._count = len(self._lengths)
+        self._told = repr(self._lengths) if isinstance(self._lengths, EqualShards) else self._lengths
+        self._total = self._lengths.total if isinstance(self._lengths, EqualShards) else int(self._lengths.sum())
+        self.seed = resolve_seed(seed)
+
+    def len_epoch(self, epoch: int) -> int:
+        return self._total
+
+    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        key = self.seed, "shard order", epoch
+        lengths, lanes, window, count = self._lengths, self.lanes, self.window, self._count
+        line: _Line = _EqualLine(lengths, *key) if isinstance(lengths, EqualShards) else _ListedLine(lengths, *key)
+        mix = Bijections(self.seed, "shard window", epoch)
+        size, longer = divmod(self._total, lanes)  # the first lanes have one sample more where it must be
+
+        def at(positions: Indices) -> Indices:
+            if not len(positions):
+                return positions
+            row = positions // lanes
+            lane = positions - row * lanes  # a seventh of the time of np.divmod
+            begin = lane * size + np.minimum(lane, longer)
+            first = line.shard(begin)
+            low_shard = first + (line.shard(begin + row) - first) // window * window
+            low = np.maximum(line.begin(low_shard), begin)
+            high = np.minimum(line.begin(np.minimum(low_shard + window, count)), begin + size + (lane < longer))
+            # Windows are told apart by where they begin: no two begin at one place.
+            return line.index(low + mix(begin + row - low, high - low, low))
+
+        return at
+
+
+def lengths_of(lengths: Any) -> Indices:
+    """The lengths of shards as an array.
+
+    Raises:
+        TypeError: they are no flat sequence of integers.
+        ValueError: one is below 0, or they sum to more than 2**62.
+
+    Example:
+        >>> lengths_of([3, 0, 4])
+        array([3, 0, 4])
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(
+            f"lengths must be a flat sequence of integers, got shape {array.shape} and dtype {array.dtype}: give the "
+            "number of samples of each shard"
+        )
+    if array.size and array.min() < 0:
+        raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
+    if array.sum(dtype=np.float64) > MAX_LENGTH:
+        raise ValueError("the lengths sum to more than 2**62 samples: give the number of samples of each shard")
+    return array.astype(np.int64)
+
+
+def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
+    """`EqualShards` where all lengths but the last are equal: equal lengths are one order, however they are given."""
+    if isinstance(lengths, EqualShards) or not len(lengths):
+        return lengths
+    if 0 < lengths[-1] <= lengths[0] and (lengths[:-1] == lengths[0]).all():
+        return EqualShards(int(lengths[0]) * (len(lengths) - 1) + int(lengths[-1]), int(lengths[0]))
+    return lengths
+
+
+class _Line(Protocol):
+    """The shards of one epoch, one after the other in shuffled order.
+
+    Shards count by their place in the line, from 0.
+    """
+
+    def shard(self, places: Indices) -> Indices:
+        """The shards at these places of the line."""
+
+    def begin(self, shards: Indices) -> Indices:
+        """Where these shards begin. One number more than there are shards: where the line ends."""
+
+    def index(self, places: Indices) -> Indices:
+        """The dataset's indices of the samples at these places."""
+
+
+class _ListedLine:
+    """Shards of any lengths."""
+
+    def __init__(self, lengths: Indices, *key: Hashable) -> None:
+        order = shuffled(len(lengths), *key)
+        self._begins = _sums(lengths[order])
+        # What is added to a place in the line to get the index.
+        self._shifts = _sums(lengths)[order] - self._begins[:-1]
+
+    def shard(self, places: Indices) -> Indices:
+        return np.searchsorted(self._begins, places, side="right") - 1
+
+    def begin(self, shards: Indices) -> Indices:
+        return self._begins[shards]
+
+    def index(self, places: Indices) -> Indices:
+        return places + self._shifts[self.shard(places)]
+
+
+class _EqualLine:
+    """Shards of one length. A shorter one, the dataset's last, has a random place among them."""
+
+    def __init__(self, lengths: EqualShards, *key: Hashable) -> None:
+        self._size = lengths.size
+        self._whole, self._rest = divmod(lengths.total, lengths.size)
+        self._order = shuffle(max(self._whole, 1), *key)
+        self._short = int(shuffle(self._whole + 1, *key, "short")(np.zeros(1, np.int64))[0]) if self._rest else -1
+
+    def shard(self, places: Indices) -> Indices:
+        if not self._rest:
+            return places // self._size
+        begin = self._short * self._size
+        behind = (places - self._rest) // self._size + 1
+        return np.where(places < begin, places // self._size, np.maximum(behind, self._short))
+
+    def begin(self, shards: Indices) -> Indices:
+        if not self._rest:
+            return shards * self._size
+        return shards * self._size - (shards > self._short) * (self._size - self._rest)
+
+    def index(self, places: Indices) -> Indices:
+        shards = self.shard(places)
+        offset = places - self.begin(shards)
+        if not self._rest:
+            return self._originals(shards) * self._size + offset
+        ordinary = np.minimum(shards - (shards > self._short), self._whole - 1)
+        original: Indices = np.where(shards == self._short, self._whole, self._originals(np.maximum(ordinary, 0)))
+        return original * self._size + offset
+
+    def _originals(self, shards: Indices) -> Indices:
+        """The shards' places in the dataset. Many samples of few shards ask for each shard once: 0.1 ms, not 1.1."""
+        low, high = int(shards.min()), int(shards.max())
+        if high - low >= len(shards):
+            return self._order(shards)
+        return self._order(np.arange(low, high + 1))[shards - low]
+
+
+def _sums(lengths: Indices) -> Indices:
+    """Where each of these begins, and where the last ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

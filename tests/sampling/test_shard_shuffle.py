@@ -1,0 +1,212 @@
+"""Shards in shuffled order, samples in a window of shards: complete, pure, the same for any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.sampling import EqualShards, Sampler, ShardShuffleSampler
+from sharded_loader.sampling.replicas import ReplicaSampler
+
+quick = settings(max_examples=80, deadline=None)
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(0, 40), max_size=12),
+    st.builds(EqualShards, st.integers(0, 400), st.integers(1, 50)),
+)
+
+
+def rank_of(sampler: Sampler[int], ranks: int, rank: int) -> ReplicaSampler:
+    """What one of several ranks reads."""
+    return ReplicaSampler(sampler, lambda: (ranks, rank))
+
+
+def shards_of(indices: Sequence[int], lengths: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Which shard of the dataset each index lies in."""
+    return np.searchsorted(np.cumsum(lengths), indices, side="right")
+
+
+@quick
+@given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), seed=st.integers(), epoch=st.integers(0, 9))
+def test_every_index_comes_once(lengths: Any, window: int, lanes: int, seed: int, epoch: int) -> None:
+    sampler = ShardShuffleSampler(lengths, window, lanes, seed=seed)
+    whole = list(sampler.iter_epoch(epoch))
+    assert len(sampler) == len(whole) == sum(lengths)
+    assert sorted(whole) == list(range(len(whole)))
+    assert all(type(index) is int for index in whole)
+
+
+@quick
+@given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), step=st.integers(1, 50))
+def test_any_place_of_an_epoch_can_be_reached(lengths: Any, window: int, lanes: int, step: int) -> None:
+    sampler = ShardShuffleSampler(lengths, window, lanes, seed=3)
+    whole = list(sampler.iter_epoch(1))
+    for start in range(0, len(whole) + 2, step):
+        assert list(sampler.iter_epoch(1, start)) == whole[start:]
+    if whole:
+        assert sampler.epoch_table(1).at(np.arange(0, len(whole), step)).tolist() == whole[::step]
+
+
+@pytest.mark.parametrize("lengths", [[30] * 40, [30] * 39 + [7], list(range(10, 50)), [0, 30, 0, 0, 55, 1] * 7])
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("window", [1, 5])
+def test_no_more_shards_are_at_hand_than_the_windows_hold(lengths: list[int], lanes: int, window: int) -> None:
+    sampler = ShardShuffleSampler(lengths, window, lanes, seed=5)
+    for epoch in range(3):
+        found = shards_of(list(sampler.iter_epoch(epoch)), lengths)
+        for lane in range(lanes):
+            of_lane = found[lane::lanes].tolist()
+            first = {shard: of_lane.index(shard) for shard in set(of_lane)}
+            last = {shard: len(of_lane) - 1 - of_lane[::-1].index(shard) for shard in set(of_lane)}
+            for position in range(len(of_lane)):
+                assert sum(first[one] <= position <= last[one] for one in first) <= window
+
+
+@pytest.mark.parametrize("lengths", [[25] * 64, EqualShards(1600, 25), [25] * 63 + [9]])
+def test_ranks_that_divide_the_lanes_fetch_each_shard_once(lengths: Any) -> None:
+    sampler = ShardShuffleSampler(lengths, window=4, lanes=16, seed=1)
+    whole = list(sampler.iter_epoch(2))
+    for ranks in (1, 2, 4, 16):
+        parts = [list(rank_of(sampler, ranks, rank).iter_epoch(2)) for rank in range(ranks)]
+        shards = [set(shards_of(part, lengths).tolist()) for part in parts]
+        # A shard that lies across the border of two lanes is in both.
+        assert sum(map(len, shards)) <= len(lengths) + (16 if len(whole) % (16 * 25) else 0)
+        together = list(itertools.chain(*itertools.zip_longest(*parts)))
+        assert together[: len(whole)] == whole
+    one_lane = ShardShuffleSampler(lengths, window=64, lanes=1, seed=1)
+    parts = [list(rank_of(one_lane, 4, rank).iter_epoch(2)) for rank in range(4)]
+    assert sum(len(set(shards_of(part, lengths).tolist())) for part in parts) > 3.5 * len(lengths)
+
+
+def test_shards_and_samples_are_both_shuffled() -> None:
+    lengths = [100] * 50
+    sampler = ShardShuffleSampler(lengths, window=5, seed=2)
+    orders = []
+    for epoch in (0, 1):
+        found = np.array(list(sampler.iter_epoch(epoch)))
+        first_window = found[:500]
+        shards = set(shards_of(first_window, lengths).tolist())
+        assert len(shards) == 5 and shards != set(range(5))
+        assert not (np.diff(first_window) > 0).all()
+        # In the middle of a window, all of its shards come.
+        assert len(set(shards_of(found[1100:1200], lengths).tolist())) == 5
+        orders.append(found.tolist())
+    assert orders[0] != orders[1]
+    assert orders[0] != list(ShardShuffleSampler(lengths, window=5, seed=3).iter_epoch(0))
+    assert orders[0] == list(ShardShuffleSampler(lengths, window=5, seed=2).iter_epoch(0))
+
+
+def test_a_window_of_all_shards_is_a_full_shuffle() -> None:
+    """How far samples move, and how often neighbours stay neighbours, is as in an ordinary shuffle."""
+    found = np.array(list(ShardShuffleSampler([50] * 40, window=40, seed=4)))
+    assert np.abs(found - np.arange(2000)).mean() / 2000 == pytest.approx(1 / 3, abs=0.03)
+    assert (np.abs(np.diff(found)) == 1).sum() < 12
+    assert abs(np.corrcoef(found, np.arange(2000))[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("given_as", [list, np.array, tuple])
+def test_equal_lengths_are_one_order_however_they_are_given(given_as: Any) -> None:
+    for lengths in (EqualShards(1000, 100), EqualShards(950, 100), EqualShards(30, 100), EqualShards(0, 7)):
+        listed = ShardShuffleSampler(given_as(list(lengths)), window=3, lanes=2, seed=1)
+        assert list(listed) == list(ShardShuffleSampler(lengths, window=3, lanes=2, seed=1))
+
+
+def test_a_trillion_samples_start_anywhere_at_once() -> None:
+    sampler = ShardShuffleSampler(EqualShards(10**12 - 3, 10**4), window=16, lanes=4096, seed=1)
+    rank = rank_of(sampler, 4096, 4095)
+    start = len(rank) // 3
+    ahead = list(itertools.islice(rank.iter_epoch(3, start), 512))
+    assert len(set(ahead)) == 512 and all(0 <= index < 10**12 for index in ahead)
+    assert ahead[100:] == list(itertools.islice(rank.iter_epoch(3, start + 100), 412))
+    assert len({index // 10**4 for index in ahead}) <= 16
+
+
+def test_equal_shards_are_a_sequence_of_lengths() -> None:
+    shards = EqualShards(10, 4)
+    assert (len(shards), list(shards), shards[-1], shards[1:]) == (3, [4, 4, 2], 2, [4, 2])
+    assert list(EqualShards(8, 4)) == [4, 4] and list(EqualShards(0, 4)) == []
+    assert repr(shards) == "EqualShards(10, 4)"
+    with pytest.raises(IndexError):
+        shards[3]
+
+
+def test_the_order_is_the_same_in_every_release() -> None:
+    assert list(ShardShuffleSampler([4, 0, 3, 5], window=2, lanes=2, seed=7)) == PINNED_LISTED
+    assert list(ShardShuffleSampler(EqualShards(11, 4), window=2, seed=7)) == PINNED_EQUAL
+
+
+PINNED_LISTED = [2, 8, 6, 7, 0, 10, 4, 11, 5, 3, 1, 9]
+PINNED_EQUAL = [5, 2, 3, 0, 1, 6, 7, 4, 9, 8, 10]
+
+
+# -- in a loader -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_goes_on_with_another_number_of_ranks(ranks: int) -> None:
+    lengths = [11, 7, 20, 1, 13, 8]
+
+    def make(count: int, rank: int) -> ShardedDataLoader[Any]:
+        order = ShardShuffleSampler(lengths, window=2, lanes=4, seed=5)
+        return ShardedDataLoader(range(60), 24 // count, sampler=order, num_replicas=count, rank=rank)
+
+    whole = [index for batch in make(1, 0) for index in batch.tolist()]
+    first = make(1, 0)
+    next(iter(first))
+    state = first.state_dict()
+    found = []
+    for rank in range(ranks):
+        loader = make(ranks, rank)
+        loader.load_state_dict(state, strict=False)  # another batch size
+        found.append([batch.tolist() for batch in loader])
+    steps = [[index for group in zip(*step, strict=True) for index in group] for step in zip(*found, strict=True)]
+    assert [index for step in steps for index in step][: 60 - 24] == whole[24:]
+
+
+def test_a_state_of_other_shards_is_rejected() -> None:
+    def make(**changed: Any) -> ShardedDataLoader[Any]:
+        arguments: dict[str, Any] = {"lengths": [10, 20, 30], "window": 2, "lanes": 2, **changed}
+        return ShardedDataLoader(range(60), 4, sampler=ShardShuffleSampler(**arguments, seed=1))
+
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    make().load_state_dict(state)
+    for changed, said in (
+        ({"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
+        ({"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
+        ({"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler: others than then"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(**changed).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ShardShuffleSampler([1.5]), TypeError, "flat sequence of integers"),
+        (lambda: ShardShuffleSampler([[1]]), TypeError, "flat sequence of integers"),  # type: ignore[list-item]
+        (lambda: ShardShuffleSampler([1, -1]), ValueError, r"lengths\[1\] is -1"),
+        (lambda: ShardShuffleSampler([2**62, 2**62]), ValueError, "2\\*\\*62"),
+        (lambda: ShardShuffleSampler([1], window=0), ValueError, "window must be at least 1"),
+        (lambda: ShardShuffleSampler([1], lanes=0.5), TypeError, "lanes must be an integer"),  # type: ignore[arg-type]
+        (lambda: EqualShards(-1, 2), ValueError, "total must be at least 0"),
+        (lambda: EqualShards(2**62 + 1, 2), ValueError, "2\\*\\*62"),
+        (lambda: EqualShards(5, 0), ValueError, "size must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_repr_is_short() -> None:
+    sampler: Sampler[int] = ShardShuffleSampler(EqualShards(10**12, 10**4), lanes=64, seed=1)
+    assert repr(sampler) == "ShardShuffleSampler(length=1000000000000, shards=100000000, window=16, lanes=64, seed=1)"

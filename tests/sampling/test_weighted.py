@@ -1,0 +1,127 @@
+"""Draws by weight: as often as the weights say, of samples and of groups of samples, from any place of the epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharded_loader import system
+from sharded_loader.sampling import WeightedRandomSampler
+from sharded_loader.sampling.tables import BLOCK
+from sharded_loader.system import Limit
+
+quick = settings(max_examples=50, deadline=None)
+
+
+def test_weighted_draws_follow_the_weights() -> None:
+    count = 3 * BLOCK + 17
+    drawn = Counter(WeightedRandomSampler([0, 1, 0, 3, 6, 0], count, seed=5))
+    assert set(drawn) == {1, 3, 4}
+    for index, share in ((1, 0.1), (3, 0.3), (4, 0.6)):
+        assert drawn[index] / count == pytest.approx(share, abs=0.01)
+
+
+def test_weighted_draws_without_replacement_follow_the_weights() -> None:
+    first = Counter()
+    for epoch in range(2000):
+        drawn = list(WeightedRandomSampler([1, 0, 3], 2, replacement=False, seed=5).iter_epoch(epoch))
+        assert sorted(drawn) == [0, 2]
+        first[drawn[0]] += 1
+    assert first[2] / 2000 == pytest.approx(0.75, abs=0.05)
+
+
+EXTREME = [1.5e308, 5e-324, 0, 0.5e308, 1e-310, 0]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_are(replacement: bool) -> None:
+    for weights in (EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]):
+        positive = np.flatnonzero(weights)
+        for seed in range(30):
+            drawn = list(WeightedRandomSampler(weights, len(positive), replacement, seed=seed))
+            assert set(drawn) <= set(positive.tolist())
+            if not replacement:
+                assert sorted(drawn) == positive.tolist()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_extreme_weights_are_weights_as_any_others(replacement: bool) -> None:
+    for scale in (1e-310, 1e-300, 1.0, 1e307):
+        weights = [3 * scale, 0, scale]
+        if replacement:
+            first = list(WeightedRandomSampler(weights, 800, seed=1))
+        else:
+            first = [next(iter(WeightedRandomSampler(weights, 1, False, seed=seed))) for seed in range(800)]
+        assert set(first) == {0, 2} and 520 < first.count(0) < 680  # 600 of 800; 6 sigma are 74
+    # What is lighter by 600 orders of magnitude comes last.
+    for seed in range(30):
+        drawn = list(WeightedRandomSampler(EXTREME, 4, False, seed=seed))
+        assert drawn[2:] == [4, 1]
+        assert set(WeightedRandomSampler(EXTREME, 50, seed=seed)) == {0, 3}
+
+
+@given(st.lists(st.floats(0, 1.7e308), min_size=1, max_size=30), st.integers(0, 99))
+@quick
+def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> None:
+    positive = {index for index, weight in enumerate(weights) if weight}
+    if not positive:
+        return
+    assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
+    assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
+
+
+def test_weighted_epoch_jumps_across_blocks() -> None:
+    sampler = WeightedRandomSampler([1, 2, 3], 2 * BLOCK + 9, seed=5)
+    whole = list(sampler.iter_epoch(0))
+    for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8):
+        assert list(sampler.iter_epoch(0, start)) == whole[start:]
+
+
+# -- groups of samples -------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_for_a_group_is_the_weight_of_each_of_its_samples() -> None:
+    weights, lengths = [3.0, 0.0, 1.0, 2.0], [2, 5, 4, 0]
+    count = 40_000
+    drawn = Counter(WeightedRandomSampler(weights, count, seed=5, lengths=lengths))
+    of_each = np.repeat(weights, lengths)
+    assert set(drawn) == set(np.flatnonzero(of_each).tolist())
+    for index, weight in enumerate(of_each):
+        assert drawn[index] / count == pytest.approx(weight / of_each.sum(), abs=0.01)
+
+
+def test_groups_of_any_size_take_no_memory() -> None:
+    lengths = [10**15, 1, 10**6]
+    sampler = WeightedRandomSampler([1e-9, 0, 1.0], 1000, seed=1, lengths=lengths)
+    drawn = list(sampler)
+    rare = [index for index in drawn if index < 10**15]
+    # Half of 2 * 10**6; every digit of the large group is drawn.
+    assert 400 < len(rare) < 600 and len(set(rare)) == len(rare) and len({index % 1000 for index in rare}) > 300
+    assert all(10**15 + 1 <= index < 10**15 + 1 + 10**6 for index in drawn if index >= 10**15)
+    assert list(sampler.iter_epoch(0, 900)) == drawn[900:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lengths": [1, 2]}, ValueError, "3 weights and 2 lengths"),
+        ({"lengths": [1, 2, -3]}, ValueError, r"lengths\[2\] is -3"),
+        ({"lengths": [1.5, 2, 3]}, TypeError, "flat sequence of integers"),
+        ({"lengths": [0, 0, 0]}, ValueError, "nothing can be drawn"),
+        ({"lengths": [1, 1, 1], "replacement": False}, ValueError, "np.repeat"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        WeightedRandomSampler([1, 2, 3], 5, seed=1, **arguments)
+
+
+def test_more_weights_than_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    with pytest.raises(MemoryError, match="1,000,000,000 weights.*lengths="):
+        WeightedRandomSampler(range(10**9), 5, seed=1)
