@@ -25,7 +25,7 @@ FLOORS = (
     ("rng", "shuffle", "errors", "interrupts", "process_hooks"),
     ("batching",),
     ("memory",),
-    ("sampling", "data", "recordio"),
+    ("sampling", "data", "recordio", "storage"),
     ("engine", "devices"),
     ("workers",),
     ("pools",),

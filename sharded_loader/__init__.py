@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
     from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
     from sharded_loader.stats import LoaderStats as LoaderStats
+    from sharded_loader.storage.dataset import ShardDataset as ShardDataset
+    from sharded_loader.storage.stores import ShardError as ShardError
 
 _HOMES = {
     "sharded_loader.batching.default": ["default_batchify_fn"],
@@ -108,6 +110,8 @@ _HOMES = {
         "WeightedRandomSampler",
     ],
     "sharded_loader.stats": ["LoaderStats"],
+    "sharded_loader.storage.dataset": ["ShardDataset"],
+    "sharded_loader.storage.stores": ["ShardError"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("batchify", "recordio")

@@ -32,7 +32,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.recordio.gather import Gatherer
@@ -126,13 +126,42 @@ class _Descriptor:
             _close(self._fd)
 
 
-class RecordFile:
-    """Reads records at given offsets, from any thread and any process. Pickles as its path."""
+class RecordBytes:
+    """Part of a file of records that has been read, as `RecordFile` sees an open file.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+    Args:
+        content: the bytes.
+        begin: where in the file they begin.
+    """
+
+    gatherer = None
+
+    def __init__(self, content: bytes, begin: int = 0) -> None:
+        self._content, self._begin = content, begin
+        self.pid = os.getpid()
+        self.size = begin + len(content)
+
+    def refresh_size(self) -> int:
+        """Where the part ends."""
+        return self.size
+
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` of the file; fewer only at the end of the part."""
+        return self._content[offset - self._begin : offset - self._begin + size]
+
+
+class RecordFile:
+    """Reads records at given offsets, from any thread and any process. Pickles as its path.
+
+    Args:
+        path: of the file; or its name, for errors, if ``content`` is given.
+        content: what to read instead of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], content: RecordBytes | None = None) -> None:
+        self.path = os.fspath(path) if content else os.path.abspath(os.fspath(path))
         self.closed = False
-        self._descriptor: _Descriptor | None = _Descriptor(self.path)
+        self._descriptor: Any = content or _Descriptor(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "closed": self.closed, "_descriptor": None}
@@ -141,7 +170,7 @@ class RecordFile:
         self.closed = True
         self._descriptor = None
 
-    def _open(self) -> _Descriptor:
+    def _open(self) -> Any:
         descriptor = self._descriptor
         if descriptor is None or descriptor.pid != os.getpid():
             if self.closed:
@@ -160,12 +189,12 @@ class RecordFile:
     def gather(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
         """From each offset its size in bytes, in one buffer; None if the file cannot be gathered (`Gatherer`)."""
         file = self._open()  # held meanwhile: `close` in another thread would have its descriptor closed
-        return file.gatherer.read(offsets, sizes)
+        return file.gatherer.read(offsets, sizes)  # type: ignore[no-any-return]
 
     @property
     def size(self) -> int:
         """Bytes in the file, now."""
-        return self._open().refresh_size()
+        return self._open().refresh_size()  # type: ignore[no-any-return]
 
     def _damaged(self, offset: int, problem: str) -> RecordIOError:
         advice = (
@@ -213,14 +242,15 @@ class RecordFile:
                 return whole.getvalue(), end
             offset = end
 
-    def scan(self, stacklevel: int) -> list[int]:
+    def scan(self, stacklevel: int, stream: BinaryIO | None = None) -> list[int]:
         """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
-        reading it raises; a file that is damaged from its first record on raises here."""
+        reading it raises; a file that is damaged from its first record on raises here. ``stream`` is the file, if it
+        does not lie at its path."""
         offsets: list[int] = []
         begin = offset = 0
         size = self.size
         try:
-            with open(self.path, "rb") as file:  # its buffer holds many small records
+            with stream or open(self.path, "rb") as file:  # its buffer holds many small records
                 while begin < size:
                     if offset == begin:
                         offsets.append(begin)

@@ -1,0 +1,242 @@
+"""`ShardDataset`: the samples of many shards by one index, wherever the shards lie.
+
+    index --search in the sums of lengths--> shard, row --format.read(file, index, rows)--> sample
+
+The shards and their lengths are known when the dataset is made: each shard is indexed once, and the indexes are kept
+(`indexes`). A process opens a shard when it first reads one of its samples, and keeps the last `OPEN` ones open, each
+with its index. The dataset travels to workers as its URLs, lengths and tags.
+
+What can go wrong: a shard that is missing, has changed, or is of another format (`ShardError`, FileNotFoundError,
+PermissionError); the message names the shard.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
+from sharded_loader.storage.indexes import Index, Indexes
+from sharded_loader.storage.mds import MDS
+from sharded_loader.storage.parquet import Arrow, Parquet
+from sharded_loader.storage.records import Records
+from sharded_loader.storage.stores import ShardError, Stat, Store, shown
+from sharded_loader.storage.tar import Tar
+
+OPEN = 32
+"""Shards that a process keeps open."""
+
+AT_ONCE = 16
+"""Shards that are indexed side by side."""
+
+
+class Format(Protocol):
+    """How the samples of one shard are found and read; see `Tar` for one.
+
+    Attributes:
+        name: of the format; part of the name of each kept index.
+        suffixes: of file names, by which the format is found.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+
+    def index(self, file: ShardFile) -> Index:
+        """Arrays that say where the samples lie; "length" says how many there are."""
+
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+        """The samples at these rows, in this order."""
+
+
+FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, Records)
+
+
+class ShardDataset(Dataset):
+    """The samples of shards, on this machine or in an object store.
+
+    Args:
+        urls: a pattern such as ``"s3://bucket/train-*.tar"``, or a list of URLs and paths. The order of shards is that
+            of the list, or of the names.
+        format: "tar", "parquet", "arrow", "mds" or "records", or an object with ``index`` and ``read``. None: by the
+            file names.
+        storage_options: for the file system, as fsspec takes them.
+        index_folder: where indexes are kept. None: the user's cache folder.
+
+    Attributes:
+        lengths: how many samples each shard has; for `ShardShuffleSampler`.
+
+    Raises:
+        FileNotFoundError: no file matches, or a shard is missing.
+        PermissionError: a shard must not be read.
+        ShardError: a shard cannot be indexed.
+
+    Example:
+        >>> import io, os, tarfile, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for shard in range(2):
+        ...         with tarfile.open(os.path.join(folder, f"{shard}.tar"), "w") as tar:
+        ...             for i in range(3):
+        ...                 member = tarfile.TarInfo(f"{shard}{i}.txt")
+        ...                 member.size = 1
+        ...                 tar.addfile(member, io.BytesIO(str(i).encode()))
+        ...     dataset = ShardDataset(os.path.join(folder, "*.tar"), index_folder=folder)
+        ...     len(dataset), dataset.lengths.tolist(), dataset[4]
+        (6, [3, 3], {'__key__': '11', 'txt': b'1'})
+    """
+
+    def __init__(
+        self,
+        urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        format: str | Format | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        index_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._store = Store(storage_options)
+        patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+        found: dict[str, Stat] = {}
+        for pattern in patterns:
+            found.update(self._store.find(os.fspath(pattern)))
+        if not found:
+            raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
+        self._urls, self._stats = list(found), list(found.values())
+        self._format = format_of(format, self._urls)
+        self._indexes = Indexes(Path(index_folder) if index_folder is not None else default_folder())
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            lengths = list(threads.map(lambda shard: int(self._index(shard)["length"]), range(len(self._urls))))
+        self.lengths: Int64s = np.array(lengths, np.int64)
+        self._ends = np.cumsum(self.lengths)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._open: OrderedDict[int, tuple[ShardFile, Index]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self.__getitems__([checked_index(index, len(self))])[0]
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples at once: those of one shard are one call of its format."""
+        where = checked_indices(indices, len(self))
+        shards = np.searchsorted(self._ends, where, side="right")
+        rows = where - (self._ends[shards] - self.lengths[shards])
+        samples: list[Any] = [None] * len(where)
+        for shard in dict.fromkeys(shards.tolist()):
+            here = np.flatnonzero(shards == shard)
+            file, index = self._shard(shard)
+            found = self._format.read(file, index, rows[here].tolist())
+            for place, sample in zip(here.tolist(), found, strict=True):
+                samples[place] = sample
+        return samples
+
+    def __repr__(self) -> str:
+        return f"ShardDataset({len(self._urls)} {self._format.name} shards, {len(self)} samples)"
+
+    def close(self) -> None:
+        """Close the open shards and the connections. A sample that is read later opens its shard again."""
+        with self._lock:
+            opened, self._open = self._open, OrderedDict()
+        for file, _ in opened.values():
+            file.close()
+        self._store.close()
+
+    # -- shards ---------------------------------------------------------------------------------------------------
+
+    def _shard(self, shard: int) -> tuple[ShardFile, Index]:
+        """A shard, open, with its index."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            found = self._open.get(shard)
+            if found is None:
+                found = self._open[shard] = self._file(shard), self._index(shard)
+                while len(self._open) > OPEN:
+                    self._open.popitem(last=False)  # whoever reads it holds it
+            else:
+                self._open.move_to_end(shard)
+        return found
+
+    def _index(self, shard: int) -> Index:
+        def make() -> Index:
+            file = self._file(shard)
+            try:
+                return self._format.index(file)
+            finally:
+                file.close()
+
+        return self._indexes.of(self._format.name, self._urls[shard], self._stats[shard], make)
+
+    def _file(self, shard: int) -> ShardFile:
+        url, stat = self._urls[shard], self._stats[shard]
+        path = local_path(url)
+        if path is None:
+            return RemoteFile(self._store, url, stat)
+        file = LocalFile(path)
+        if file.size != stat.size:
+            file.close()
+            raise ShardError(
+                f"{shown(url)} has {file.size:,} bytes, and had {stat.size:,} when the dataset was made: make the "
+                "dataset again"
+            )
+        return file
+
+
+def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
+    """The format that was named, or the one of the file names.
+
+    Raises:
+        ValueError: it is unknown, or the shards are of several formats.
+    """
+    names = [kind.name for kind in FORMATS]
+    if isinstance(format, str):
+        named = next((kind for kind in FORMATS if kind.name == format), None)
+        if named is None:
+            raise ValueError(f"format {format!r} is unknown: give one of {names}, or an object with index() and read()")
+        return named()
+    if format is not None:
+        return format
+    kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
+    if len(kinds) > 1 or None in kinds:
+        raise ValueError(f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give {names}")
+    [kind] = kinds
+    assert kind is not None
+    return kind()
+
+
+def local_path(url: str) -> str | None:
+    """Where a URL lies on this machine; None if it does not.
+
+    Example:
+        >>> local_path("/data/a.tar"), local_path("file:///data/a.tar"), local_path("s3://bucket/a.tar")
+        ('/data/a.tar', '/data/a.tar', None)
+    """
+    if "://" not in url:
+        return url
+    return url.removeprefix("file://") if url.startswith("file://") else None
+
+
+def default_folder() -> Path:
+    """Where indexes are kept: the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/.cache")
+    return Path(home) / "sharded_loader" / "indexes"

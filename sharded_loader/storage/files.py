@@ -1,0 +1,157 @@
+"""One shard as bytes by their place: on this machine, or read over the network in parts.
+
+    LocalFile(path) | RemoteFile(store, url, stat)
+        .ranges(begins, ends) -> list of bytes        .stream() -> a binary file for libraries that want one
+
+Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
+is held by a descriptor: if somebody deletes it meanwhile, it can still be read (not on Windows, where it cannot be
+deleted meanwhile). Threads may share a file; a forked child opens its own.
+
+What can go wrong: `ShardError` for a file that is shorter than it was, FileNotFoundError, PermissionError.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store, shown
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+class ShardFile(ABC):
+    """A file of which any part can be read.
+
+    Attributes:
+        name: how errors name it.
+        size: in bytes.
+        path: where it lies on this machine; None if it does not.
+        kept: what a format keeps of the file while it is open.
+    """
+
+    name: str
+    size: int
+    path: str | None = None
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    @abstractmethod
+    def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Parts of the file, in the order in which they are asked for."""
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.kept.clear()
+
+    def stream(self) -> io.BufferedReader:
+        """The file for libraries that read from a binary file: it seeks, and reads ahead."""
+        return io.BufferedReader(_Stream(self), PIECE if self.path is None else 1 << 16)
+
+    def cut(self, begin: int, end: int, found: int) -> ShardError:
+        """The error for a part that is not whole."""
+        return ShardError(
+            f"{self.name} ends within bytes {begin} to {end}, of which {found} are there: it is shorter than when it "
+            "was indexed. Copy it again. If it is to be so, make the dataset again, which indexes it again"
+        )
+
+
+class LocalFile(ShardFile):
+    """A file of this machine.
+
+    Args:
+        path: where it lies.
+        name: how errors name it.
+    """
+
+    def __init__(self, path: str, name: str | None = None) -> None:
+        super().__init__()
+        self.path, self.name = path, name or path
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | _BINARY)
+        self.size = os.fstat(self._fd).st_size
+        self._read: Any = (
+            partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
+        )
+
+    def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        return list(map(self._part, begins, ends))
+
+    def _part(self, begin: int, end: int) -> bytes:
+        found: bytes = self._read(end - begin, begin)
+        while len(found) < end - begin:  # signals and network file systems shorten reads
+            more = self._read(end - begin - len(found), begin + len(found))
+            if not more:
+                raise self.cut(begin, end, len(found))
+            found += more
+        return found
+
+    def close(self) -> None:
+        super().close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class RemoteFile(ShardFile):
+    """A file of a server.
+
+    Args:
+        store: reads it.
+        url: where it lies.
+        stat: what it was when it was found.
+    """
+
+    def __init__(self, store: Store, url: str, stat: Stat) -> None:
+        super().__init__()
+        self._store, self._url = store, url
+        self.name, self.size = shown(url), stat.size
+
+    def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        return self._store.ranges(self._url, begins, ends)
+
+
+def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:
+    """`os.pread` for Windows, which has none."""
+    with lock:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, size)
+
+
+class _Stream(io.RawIOBase):
+    """A `ShardFile` that is read from a position on."""
+
+    def __init__(self, file: ShardFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = max(0, begin + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._file.size)
+        if end <= self._position:
+            return 0
+        [found] = self._file.ranges([self._position], [end])
+        buffer[: len(found)] = found
+        self._position = end
+        return len(found)

@@ -1,0 +1,113 @@
+"""Where the samples of a shard lie: made once, kept in a folder, and checked.
+
+    Indexes(folder).of(format, url, stat, open) -> {name: array}
+
+An index is a few arrays in one ``.npz`` file. Its name is a hash of the format, the URL, and the size and tag of the
+shard. So a shard that has changed has another index, and two processes that make the same one write the same bytes. A
+file appears by being renamed, so nobody reads half of one. If the folder cannot be written to, indexes are made in
+memory, with one warning.
+
+What can go wrong: the shard cannot be indexed (see the formats).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_loader.storage.stores import Stat
+
+Index = dict[str, npt.NDArray[Any]]
+
+VERSION = 1
+"""Of what the formats put into an index. Another one makes all of them again."""
+
+
+class Indexes:
+    """The indexes of shards.
+
+    Args:
+        folder: where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_told = False
+
+    def path(self, name: str, url: str, stat: Stat) -> Path:
+        """Where the index of a shard in this format is kept."""
+        key = "\0".join((str(VERSION), name, url, str(stat.size), stat.tag))
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npz"
+
+    def of(self, name: str, url: str, stat: Stat, make: Callable[[], Index]) -> Index:
+        """The index of a shard; it is made if there is none."""
+        path = self.path(name, url, stat)
+        found = load(path)
+        if found is None:
+            found = make()
+            self._keep(path, found)
+        return found
+
+    def _keep(self, path: Path, index: Index) -> None:
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        arrays: dict[str, Any] = dict(index)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            if self._is_told:
+                return
+            self._is_told = True
+            warnings.warn(
+                f"the indexes of shards cannot be kept in {self._folder} ({error}), so each process makes them again: "
+                "give ShardDataset(index_folder=...) a folder that can be written to",
+                stacklevel=2,
+            )
+
+
+def load(path: Path) -> Index | None:
+    """An index from its file; None if there is none, or it is damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+
+
+def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
+    """Many texts as one array of bytes.
+
+    Example:
+        >>> unpacked(packed(["a", "", "bc"])), unpacked(packed(["a", "", "bc"]), [2, 0])
+        (['a', '', 'bc'], ['bc', 'a'])
+    """
+    encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    ends = np.cumsum([0, *map(len, encoded)], dtype="<i8")
+    head = np.array([len(texts)], "<i8").tobytes() + ends.tobytes()
+    return np.frombuffer(head + b"".join(encoded), np.uint8)
+
+
+def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -> list[str]:
+    """The texts of `packed`, or some of them."""
+    raw = array.data
+    count = int(np.frombuffer(raw[:8], "<i8")[0])
+    base = 8 * (count + 2)
+    ends = np.frombuffer(raw[8:base], "<i8")
+    return [
+        bytes(raw[base + int(ends[i]) : base + int(ends[i + 1])]).decode("utf-8", "surrogateescape")
+        for i in (range(count) if which is None else which)
+    ]

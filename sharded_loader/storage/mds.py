@@ -1,0 +1,144 @@
+"""MDS shards, as MosaicML's streaming library writes them.
+
+    uint32 count | uint32 offsets[count + 1] | JSON: names, encodings, sizes | samples
+    sample: uint32 sizes of the columns that have no fixed one | the columns' bytes
+
+A sample is a dict of its columns. Pickled columns are not read, because reading them runs code from the shard.
+
+What can go wrong: no MDS file, an encoding that is unknown, a compressed shard. All are a `ShardError`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.storage.files import ShardFile
+from sharded_loader.storage.indexes import Index, packed, unpacked
+from sharded_loader.storage.stores import ShardError
+
+_SCALARS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)] + ["float16", "float32", "float64"]
+_DTYPE_OF_CODE = {
+    **{code: np.dtype(name) for code, name in ((8, "uint8"), (9, "int8"), (16, "uint16"), (17, "int16"))},
+    **{code: np.dtype(name) for code, name in ((18, "float16"), (32, "uint32"), (33, "int32"), (34, "float32"))},
+    **{code: np.dtype(name) for code, name in ((64, "uint64"), (65, "int64"), (66, "float64"))},
+}
+
+
+class MDS:
+    """The format of ``.mds`` shards."""
+
+    name = "mds"
+    suffixes: tuple[str, ...] = (".mds",)
+
+    def index(self, file: ShardFile) -> Index:
+        """Where each sample lies, and what its columns are."""
+        try:
+            [head] = file.ranges([0], [4])
+            count = int(np.frombuffer(head, "<u4")[0])
+            table = 4 * (count + 2)
+            if table > file.size:
+                raise ValueError(f"{count} samples in {file.size} bytes")
+            offsets = np.frombuffer(file.ranges([4], [table])[0], "<u4").astype(np.int64)
+            if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] <= file.size:
+                raise ValueError("offsets that do not fit")
+            columns = json.loads(file.ranges([table], [int(offsets[0])])[0])
+            names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(f"{file.name} is no MDS file ({error}): give its format, or decompress it") from None
+        for encoding in encodings:
+            decoder(encoding, file.name)
+        return {
+            "offsets": offsets,
+            "names": packed(names),
+            "encodings": packed(encodings),
+            "sizes": np.array([size or -1 for size in sizes], np.int64),
+            "length": np.array(count),
+        }
+
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+        """The samples at these rows of the shard."""
+        names, fixed = unpacked(index["names"]), index["sizes"].tolist()
+        decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
+        offsets, where = index["offsets"], np.array(rows, np.int64)
+        samples = []
+        for data in file.ranges(offsets[where].tolist(), offsets[where + 1].tolist()):
+            free = fixed.count(-1)
+            given = iter(np.frombuffer(data, "<u4", free).tolist())
+            begin = 4 * free
+            sample = {}
+            for name, decode, size in zip(names, decoders, fixed, strict=True):
+                end = begin + (next(given) if size < 0 else size)
+                sample[name] = decode(data[begin:end])
+                begin = end
+            samples.append(sample)
+        return samples
+
+
+def decoder(encoding: str, name: str) -> Callable[[bytes], Any]:
+    """What makes a value of the bytes of a column.
+
+    Args:
+        encoding: as the shard names it.
+        name: of the shard, for errors.
+
+    Example:
+        >>> decoder("int", "x.mds")((7).to_bytes(8, "little")), decoder("ndarray:uint8:2,1", "x.mds")(b"ab").tolist()
+        (7, [[97], [98]])
+    """
+    kind, _, rest = encoding.partition(":")
+    if kind in _SCALARS:
+        return lambda data: np.frombuffer(data, np.dtype(kind).newbyteorder("<"))[0]
+    if kind == "ndarray":
+        dtype, _, shape = rest.partition(":")
+        fixed = tuple(map(int, shape.split(","))) if shape else None
+        return lambda data: _array(data, np.dtype(dtype) if dtype else None, fixed)
+    found = _DECODERS.get(kind)
+    if found is None:
+        why = "it is pickled, and to read it would run code from the shard" if kind == "pkl" else "it is unknown"
+        raise ShardError(f"{name} has a column encoded as {encoding!r}, which is not read: {why}. Write it as bytes")
+    return found
+
+
+def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Any:
+    begin = 0
+    if dtype is None:
+        dtype, begin = _DTYPE_OF_CODE[data[0]], 1
+    if shape is None:
+        dimensions, width = data[begin] >> 2, 1 << (data[begin] & 3)
+        begin += 1
+        shape = tuple(np.frombuffer(data, f"<u{width}", dimensions, begin).tolist())
+        begin += width * dimensions
+    return np.frombuffer(data, dtype.newbyteorder("<"), offset=begin).astype(dtype).reshape(shape)
+
+
+def _raw_image(data: bytes) -> Any:
+    from PIL import Image
+
+    width, height, length = np.frombuffer(data, "<u4", 3).tolist()
+    return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
+
+
+def _image(data: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: Decimal(data.decode()),
+    "json": lambda data: json.loads(data.decode()),
+    "pil": _raw_image,
+    "jpeg": _image,
+    "png": _image,
+}

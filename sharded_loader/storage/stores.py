@@ -1,0 +1,347 @@
+"""The bytes of files: on this machine, or wherever fsspec reaches (s3, gcs, http, hf, memory).
+
+    Store(options).find("s3://bucket/train-*.tar") -> {url: Stat}
+    store.stat(url)                        -> Stat(size, tag): another tag means another file
+    store.ranges(url, begins, ends)        -> a list of bytes; neighbours are one request, requests run side by side
+    store.fetch(url, file, stat)           -> the whole file, in pieces
+
+A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses; `Store.retries`
+counts. What cannot be helped is not tried again: a file that is missing, no permission.
+
+A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
+needs one. Threads may share a store.
+
+What can go wrong: `FileNotFoundError`, `PermissionError`, `ShardError` for all else. No message shows a password, a key
+or the query of a URL, and none has the library's own error as its cause, because that may show them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+TRIES = 6
+PAUSE, LONGEST_PAUSE = 0.2, 10.0
+"""Seconds before the second try, and at most before any."""
+
+STALL = 30.0
+"""Seconds without an answer, after which a request is given up."""
+
+PIECE = 8 << 20
+"""Bytes of one request for a part of a whole file."""
+
+CONNECTIONS = 4
+"""Requests for one file that run side by side."""
+
+GAP = 64 << 10
+"""Neighbours are read in one request if no more bytes than these lie between them."""
+
+Result = TypeVar("Result")
+
+
+class ShardError(OSError):
+    """A shard cannot be read. The message names it, and says what to do.
+
+    A shard that is missing is a FileNotFoundError, and one that must not be read a PermissionError.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader import ShardDataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "train.tar")
+        ...     with open(path, "wb") as file:
+        ...         _ = file.write(b"no tar file" * 100)
+        ...     try:
+        ...         ShardDataset(path, index_folder=folder)
+        ...     except ShardError as error:
+        ...         print("is no plain tar file" in str(error))
+        True
+    """
+
+
+class Stat(NamedTuple):
+    """What tells a file from a later one at the same place.
+
+    Attributes:
+        size: in bytes.
+        tag: the server's etag, or the time of the last change.
+    """
+
+    size: int
+    tag: str
+
+
+class Store:
+    """Reads files by their URLs.
+
+    Args:
+        options: for the file system of fsspec, such as ``{"key": ..., "secret": ...}`` or ``{"anon": True}``.
+
+    Attributes:
+        retries: how many requests were tried again.
+        requests: how many there were.
+
+    Example:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with open(os.path.join(folder, "a.bin"), "wb") as file:
+        ...         _ = file.write(b"0123456789")
+        ...     store = Store()
+        ...     [(url, stat)] = store.find(os.path.join(folder, "*.bin")).items()
+        ...     stat.size, store.ranges(url, [1, 7], [3, 9])
+        (10, [b'12', b'78'])
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._options = dict(options or {})
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._systems: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self.retries = 0
+        self.requests = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(options)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close the connections. The store may be used again, and opens new ones."""
+        with self._lock:
+            systems, self._systems = self._systems, {}
+        for system in systems.values():
+            session = getattr(system, "_session", None) or getattr(system, "_s3", None)
+            close = getattr(system, "close_session", None)
+            if os.getpid() == self._pid and session is not None and close is not None:
+                close(system.loop, session)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def find(self, pattern: str) -> dict[str, Stat]:
+        """The files that a pattern with ``*`` and ``?`` means, or the one file of a plain URL, in order of their names.
+
+        Raises:
+            FileNotFoundError: there are none.
+        """
+        system, path = self._open(pattern)
+        if not any(sign in path for sign in "*?["):
+            return {pattern: self.stat(pattern)}
+        found = self._try(pattern, lambda: system.glob(path, detail=True))
+        files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
+        if not files:
+            raise FileNotFoundError(f"no files match {shown(pattern)}: check the pattern")
+        return {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
+
+    def stat(self, url: str) -> Stat:
+        """The size and the tag of a file."""
+        system, path = self._open(url)
+        found = _stat_of(self._try(url, lambda: system.info(path)))
+        if found.size < 0:
+            raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
+        return found
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Parts of a file, in the order in which they are asked for.
+
+        Args:
+            url: of the file.
+            begins, ends: where each part begins and ends, in bytes.
+        """
+        if not begins:
+            return []
+        spans, where = merged(begins, ends, GAP)
+        if len(spans) == 1:
+            found = [self._part(url, *spans[0])]
+        else:
+            with ThreadPoolExecutor(min(len(spans), 4 * CONNECTIONS)) as threads:
+                found = list(threads.map(lambda span: self._part(url, *span), spans))
+        return [
+            found[number][begin - spans[number][0] : end - spans[number][0]]
+            for number, begin, end in zip(where, begins, ends, strict=True)
+        ]
+
+    def fetch(self, url: str, file: BinaryIO, stat: Stat) -> None:
+        """Write a whole file into another one, from its beginning on.
+
+        Raises:
+            ShardError: it has another size than it had.
+        """
+        spans = [(begin, min(begin + PIECE, stat.size)) for begin in range(0, stat.size, PIECE)]
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            for first in range(0, len(spans), CONNECTIONS):  # no more than these lie in memory
+                for piece in threads.map(lambda span: self._part(url, *span), spans[first : first + CONNECTIONS]):
+                    file.write(piece)
+
+    def _part(self, url: str, begin: int, end: int) -> bytes:
+        system, path = self._open(url)
+
+        def read() -> bytes:
+            found: bytes = _within(STALL, system, "cat_file", path, start=begin, end=end)
+            if len(found) != end - begin:
+                raise _Short(len(found))
+            return found
+
+        return self._try(url, read)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _open(self, url: str) -> tuple[Any, str]:
+        """The file system of a URL, and its path there."""
+        from fsspec.core import url_to_fs
+
+        if os.getpid() != self._pid:
+            self._begin()
+        key = re.match(r"(?:[a-z0-9+.:-]*://[^/]*)?", url)[0]  # type: ignore[index]
+        with self._lock:
+            if key not in self._systems:
+                options = self._options if key else {}
+                self._systems[key] = url_to_fs(url, skip_instance_cache=True, **options)[0]
+            system = self._systems[key]
+        return system, system._strip_protocol(url)
+
+    def _try(self, url: str, request: Callable[[], Result]) -> Result:
+        """The answer to a request, which is tried again if it fails."""
+        message = ""
+        for number in range(TRIES):
+            if number:
+                time.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1))
+                self.retries += 1
+            self.requests += 1
+            try:
+                return request()
+            except _Short as short:
+                message = f"a request for a part of it gave {short} bytes less or more: the file may have been cut"
+            except Exception as error:
+                kind, message = _meaning(error), self._redacted(f"{type(error).__name__}: {error}")
+                if kind is not None:
+                    break
+        else:
+            kind = ShardError
+            message = f"{message} (tried {TRIES} times)"
+        raise kind(f"{shown(url)}: {message}") from None
+
+    def _redacted(self, text: str) -> str:
+        return redacted(text, self._options)
+
+
+class _Short(Exception):
+    """Another number of bytes than asked for."""
+
+
+def _within(seconds: float, system: Any, method: str, *arguments: Any, **named: Any) -> Any:
+    """Call a method of a file system, and give up after so many seconds where it can be given up."""
+    if getattr(system, "async_impl", False):
+        from fsspec.asyn import sync
+
+        return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=seconds, **named)
+    return getattr(system, method)(*arguments, **named)
+
+
+def _meaning(error: Exception) -> type[OSError] | None:
+    """The error to raise at once; None if the request may succeed later."""
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return FileNotFoundError
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return PermissionError
+    if isinstance(error, (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)):
+        return ShardError
+    return None
+
+
+def _stat_of(info: Mapping[str, Any]) -> Stat:
+    names = ("ETag", "etag", "e_tag", "LastModified", "last_modified", "mtime", "created")
+    tag = next((info[name] for name in names if info.get(name) is not None), "")
+    size = info.get("size")
+    return Stat(-1 if size is None else int(size), str(tag).strip('"'))
+
+
+def _url_like(pattern: str, system: Any, path: str) -> str:
+    """A path that a file system has named, as a URL of the pattern's kind."""
+    if "://" not in pattern:
+        return path
+    return (
+        path
+        if "://" in path
+        else f"{pattern.partition('://')[0]}://{path.lstrip('/') if system.root_marker == '' else path}"
+    )
+
+
+def merged(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Neighbouring stretches as one.
+
+    Args:
+        begins, ends: of the stretches, in any order.
+        gap: how many bytes may lie between neighbours.
+
+    Returns:
+        Longer stretches in ascending order, and for each given one the number of the one that it lies in.
+
+    Example:
+        >>> merged([100, 0, 12], [110, 10, 20], 5)
+        ([(0, 20), (100, 110)], [1, 0, 0])
+    """
+    where = [0] * len(begins)
+    spans: list[tuple[int, int]] = []
+    for number in sorted(range(len(begins)), key=begins.__getitem__):
+        begin, end = begins[number], ends[number]
+        if spans and begin - spans[-1][1] <= gap:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+        else:
+            spans.append((begin, end))
+        where[number] = len(spans) - 1
+    return spans, where
+
+
+# -- what messages show -----------------------------------------------------------------------------------------------
+
+
+def shown(url: str) -> str:
+    """A URL without user, password and query.
+
+    Example:
+        >>> shown("https://me:secret@host/a.tar?X-Amz-Signature=abc"), shown("/data/a.tar")
+        ('https://host/a.tar', '/data/a.tar')
+    """
+    if "://" not in url:
+        return url
+    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
+
+
+def redacted(text: str, options: Mapping[str, Any]) -> str:
+    """A text without what must not be shown: values of the options, users and queries in URLs.
+
+    Example:
+        >>> redacted("no s3cret at http://h/x?sig=1 for me", {"secret": "s3cret"})
+        'no *** at http://h/x for me'
+    """
+    for secret in _words(options):
+        text = text.replace(secret, "***")
+    return re.sub(r"(://)[^/@\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
+
+
+def _words(options: Any) -> Iterable[str]:
+    """The texts of nested options that are long enough to be a secret, the longest first."""
+    found: list[str] = []
+    todo = [options]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, (list, tuple)):
+            todo += one
+        elif isinstance(one, str) and len(one) >= 4:
+            found.append(one)
+    return sorted(found, key=len, reverse=True)

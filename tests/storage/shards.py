@@ -1,0 +1,56 @@
+"""Shards for tests: tar files, MDS files, tables, written by hand or by the libraries that are there."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    """A tar file of these members, in this order."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def write_mds(path: Path, columns: dict[str, tuple[str, int | None]], rows: list[list[bytes]]) -> None:
+    """An MDS file, as its description says.
+
+    Args:
+        path: where.
+        columns: encoding, and size where it is fixed, of each column.
+        rows: the encoded columns of each sample.
+    """
+    names = sorted(columns)
+    config = {
+        "column_names": names,
+        "column_encodings": [columns[name][0] for name in names],
+        "column_sizes": [columns[name][1] for name in names],
+    }
+    samples = []
+    for row in rows:
+        free = [len(value) for name, value in zip(names, row, strict=True) if columns[name][1] is None]
+        samples.append(np.array(free, "<u4").tobytes() + b"".join(row))
+    text = json.dumps(config).encode()
+    begin = 4 * (len(rows) + 2) + len(text)
+    offsets = np.cumsum([begin, *map(len, samples)]).astype("<u4")
+    path.write_bytes(np.array([len(rows)], "<u4").tobytes() + offsets.tobytes() + text + b"".join(samples))
+
+
+def assert_same_samples(found: list[Any], expected: list[Any]) -> None:
+    """Compare dicts whose values may be arrays."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert list(one) == list(other)
+        for name, value in other.items():
+            if isinstance(value, np.ndarray):
+                assert one[name].dtype == value.dtype and np.array_equal(one[name], value)
+            else:
+                assert one[name] == value and type(one[name]) is type(value), (name, one[name], value)

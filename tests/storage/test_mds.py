@@ -1,0 +1,89 @@
+"""MDS shards: every encoding that needs no code from the shard."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shards import assert_same_samples, write_mds
+
+from sharded_loader.storage.files import LocalFile
+from sharded_loader.storage.mds import MDS, decoder
+from sharded_loader.storage.stores import ShardError
+
+
+def read(path: Path, rows: list[int]) -> list[Any]:
+    file = LocalFile(str(path))
+    try:
+        return MDS().read(file, MDS().index(file), rows)
+    finally:
+        file.close()
+
+
+def test_columns_of_fixed_and_of_any_size_are_read(tmp_path: Path) -> None:
+    columns = {"image": ("bytes", None), "label": ("int", 8), "text": ("str", None), "weight": ("float32", 4)}
+    expected = [
+        {"image": bytes([i]) * i, "label": i - 1, "text": "é" * i, "weight": np.float32(i / 2)} for i in range(4)
+    ]
+    rows = [
+        [one["image"], np.int64(one["label"]).tobytes(), one["text"].encode(), one["weight"].tobytes()]
+        for one in expected
+    ]
+    write_mds(tmp_path / "a.mds", columns, rows)
+    assert_same_samples(read(tmp_path / "a.mds", [3, 0, 2, 1, 0]), [expected[i] for i in (3, 0, 2, 1, 0)])
+    write_mds(tmp_path / "empty.mds", columns, [])
+    assert read(tmp_path / "empty.mds", []) == []
+
+
+ARRAY = np.arange(6, dtype=np.int16).reshape(2, 3)
+
+ENCODED: dict[str, tuple[bytes, Any]] = {
+    "bytes": (b"ab", b"ab"),
+    "str": ("é".encode(), "é"),
+    "int": ((-5).to_bytes(8, "little", signed=True), -5),
+    "uint8": (b"\xff", np.uint8(255)),
+    "float64": (np.float64(0.5).tobytes(), np.float64(0.5)),
+    "str_int": (b"123456789012345678901", 123456789012345678901),
+    "str_float": (b"0.25", 0.25),
+    "str_decimal": (b"0.10", Decimal("0.10")),
+    "json": (json.dumps({"a": [1]}).encode(), {"a": [1]}),
+    "ndarray": (bytes([17, 2 << 2, 2, 3]) + ARRAY.tobytes(), ARRAY),
+    "ndarray:int16": (bytes([2 << 2 | 1, 2, 0, 3, 0]) + ARRAY.tobytes(), ARRAY),
+    "ndarray:int16:2,3": (ARRAY.tobytes(), ARRAY),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_an_encoding_is_decoded(encoding: str) -> None:
+    raw, expected = ENCODED[encoding]
+    assert_same_samples([{"x": decoder(encoding, "a.mds")(raw)}], [{"x": expected}])
+
+
+def test_images_are_decoded() -> None:
+    Image = pytest.importorskip("PIL.Image")
+    import io
+
+    image = Image.fromarray(np.arange(27, dtype=np.uint8).reshape(3, 3, 3))
+    raw = np.array([3, 3, 3], "<u4").tobytes() + b"RGB" + image.tobytes()
+    assert np.array_equal(np.asarray(decoder("pil", "a.mds")(raw)), np.asarray(image))
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    assert np.array_equal(np.asarray(decoder("png", "a.mds")(png.getvalue())), np.asarray(image))
+
+
+@pytest.mark.parametrize(("encoding", "said"), [("pkl", "run code"), ("spectrum", "unknown")])
+def test_an_encoding_that_is_not_read_is_named(tmp_path: Path, encoding: str, said: str) -> None:
+    write_mds(tmp_path / "a.mds", {"x": (encoding, None)}, [[b"ab"]])
+    with pytest.raises(ShardError, match=rf"a\.mds has a column encoded as '{encoding}'.*{said}"):
+        read(tmp_path / "a.mds", [0])
+
+
+@pytest.mark.parametrize("content", [b"", b"ab", b"nonsense" * 9, b"\0" * 100, b"\x02\0\0\0" + b"\xff" * 60])
+def test_what_is_no_mds_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.mds").write_bytes(content)
+    with pytest.raises(ShardError, match=r"a\.mds (is no MDS file|ends within)"):
+        read(tmp_path / "a.mds", [0])

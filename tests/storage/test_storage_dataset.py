@@ -1,0 +1,229 @@
+"""`ShardDataset`: one index over many shards, the same in every pool; what is wrong with a shard names it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served import Served, serving
+from shards import write_mds, write_tar
+
+from sharded_loader import ProcessPool, ShardedDataLoader, ShardShuffleSampler, ThreadPool
+from sharded_loader.storage import stores
+from sharded_loader.storage.dataset import OPEN, ShardDataset, format_of, local_path
+from sharded_loader.storage.files import ShardFile
+from sharded_loader.storage.stores import ShardError
+
+PROCESSES = multiprocessing.get_all_start_methods()
+LENGTHS = (3, 0, 5, 1, 4)
+TOTAL = sum(LENGTHS)
+
+
+def numbers(folder: Path) -> None:
+    """Tar shards whose samples are the numbers from 0 on."""
+    number = 0
+    for shard, length in enumerate(LENGTHS):
+        members = {}
+        for _ in range(length):
+            members[f"{number:03}.txt"] = str(number).encode()
+            number += 1
+        write_tar(folder / f"s-{shard}.tar", members)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    numbers(tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, **changed: Any) -> ShardDataset:
+    return ShardDataset(**{"urls": str(folder / "s-*.tar"), "index_folder": folder / "indexes", **changed})
+
+
+def to_number(sample: dict[str, Any]) -> int:
+    return int(sample["txt"])
+
+
+def test_samples_of_all_shards_have_one_index(folder: Path) -> None:
+    dataset = make(folder)
+    assert len(dataset) == TOTAL and dataset.lengths.tolist() == list(LENGTHS)
+    assert [to_number(dataset[i]) for i in range(TOTAL)] == list(range(TOTAL))
+    assert dataset[-1]["__key__"] == "012"
+    assert [to_number(one) for one in dataset.__getitems__([12, 0, 7, 3, 0])] == [12, 0, 7, 3, 0]
+    assert [to_number(one) for one in dataset[2:5]] == [2, 3, 4]
+    assert repr(dataset) == "ShardDataset(5 tar shards, 13 samples)"
+    with pytest.raises(IndexError, match="13 samples"):
+        dataset[TOTAL]
+
+
+def test_shards_may_be_listed_in_any_order(folder: Path) -> None:
+    paths = [folder / f"s-{shard}.tar" for shard in (4, 0, 3)]
+    dataset = make(folder, urls=paths)
+    assert [to_number(one) for one in dataset] == [9, 10, 11, 12, 0, 1, 2, 8]
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", *PROCESSES])
+def test_a_loader_reads_shards_in_every_pool(folder: Path, pool: str) -> None:
+    dataset = make(folder).transform(to_number)
+    order = ShardShuffleSampler(LENGTHS, window=2, seed=3)
+    how: dict[str, Any] = {}
+    if pool != "inline":
+        how["pool"] = ThreadPool(2) if pool == "thread" else ProcessPool(2, start_method=pool)
+    with ShardedDataLoader(dataset, 4, sampler=order, **how) as loader:
+        for epoch in range(2):
+            assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(epoch))
+
+
+def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(folder)
+    assert len(list((folder / "indexes").iterdir())) == len(LENGTHS)
+
+    class Unreadable:
+        name = "tar"
+        suffixes = (".tar",)
+
+        def index(self, file: ShardFile) -> Any:
+            raise AssertionError("indexed again")
+
+        read = None
+
+    assert len(make(folder, format=Unreadable())) == TOTAL
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    make(folder, index_folder=None)
+    assert len(list((folder / "cache" / "sharded_loader" / "indexes").iterdir())) == len(LENGTHS)
+
+
+def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
+    for shard in range(OPEN + 5):
+        write_tar(tmp_path / f"s-{shard:03}.tar", {f"{shard}.txt": str(shard).encode()})
+    dataset = make(tmp_path)
+    for _ in range(2):
+        assert [to_number(one) for one in dataset] == list(range(OPEN + 5))
+    assert len(dataset._open) == OPEN
+    dataset.close()
+    assert to_number(dataset[3]) == 3
+    dataset.close()
+
+
+def test_a_dataset_is_pickled_without_its_files(folder: Path) -> None:
+    dataset = make(folder)
+    dataset[0]
+    assert [to_number(one) for one in pickle.loads(pickle.dumps(dataset))] == list(range(TOTAL))
+
+
+# -- remote shards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    with serving() as found:
+        for path in folder.glob("*.tar"):
+            found.files[f"/{path.name}"] = path.read_bytes()
+        yield found
+
+
+def urls(served: Served) -> list[str]:
+    return [f"{served.url}{name}" for name in sorted(served.files)]
+
+
+@pytest.mark.parametrize("method", ["inline", *PROCESSES])
+def test_remote_shards_are_read_in_parts(folder: Path, served: Served, method: str) -> None:
+    remote = make(folder, urls=urls(served))
+    how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
+    with ShardedDataLoader(remote.transform(to_number), 4, **how) as loader:
+        assert [i for batch in loader for i in batch.tolist()] == list(range(TOTAL))
+    remote.close()
+
+
+def test_a_server_in_trouble_changes_nothing(folder: Path, served: Served) -> None:
+    remote = make(folder, urls=urls(served))
+    served.fail, served.truncate = 3, 2
+    assert [to_number(one) for one in remote] == list(range(TOTAL))
+    remote.close()
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_is_missing_is_named(folder: Path, served: Served) -> None:
+    with pytest.raises(FileNotFoundError, match=r"gone\.tar"):
+        make(folder, urls=[folder / "s-0.tar", folder / "gone.tar"])
+    with pytest.raises(FileNotFoundError, match=r"gone\.tar"):
+        make(folder, urls=[f"{served.url}/gone.tar"])
+    with pytest.raises(FileNotFoundError, match=r"no files match .*check the pattern"):
+        make(folder, urls=str(folder / "t-*.tar"))
+    with pytest.raises(ValueError, match="was given no shards"):
+        make(folder, urls=[])
+
+
+def test_a_shard_that_must_not_be_read_is_named(folder: Path, served: Served) -> None:
+    served.fail, served.status = 1000, 403
+    with pytest.raises(PermissionError, match=r"s-0\.tar"):
+        make(folder, urls=urls(served))
+
+
+def test_a_shard_that_has_changed_is_named(folder: Path) -> None:
+    dataset = make(folder)
+    write_tar(folder / "s-2.tar", {f"{i}.txt": b"0" * 10_000 for i in range(9)})
+    with pytest.raises(ShardError, match=r"s-2\.tar has .* bytes, and had .* make the dataset again"):
+        dataset[4]
+    assert make(folder).lengths.tolist() == [3, 0, 9, 1, 4]
+
+
+def test_a_shard_of_another_format_is_named(folder: Path) -> None:
+    (folder / "s-9.tar").write_bytes(b"nonsense" * 300)
+    with pytest.raises(ShardError, match=r"s-9\.tar is no plain tar file"):
+        make(folder)
+
+
+def test_the_format_is_that_of_the_names_or_the_one_that_was_given(tmp_path: Path) -> None:
+    assert [format_of(None, [f"a{end}"]).name for end in (".tar", ".parquet", ".pq", ".arrow", ".mds", ".rec")] == [
+        "tar",
+        "parquet",
+        "parquet",
+        "arrow",
+        "mds",
+        "records",
+    ]
+    assert format_of(None, ["s3://b/a.tar?versionId=3"]).name == "tar"
+    assert format_of("mds", ["a.bin"]).name == "mds"
+    for urls_of_it in (["a.bin"], ["a.tar", "b.mds"]):
+        with pytest.raises(ValueError, match="do not tell one format"):
+            format_of(None, urls_of_it)
+    with pytest.raises(ValueError, match=r"format 'zip' is unknown: give one of \['tar'"):
+        format_of("zip", ["a.zip"])
+    write_mds(tmp_path / "a.mds", {"x": ("int", 8)}, [[np.int64(i).tobytes()] for i in range(3)])
+    dataset = ShardDataset(tmp_path / "a.mds", index_folder=tmp_path)
+    assert [one["x"] for one in dataset] == [0, 1, 2]
+
+
+def test_a_format_of_the_users_is_an_object_with_index_and_read(tmp_path: Path) -> None:
+    class Lines:
+        name = "lines"
+        suffixes = (".txt",)
+
+        def index(self, file: ShardFile) -> dict[str, Any]:
+            [content] = file.ranges([0], [file.size])
+            ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + 1
+            return {"ends": ends, "length": np.array(len(ends))}
+
+        def read(self, file: ShardFile, index: Any, rows: list[int]) -> list[bytes]:
+            ends = np.concatenate([[0], index["ends"]])
+            return file.ranges([int(ends[row]) for row in rows], [int(ends[row + 1]) - 1 for row in rows])
+
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("three\n")
+    dataset = ShardDataset(tmp_path / "*.txt", format=Lines(), index_folder=tmp_path / "indexes")
+    assert list(dataset) == [b"one", b"two", b"three"]
+
+
+def test_urls_of_files_are_paths() -> None:
+    assert local_path("file:///data/a.tar") == "/data/a.tar" and local_path("https://h/a.tar") is None
+    assert local_path(os.fspath(Path("a.tar"))) == "a.tar"

@@ -1,0 +1,67 @@
+"""Any part of a shard is read by its place, local or remote; what is not whole is an error that names the shard."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import serving
+
+from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
+from sharded_loader.storage.stores import ShardError, Store
+
+CONTENT = bytes(range(200)) * 50
+
+
+@pytest.fixture(params=["local", "remote"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ShardFile]:
+    if request.param == "local":
+        (tmp_path / "a.bin").write_bytes(CONTENT)
+        made = LocalFile(str(tmp_path / "a.bin"))
+        yield made
+        made.close()
+        return
+    with serving() as served:
+        served.files["/a.bin"] = CONTENT
+        store, url = Store(), f"{served.url}/a.bin"
+        yield RemoteFile(store, url, store.stat(url))
+        store.close()
+
+
+def test_parts_are_those_of_the_file(file: ShardFile) -> None:
+    begins = [900, 0, 7, 9990, 40]
+    ends = [950, 1, 7, 10_000, 45]
+    assert file.size == 10_000
+    assert file.ranges(begins, ends) == [CONTENT[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def test_a_library_may_read_it_as_a_stream(file: ShardFile) -> None:
+    stream = file.stream()
+    assert stream.read(3) == CONTENT[:3]
+    assert stream.seek(-5, io.SEEK_END) == 9995 and stream.read() == CONTENT[-5:]
+    stream.seek(100)
+    assert stream.read(10) == CONTENT[100:110] and stream.tell() == 110
+    assert stream.seek(20_000) and stream.read(1) == b""
+
+
+def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "cut.tar"
+    path.write_bytes(CONTENT)
+    file = LocalFile(str(path))
+    path.write_bytes(CONTENT[:50])
+    with pytest.raises(ShardError, match=r"cut\.tar ends within bytes 40 to 60, of which 10 are there"):
+        file.ranges([0, 40], [10, 60])
+    file.close()
+    file.close()
+    with pytest.raises(FileNotFoundError):
+        LocalFile(str(tmp_path / "nothing.tar"))
+
+
+def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    file = LocalFile(str(tmp_path / "a.bin"))
+    file.kept["table"] = object()
+    file.close()
+    assert not file.kept

@@ -1,0 +1,171 @@
+"""Bytes of files wherever they lie: right, in few requests, tried again, and errors that tell no secret."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from served import Served, serving
+
+from sharded_loader.storage import stores
+from sharded_loader.storage.stores import ShardError, Stat, Store, merged, redacted, shown
+
+CONTENT = bytes(range(256)) * 2000
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    with serving() as found:
+        found.files["/a.bin"] = CONTENT
+        yield found
+
+
+def test_a_pattern_finds_files_in_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b-1.tar", "b-0.tar", "b-2.txt"):
+        (tmp_path / name).write_bytes(b"x" * len(name))
+    found = Store().find(str(tmp_path / "b-*.tar"))
+    assert list(found) == [str(tmp_path / "b-0.tar"), str(tmp_path / "b-1.tar")]
+    assert [stat.size for stat in found.values()] == [7, 7]
+    with pytest.raises(FileNotFoundError, match="no files match .*check the pattern"):
+        Store().find(str(tmp_path / "*.parquet"))
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        Store().find(str(tmp_path / "nothing.tar"))
+
+
+def test_a_file_in_memory_is_found_and_read() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.pipe({"/shards/one.tar": b"0123456789", "/shards/two.tar": b"ab"})
+    try:
+        store = Store()
+        found = store.find("memory://shards/*.tar")
+        assert [shown(url).rpartition("/")[2] for url in found] == ["one.tar", "two.tar"]
+        assert store.ranges(next(iter(found)), [3, 0], [5, 1]) == [b"34", b"0"]
+    finally:
+        system.rm("/shards", recursive=True)
+
+
+def test_another_file_at_the_same_place_has_another_tag(tmp_path: Path, served: Served) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc")
+    first = Store().stat(str(path))
+    os.utime(path, (1, 1))
+    assert first.size == 3 and Store().stat(str(path)).tag != first.tag
+    before = Store().stat(f"{served.url}/a.bin")
+    served.tag = "second"
+    assert before == Stat(len(CONTENT), "first") and Store().stat(f"{served.url}/a.bin").tag == "second"
+
+
+def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> None:
+    store, url = Store(), f"{served.url}/a.bin"
+    begins = [400_000, 5, 0, 200_000, 100_000, 100_010]
+    found = store.ranges(url, begins, [begin + 7 for begin in begins])
+    assert found == [CONTENT[begin : begin + 7] for begin in begins]
+    assert len(served.asked) == 4  # neighbours are one request
+    assert store.ranges(url, [], []) == []
+
+
+def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PIECE", 100_000)
+    store, file = Store(), io.BytesIO()
+    store.fetch(f"{served.url}/a.bin", file, store.stat(f"{served.url}/a.bin"))
+    assert file.getvalue() == CONTENT
+    assert len(served.asked) == 6
+
+
+@pytest.mark.parametrize("trouble", ["fail", "truncate"])
+def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> None:
+    setattr(served, trouble, 2)
+    store = Store()
+    assert store.ranges(f"{served.url}/a.bin", [10], [20]) == [CONTENT[10:20]]
+    assert store.retries == 2
+
+
+def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STALL", 0.3)
+    served.stalls, served.stall = 1, 2.0
+    store = Store()
+    assert store.ranges(f"{served.url}/a.bin", [10], [20]) == [CONTENT[10:20]]
+    assert store.retries == 1
+
+
+def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> None:
+    served.fail = 1000
+    with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times"):
+        Store().ranges(f"{served.url}/a.bin", [10], [20])
+    served.fail = 0
+    served.truncate = 1000
+    with pytest.raises(ShardError, match=r"a\.bin: .*cut.*tried 6 times"):
+        Store().ranges(f"{served.url}/a.bin", [10], [20])
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(403, PermissionError), (401, PermissionError), (404, FileNotFoundError)]
+)
+def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, error: type[OSError]) -> None:
+    served.fail, served.status = 1000, status
+    store = Store()
+    with pytest.raises(error, match=r"a\.bin"):
+        store.ranges(f"{served.url}/a.bin", [10], [20])
+    assert store.retries == 0 and len(served.asked) == 1
+
+
+def test_no_message_tells_a_secret(served: Served) -> None:
+    served.fail = 1000
+    url = served.url.replace("://", "://me:hunter22@") + "/a.bin?X-Amz-Signature=abcdef"
+    store = Store({"client_kwargs": {"headers": {"X-Token": "t0ken-of-mine"}}})
+    with pytest.raises(OSError, match=r"a\.bin") as error:
+        store.ranges(url, [10], [20])
+    shown_chain, one = "", error.value
+    while one is not None:
+        shown_chain += f"{one!r} {one} "
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)  # type: ignore[assignment]
+    for secret in ("hunter22", "abcdef", "t0ken-of-mine"):
+        assert secret not in shown_chain
+    assert redacted("key t0ken-of-mine", {"a": {"b": ["t0ken-of-mine"]}}) == "key ***"
+
+
+def _read(store: Store, url: str, queue: Any) -> None:
+    queue.put(store.ranges(url, [10], [20]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_store_works_in_a_forked_child(served: Served) -> None:
+    store, url = Store(), f"{served.url}/a.bin"
+    store.stat(url)  # its file system is open here
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_read, args=(store, url, queue))
+    child.start()
+    assert queue.get() == [CONTENT[10:20]]
+    child.join()
+    child.close()
+    queue.close()
+    assert store.ranges(url, [10], [20]) == [CONTENT[10:20]]
+
+
+def test_a_store_is_pickled_as_its_options() -> None:
+    store = pickle.loads(pickle.dumps(Store({"anon": True})))
+    assert store._options == {"anon": True} and store.requests == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), min_size=1), st.integers(0, 50))
+def test_merged_stretches_hold_the_given_ones(pairs: list[tuple[int, int]], gap: int) -> None:
+    begins = [begin for begin, _ in pairs]
+    ends = [begin + length for begin, length in pairs]
+    spans, where = merged(begins, ends, gap)
+    assert spans == sorted(spans)
+    assert all(later[0] - earlier[1] > gap for earlier, later in itertools.pairwise(spans))
+    for number, begin, end in zip(where, begins, ends, strict=True):
+        assert spans[number][0] <= begin <= end <= spans[number][1]
