@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
     from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
     from sharded_loader.stats import LoaderStats as LoaderStats
+    from sharded_loader.storage.cache import ShardCache as ShardCache
     from sharded_loader.storage.dataset import ShardDataset as ShardDataset
     from sharded_loader.storage.stores import ShardError as ShardError
 
@@ -110,6 +111,7 @@ _HOMES = {
         "WeightedRandomSampler",
     ],
     "sharded_loader.stats": ["LoaderStats"],
+    "sharded_loader.storage.cache": ["ShardCache"],
     "sharded_loader.storage.dataset": ["ShardDataset"],
     "sharded_loader.storage.stores": ["ShardError"],
 }

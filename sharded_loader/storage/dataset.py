@@ -24,6 +24,7 @@ import numpy as np
 
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
+from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
 from sharded_loader.storage.indexes import Index, Indexes
 from sharded_loader.storage.mds import MDS
@@ -69,7 +70,8 @@ class ShardDataset(Dataset):
         format: "tar", "parquet", "arrow", "mds" or "records", or an object with ``index`` and ``read``. None: by the
             file names.
         storage_options: for the file system, as fsspec takes them.
-        index_folder: where indexes are kept. None: the user's cache folder.
+        cache: where whole shards of an object store are kept. None: the bytes of each sample are read by themselves.
+        index_folder: where indexes are kept. None: beside the cache, or in the user's cache folder.
 
     Attributes:
         lengths: how many samples each shard has; for `ShardShuffleSampler`.
@@ -98,9 +100,10 @@ class ShardDataset(Dataset):
         urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         format: str | Format | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._store = Store(storage_options)
+        self._store, self._cache = Store(storage_options), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         found: dict[str, Stat] = {}
         for pattern in patterns:
@@ -109,7 +112,8 @@ class ShardDataset(Dataset):
             raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
         self._urls, self._stats = list(found), list(found.values())
         self._format = format_of(format, self._urls)
-        self._indexes = Indexes(Path(index_folder) if index_folder is not None else default_folder())
+        folder = cache.folder / "indexes" if cache is not None else default_folder()
+        self._indexes = Indexes(folder if index_folder is None else Path(index_folder))
         with ThreadPoolExecutor(AT_ONCE) as threads:
             lengths = list(threads.map(lambda shard: int(self._index(shard)["length"]), range(len(self._urls))))
         self.lengths: Int64s = np.array(lengths, np.int64)
@@ -190,6 +194,8 @@ class ShardDataset(Dataset):
     def _file(self, shard: int) -> ShardFile:
         url, stat = self._urls[shard], self._stats[shard]
         path = local_path(url)
+        if path is None and self._cache is not None:
+            return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat))
         if path is None:
             return RemoteFile(self._store, url, stat)
         file = LocalFile(path)

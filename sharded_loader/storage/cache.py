@@ -1,0 +1,203 @@
+"""Whole shards on this machine's disk, shared by all processes that name the same folder.
+
+    ShardCache(folder, "100 GB").open(url, stat, fetch) -> LocalFile
+
+    <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name
+    <hash>-<size>.part     a shard that somebody fetches; its whole size counts
+    locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
+
+A shard appears by being renamed, so nobody reads half of one. Of several processes that want the same shard, one
+fetches it and the others wait. For room, the shard goes that was not opened for the longest time, or a part whose lock
+nobody holds. Files with other names are never touched. A shard that is open somewhere can be read to its end after it
+has gone (on Windows it cannot go).
+
+What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk. All are a
+`ShardError` that names the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sharded_loader.storage.files import LocalFile
+from sharded_loader.storage.stores import ShardError, Stat, shown
+
+LOCKS = 64
+"""Lock files. Two shards may share one: then they are fetched one after the other."""
+
+_NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
+class ShardCache:
+    """Keeps shards of object stores on disk. Give it to `ShardDataset`; every process may have one of its own.
+
+    Args:
+        folder: where the shards lie. It is made if there is none. Do not put it on a network file system without locks.
+        max_bytes: how much they may take: a number, or a text such as "100 GB" or "20 GiB".
+
+    Attributes:
+        fetched: how many shards this object has fetched.
+        evicted: how many it has deleted to make room.
+
+    Raises:
+        ShardError: the folder cannot be written to.
+        ValueError: ``max_bytes`` is no number of bytes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache = ShardCache(folder, "1 MB")
+        ...     cache.max_bytes, cache.used_bytes
+        (1000000, 0)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | str) -> None:
+        self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
+        self.fetched = self.evicted = 0
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+            with self._lock("room"):
+                pass
+        except OSError as error:
+            raise ShardError(
+                f"the cache folder {self.folder} cannot be written to ({error}): give another one"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
+
+    @property
+    def used_bytes(self) -> int:
+        """What the shards take, those included that are being fetched."""
+        return sum(size for _, size, _ in self._files())
+
+    def open(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> LocalFile:
+        """A shard, which is fetched if it is not there.
+
+        Args:
+            url, stat: of the shard.
+            fetch: writes its bytes into a file.
+
+        Raises:
+            ShardError: there is no room for it.
+            OSError: what ``fetch`` raises.
+        """
+        name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
+        path = self.folder / f"{name}-{stat.size}.shard"
+        found = self._found(path, url)
+        if found is not None:
+            return found
+        with self._lock(_lock_of(path.name)):
+            found = self._found(path, url)  # somebody has fetched it meanwhile
+            if found is None:
+                self._fetch(path, url, stat, fetch)
+                found = self._found(path, url)
+        if found is None:
+            raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
+        return found
+
+    def _found(self, path: Path, url: str) -> LocalFile | None:
+        try:
+            file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # by this time it is told which one was not opened for the longest time
+        return file
+
+    def _fetch(self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> None:
+        """Fetch a shard, under its lock."""
+        part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)  # of a process that has died
+        self._make_room(part, url, stat.size)
+        try:
+            with open(part, "wb") as file:
+                fetch(file)
+                written = file.tell()
+            if written != stat.size:
+                raise ShardError(f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again")
+            os.replace(part, path)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and type(error) is OSError:  # not one of ours: of the disk
+                raise ShardError(
+                    f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
+                ) from None
+            raise
+        self.fetched += 1
+
+    def _make_room(self, part: Path, url: str, size: int) -> None:
+        """Delete shards until one of this size fits, and take its place."""
+        if size > self.max_bytes:
+            limit = f"the cache {self.folder} may take {self.max_bytes:,}"
+            raise ShardError(f"{shown(url)} has {size:,} bytes, and {limit}: give a larger max_bytes")
+        while True:
+            with self._lock("room"):
+                files = sorted(self._files(), key=lambda found: found[2])
+                missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
+                for path, taken, _ in files:
+                    if missing > 0 and self._may_go(path, part):
+                        with contextlib.suppress(FileNotFoundError, PermissionError):  # on Windows: it is open
+                            path.unlink()
+                            self.evicted += 1
+                            missing -= taken
+                if missing <= 0:
+                    part.touch()
+                    return
+            time.sleep(0.02)  # others are being fetched
+
+    def _may_go(self, path: Path, part: Path) -> bool:
+        """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
+        if path.suffix == ".shard" or _lock_of(path.name) == _lock_of(part.name):  # that lock is held for `part`
+            return True
+        lock = self._lock(_lock_of(path.name))
+        try:
+            lock.acquire(timeout=0)
+        except TimeoutError:
+            return False
+        lock.release()
+        return True
+
+    def _files(self) -> Iterator[tuple[Path, int, float]]:
+        """The shards, whole or in parts, with their sizes and when they were opened last."""
+        for entry in os.scandir(self.folder):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    yield Path(entry.path), int(match[1]), entry.stat().st_mtime
+
+    def _lock(self, name: str) -> Any:
+        from filelock import FileLock
+
+        return FileLock(self.folder / "locks" / name, thread_local=False)
+
+
+def _lock_of(name: str) -> str:
+    """The lock of a shard, by the name of its file."""
+    return str(int(name[:8], 16) % LOCKS)
+
+
+def bytes_of_text(text: int | str) -> int:
+    """A number of bytes.
+
+    Example:
+        >>> bytes_of_text("1.5 GB"), bytes_of_text("2KiB"), bytes_of_text(7)
+        (1500000000, 2048, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or isinstance(text, bool) or float(match[1]) <= 0:
+        raise ValueError(
+            f"max_bytes is {text!r}: give a number of bytes above 0, or a text such as '100 GB' or '20 GiB'"
+        )
+    return int(float(match[1]) * unit)

@@ -1,0 +1,219 @@
+"""A cache of shards: each is fetched once, by one process; nothing half is read; no other file is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from served import serving
+from shards import write_tar
+
+from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
+from sharded_loader.storage.cache import ShardCache, bytes_of_text
+from sharded_loader.storage.stores import ShardError, Stat
+
+SIZE = 1000
+
+
+def writes(content: bytes, calls: list[int] | None = None) -> Callable[[BinaryIO], None]:
+    def fetch(file: BinaryIO) -> None:
+        if calls is not None:
+            calls.append(1)
+        file.write(content)
+
+    return fetch
+
+
+def put(cache: ShardCache, number: int, calls: list[int] | None = None) -> bytes:
+    """Open shard ``number`` and read it."""
+    content = bytes([number]) * SIZE
+    file = cache.open(f"s3://b/{number}.tar", Stat(SIZE, "tag"), writes(content, calls))
+    [found] = file.ranges([0], [SIZE])
+    file.close()
+    assert found == content
+    return found
+
+
+def test_a_shard_is_fetched_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+    for cache in (ShardCache(tmp_path, "10 kB"), ShardCache(tmp_path, "10 kB")):
+        put(cache, 1, calls)
+        put(cache, 1, calls)
+    assert len(calls) == 1 and cache.used_bytes == SIZE
+
+
+def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, "10 kB"), []
+    for tag in ("first", "second", "first"):
+        cache.open("s3://b/1.tar", Stat(3, tag), writes(b"abc", calls)).close()
+    assert len(calls) == 2
+
+
+def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, 3 * SIZE), []
+    for number in (1, 2, 3, 1, 4):
+        put(cache, number, calls)
+        time.sleep(0.01)  # times of files have steps
+    assert cache.used_bytes == 3 * SIZE and cache.evicted == 1
+    put(cache, 1, calls)
+    assert len(calls) == 4
+    put(cache, 2, calls)
+    assert len(calls) == 5
+
+
+def test_a_shard_that_is_open_is_read_to_its_end(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, SIZE)
+    file = cache.open("s3://b/1.tar", Stat(SIZE, "tag"), writes(b"x" * SIZE))
+    if sys.platform != "win32":
+        put(cache, 2)
+    assert file.ranges([0], [SIZE]) == [b"x" * SIZE]
+    file.close()
+
+
+def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
+    others = ("mine.shard", "a" * 40 + ".shard", "notes.txt")
+    for name in others:
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    cache = ShardCache(tmp_path, SIZE)
+    for number in range(4):
+        put(cache, number)
+    assert cache.used_bytes == SIZE
+    assert all(
+        (tmp_path / name).read_bytes() == b"x" * 5000 for name in ("mine.shard", "a" * 40 + ".shard", "notes.txt")
+    )
+
+
+@pytest.mark.parametrize("wrong", [b"short", b"x" * (SIZE + 1)])
+def test_a_shard_of_another_size_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
+    cache = ShardCache(tmp_path, "10 kB")
+    with pytest.raises(ShardError, match=r"1\.tar has [\d,]+ bytes, and had 1,000"):
+        cache.open("s3://b/1.tar", Stat(SIZE, "tag"), writes(wrong))
+    assert cache.used_bytes == 0
+    put(cache, 1)
+
+
+def test_an_error_while_fetching_leaves_nothing(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise PermissionError("s3://b/1.tar: forbidden")
+
+    cache = ShardCache(tmp_path, "10 kB")
+    with pytest.raises(PermissionError, match="forbidden"):
+        cache.open("s3://b/1.tar", Stat(SIZE, "tag"), fail)
+    assert cache.used_bytes == 0
+
+
+def test_threads_that_want_one_shard_fetch_it_once(tmp_path: Path) -> None:
+    cache, calls, together = ShardCache(tmp_path, "10 kB"), [], threading.Barrier(4)
+
+    def take() -> None:
+        together.wait()
+        put(cache, 1, calls)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def test_more_threads_than_there_is_room_for_wait_for_each_other(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 2 * SIZE)
+    threads = [
+        threading.Thread(target=lambda number=number: [put(cache, number) for _ in range(3)]) for number in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.used_bytes <= 2 * SIZE
+
+
+KILLED = """
+    import sys, time
+    from sharded_loader.storage.cache import ShardCache
+    from sharded_loader.storage.stores import Stat
+
+    def fetch(file):
+        file.write(b"half")
+        file.flush()
+        print("fetching", flush=True)
+        time.sleep(60)
+
+    ShardCache(sys.argv[1], "10 kB").open("s3://b/1.tar", Stat(1000, "tag"), fetch)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_killed_fetcher_leaves_its_place_to_another(tmp_path: Path, number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "fetching\n"
+        cache = ShardCache(tmp_path, SIZE + 1)
+        assert cache.used_bytes == SIZE
+        process.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+    put(cache, number)  # the same shard, or another one: there is room for one
+    assert cache.used_bytes == SIZE and not list(tmp_path.glob("*.part"))
+
+
+def test_a_shard_that_is_larger_than_the_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"1\.tar has 1,000 bytes, and the cache .* 999: give a larger"):
+        put(ShardCache(tmp_path, 999), 1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ShardError, match="cannot be written to"):
+        ShardCache(tmp_path / "file" / "cache", "1 GB")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def fetch(file: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ShardError, match=r"1\.tar cannot be written to .*No space left.*free some space"):
+        ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
+
+
+def test_sizes_are_numbers_or_texts() -> None:
+    assert [bytes_of_text(one) for one in (5, "5", "5 b", "1kB", "2 MiB", "0.5 GB", "3TB")] == [
+        5,
+        5,
+        5,
+        1000,
+        2 << 20,
+        500_000_000,
+        3 * 10**12,
+    ]
+    for bad in (0, -1, "", "GB", "5 apples", True, "1e9"):
+        with pytest.raises(ValueError, match="give a number of bytes above 0"):
+            bytes_of_text(bad)
+
+
+@pytest.mark.parametrize("method", ["inline", "spawn", *(["fork"] if hasattr(os, "fork") else [])])
+def test_a_dataset_fetches_each_shard_once_for_all_workers(tmp_path: Path, method: str) -> None:
+    with serving() as served:
+        for shard in range(4):
+            write_tar(tmp_path / "x.tar", {f"{i}.txt": str(i).encode() for i in range(5 * shard, 5 * shard + 5)})
+            served.files[f"/{shard}.tar"] = (tmp_path / "x.tar").read_bytes()
+        urls = [f"{served.url}{name}" for name in sorted(served.files)]
+        cache = ShardCache(tmp_path / "cache", "1 GB")
+        dataset = ShardDataset(urls, cache=cache)
+        numbers = dataset.transform(lambda sample: int(sample["txt"]))
+        how = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
+        with ShardedDataLoader(numbers, 3, shuffle=True, seed=1, **how) as loader:
+            for _ in range(2):
+                assert sorted(i for batch in loader for i in batch.tolist()) == list(range(20))
+        assert len([path for path, wanted in served.asked if wanted]) == 4
+        dataset.close()
