@@ -19,12 +19,14 @@ another epoch end with an error. In a process worker the dataset is the worker's
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sharded_loader.arguments import length
 from sharded_loader.data.arrays import takes_arrays
+from sharded_loader.data.following import can_follow, follow
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
@@ -37,6 +39,7 @@ from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.shards import is_sharded
 
 
 class _KeptRun(NamedTuple):
@@ -117,6 +120,7 @@ class Epochs:
         self._order.begun(run.reading)
         self._pipeline.open(run, self._job(), renew=self.stale)
         self.stale = False
+        self._tell_order(iterator)
 
     def keep(self, iterator: Any, mark: Mark) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
@@ -230,6 +234,28 @@ class Epochs:
         """One sample, read here and now, as in ``epoch``."""
         with self._in_epoch(epoch):
             return reader_for(self._job(), readers=0).read_sample(index, epoch)
+
+    # -- datasets that look ahead ---------------------------------------------------------------------------
+
+    def _tell_order(self, iterator: Any) -> None:
+        """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
+        run = iterator.run
+        if self._order.stream is not None or not can_follow(self.dataset) or self._order.facts(run.epoch) is None:
+            return
+        reading, held = run.reading.again(), weakref.ref(iterator)
+
+        def batch(number: int) -> Any:
+            found = reading.batch(number)
+            if found is None or not (self._order.given_batches and is_sharded(found[0])):
+                return found and found[0]
+            return [index for shard in found[0] for index in shard]
+
+        def position() -> int | None:
+            reader = held()
+            seen = None if reader is None else reader.run
+            return None if seen is None or seen.ended or seen.dead is not None else int(seen.delivered)
+
+        follow(self.dataset, batch, position)
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 

@@ -115,6 +115,10 @@ class EpochReading:
         self._ended = sys.maxsize  # no batch of this number, or of a greater one
         self._at_end: Checkpoint | None = None
 
+    def again(self) -> EpochReading:
+        """The same batches once more, for somebody who looks ahead. Not of a sampler of another library."""
+        return EpochReading(self._source, self.epoch, self._position if self.resumed else None)
+
     def batch(self, number: int) -> tuple[Any, int] | None:
         """A batch of the epoch, and where its first sample lies in the global order.
 

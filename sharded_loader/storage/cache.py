@@ -7,7 +7,7 @@
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
 
 A shard appears by being renamed, so nobody reads half of one. Of several processes that want the same shard, one
-fetches it and the others wait. For room, the shard goes that was not opened for the longest time, or a part whose lock
+fetches it and the others wait. For room, the shard goes that was not needed for the longest time, or a part whose lock
 nobody holds. Files with other names are never touched. A shard that is open somewhere can be read to its end after it
 has gone (on Windows it cannot go).
 
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sharded_loader.storage.files import LocalFile
-from sharded_loader.storage.stores import ShardError, Stat, shown
+from sharded_loader.storage.redacted import shown
+from sharded_loader.storage.stores import ShardError, Stat
 
 LOCKS = 64
 """Lock files. Two shards may share one: then they are fetched one after the other."""
@@ -92,8 +93,7 @@ class ShardCache:
             ShardError: there is no room for it.
             OSError: what ``fetch`` raises.
         """
-        name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
-        path = self.folder / f"{name}-{stat.size}.shard"
+        path = self._path(url, stat)
         found = self._found(path, url)
         if found is not None:
             return found
@@ -105,6 +105,19 @@ class ShardCache:
         if found is None:
             raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
         return found
+
+    def holds(self, url: str, stat: Stat) -> bool:
+        """Whether a shard is there."""
+        return self._path(url, stat).exists()
+
+    def keep(self, url: str, stat: Stat, needed: bool = True) -> None:
+        """Note that a shard is needed: others go first. Or that it is not needed any more: it goes first."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path(url, stat), None if needed else (0, 0))
+
+    def _path(self, url: str, stat: Stat) -> Path:
+        name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
+        return self.folder / f"{name}-{stat.size}.shard"
 
     def _found(self, path: Path, url: str) -> LocalFile | None:
         try:

@@ -6,6 +6,9 @@ The shards and their lengths are known when the dataset is made: each shard is i
 (`indexes`). A process opens a shard when it first reads one of its samples, and keeps the last `OPEN` ones open, each
 with its index. The dataset travels to workers as its URLs, lengths and tags.
 
+With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
+shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
+
 What can go wrong: a shard that is missing, has changed, or is of another format (`ShardError`, FileNotFoundError,
 PermissionError); the message names the shard.
 """
@@ -14,8 +17,9 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +33,12 @@ from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
 from sharded_loader.storage.indexes import Index, Indexes
 from sharded_loader.storage.mds import MDS
 from sharded_loader.storage.parquet import Arrow, Parquet
+from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.records import Records
-from sharded_loader.storage.stores import ShardError, Stat, Store, shown
+from sharded_loader.storage.redacted import shown
+from sharded_loader.storage.stores import ShardError, Stat, Store
 from sharded_loader.storage.tar import Tar
+from sharded_loader.system import processes_here
 
 OPEN = 32
 """Shards that a process keeps open."""
@@ -122,10 +129,11 @@ class ShardDataset(Dataset):
 
     def _begin(self) -> None:
         self._pid, self._lock = os.getpid(), threading.Lock()
-        self._open: OrderedDict[int, tuple[ShardFile, Index]] = OrderedDict()
+        self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index]] = OrderedDict()
+        self._ahead: ReadAhead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open")}
+        return {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open", "_ahead")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -146,9 +154,11 @@ class ShardDataset(Dataset):
         shards = np.searchsorted(self._ends, where, side="right")
         rows = where - (self._ends[shards] - self.lengths[shards])
         samples: list[Any] = [None] * len(where)
-        for shard in dict.fromkeys(shards.tolist()):
+        numbers = list(dict.fromkeys(shards.tolist()))
+        in_parts = self._excess(numbers) is not None
+        for shard in numbers:
             here = np.flatnonzero(shards == shard)
-            file, index = self._shard(shard)
+            file, index = self._shard(shard, in_parts)
             found = self._format.read(file, index, rows[here].tolist())
             for place, sample in zip(here.tolist(), found, strict=True):
                 samples[place] = sample
@@ -157,8 +167,63 @@ class ShardDataset(Dataset):
     def __repr__(self) -> str:
         return f"ShardDataset({len(self._urls)} {self._format.name} shards, {len(self)} samples)"
 
+    def follow(self, batches: Callable[[int], Any], position: Callable[[], int | None]) -> None:
+        """Fetch shards into the cache ahead of the order that is read. `ShardedDataLoader` calls this for each epoch.
+
+        Args:
+            batches: number of a batch -> its indices; None after the last one. Called by another thread.
+            position: the number of the batch that comes next; None if nobody reads this epoch any more.
+        """
+        self._stop_following()
+        cache = self._cache
+        if cache is None or all(map(local_path, self._urls)):
+            return
+
+        def needs(number: int) -> list[int] | None:
+            found = batches(number)
+            if found is None:
+                return None
+            shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
+            return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
+
+        first = needs(position() or 0)
+        excess = self._excess(first or [])
+        if excess is not None:
+            needed = f"a batch needs {len(first or [])} shards of {excess:,} bytes together"
+            room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
+            warnings.warn(
+                f"{needed}, and {room}: so samples are read one by one from the store, which is slower. Give a larger "
+                "max_bytes, or read with ShardShuffleSampler and a smaller window",
+                stacklevel=2,
+            )
+            return
+        where = list(zip(self._urls, self._stats, strict=True))
+        self._ahead = ReadAhead(
+            needs,
+            position,
+            [stat.size for stat in self._stats],
+            cache.max_bytes // processes_here(),
+            lambda shard: None if cache.holds(*where[shard]) else self._file(shard).close(),
+            lambda shard: cache.keep(*where[shard]),
+            lambda shard: cache.keep(*where[shard], needed=False),
+        )
+        self._ahead.start()
+
+    def _excess(self, shards: Sequence[int]) -> int | None:
+        """How large these shards are together, if the cache cannot hold them at once; otherwise None."""
+        if self._cache is None:
+            return None
+        size = sum(self._stats[shard].size for shard in shards if local_path(self._urls[shard]) is None)
+        return size if size > self._cache.max_bytes else None
+
+    def _stop_following(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop()
+
     def close(self) -> None:
         """Close the open shards and the connections. A sample that is read later opens its shard again."""
+        self._stop_following()
         with self._lock:
             opened, self._open = self._open, OrderedDict()
         for file, _ in opened.values():
@@ -167,18 +232,19 @@ class ShardDataset(Dataset):
 
     # -- shards ---------------------------------------------------------------------------------------------------
 
-    def _shard(self, shard: int) -> tuple[ShardFile, Index]:
-        """A shard, open, with its index."""
+    def _shard(self, shard: int, in_parts: bool) -> tuple[ShardFile, Index]:
+        """A shard, open, with its index; ``in_parts``: not from the cache."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
-            found = self._open.get(shard)
+            found = self._open.get((shard, in_parts))
             if found is None:
-                found = self._open[shard] = self._file(shard), self._index(shard)
+                file = self._file(shard, in_parts)
+                found = self._open[shard, in_parts] = file, self._index(shard)
                 while len(self._open) > OPEN:
                     self._open.popitem(last=False)  # whoever reads it holds it
             else:
-                self._open.move_to_end(shard)
+                self._open.move_to_end((shard, in_parts))
         return found
 
     def _index(self, shard: int) -> Index:
@@ -191,10 +257,10 @@ class ShardDataset(Dataset):
 
         return self._indexes.of(self._format.name, self._urls[shard], self._stats[shard], make)
 
-    def _file(self, shard: int) -> ShardFile:
+    def _file(self, shard: int, in_parts: bool = False) -> ShardFile:
         url, stat = self._urls[shard], self._stats[shard]
         path = local_path(url)
-        if path is None and self._cache is not None:
+        if path is None and self._cache is not None and not in_parts:
             return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat))
         if path is None:
             return RemoteFile(self._store, url, stat)

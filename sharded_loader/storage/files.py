@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store, shown
+from sharded_loader.storage.redacted import shown
+from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store
 
 _BINARY = getattr(os, "O_BINARY", 0)
 

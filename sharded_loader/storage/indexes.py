@@ -106,8 +106,9 @@ def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -
     raw = array.data
     count = int(np.frombuffer(raw[:8], "<i8")[0])
     base = 8 * (count + 2)
-    ends = np.frombuffer(raw[8:base], "<i8")
+    ends = np.frombuffer(raw[8:base], "<i8") + base
+    where = np.arange(count) if which is None else np.array(list(which), np.int64)
     return [
-        bytes(raw[base + int(ends[i]) : base + int(ends[i + 1])]).decode("utf-8", "surrogateescape")
-        for i in (range(count) if which is None else which)
+        str(raw[begin:end], "utf-8", "surrogateescape")
+        for begin, end in zip(ends[where].tolist(), ends[where + 1].tolist(), strict=True)
     ]

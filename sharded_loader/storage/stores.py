@@ -22,9 +22,12 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from sharded_loader.storage.redacted import redacted, shown
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -101,6 +104,7 @@ class Store:
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self._options = dict(options or {})
         self._begin()
+        _live.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -236,6 +240,23 @@ class Store:
         return redacted(text, self._options)
 
 
+_live: weakref.WeakSet[Store] = weakref.WeakSet()
+_of_the_parent: list[dict[str, Any]] = []
+
+
+def _after_fork_in_child() -> None:
+    """Keep the file systems that the child has inherited, for ever.
+
+    If they were collected, the child would close their connections, and so take them out of the selector that it shares
+    with its parent. The parent's requests would then never be answered.
+    """
+    _of_the_parent.extend(store._systems for store in list(_live))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class _Short(Exception):
     """Another number of bytes than asked for."""
 
@@ -303,45 +324,3 @@ def merged(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[t
             spans.append((begin, end))
         where[number] = len(spans) - 1
     return spans, where
-
-
-# -- what messages show -----------------------------------------------------------------------------------------------
-
-
-def shown(url: str) -> str:
-    """A URL without user, password and query.
-
-    Example:
-        >>> shown("https://me:secret@host/a.tar?X-Amz-Signature=abc"), shown("/data/a.tar")
-        ('https://host/a.tar', '/data/a.tar')
-    """
-    if "://" not in url:
-        return url
-    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
-
-
-def redacted(text: str, options: Mapping[str, Any]) -> str:
-    """A text without what must not be shown: values of the options, users and queries in URLs.
-
-    Example:
-        >>> redacted("no s3cret at http://h/x?sig=1 for me", {"secret": "s3cret"})
-        'no *** at http://h/x for me'
-    """
-    for secret in _words(options):
-        text = text.replace(secret, "***")
-    return re.sub(r"(://)[^/@\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
-
-
-def _words(options: Any) -> Iterable[str]:
-    """The texts of nested options that are long enough to be a secret, the longest first."""
-    found: list[str] = []
-    todo = [options]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, Mapping):
-            todo += one.values()
-        elif isinstance(one, (list, tuple)):
-            todo += one
-        elif isinstance(one, str) and len(one) >= 4:
-            found.append(one)
-    return sorted(found, key=len, reverse=True)

@@ -73,16 +73,16 @@ class Tar:
         """The samples at these rows of the shard."""
         extensions = unpacked(index["extensions"])
         where = np.array(rows, np.int64)
-        firsts, ends = index["firsts"][where], index["firsts"][where + 1]
-        members = np.concatenate(
-            [np.zeros(0, np.int64), *(np.arange(first, end) for first, end in zip(firsts, ends, strict=True))]
-        )
+        firsts = index["firsts"][where]
+        counts = index["firsts"][where + 1] - firsts
+        # Of each sample its members, one after the other.
+        members = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
         begins = index["offsets"][members]
         parts = iter(file.ranges(begins.tolist(), (begins + index["sizes"][members]).tolist()))
         kinds = iter(index["kinds"][members].tolist())
         keys = unpacked(index["keys"], rows)
         samples: list[Any] = []
-        for key, count in zip(keys, (ends - firsts).tolist(), strict=True):
+        for key, count in zip(keys, counts.tolist(), strict=True):
             sample: dict[str, Any] = {"__key__": key}
             for _ in range(count):
                 sample[extensions[next(kinds)]] = next(parts)

@@ -1,0 +1,71 @@
+"""Tells the datasets that want to know it which samples come, through any stack of wrappers.
+
+    follow(dataset, batches, position) -> the ``follow`` of each dataset inside that has it, with its own indices
+
+    batches(number) -> indices of a batch; None after the last one
+    position() -> the number of the batch that the user receives next; None: nobody reads this epoch any more
+
+`ShardDataset` fetches shards by it. Both functions are called by threads of the dataset, at any time in the epoch.
+Nothing goes wrong here: a dataset without ``follow`` is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.data.wrappers import Joined, Outer, View
+
+Batches = Callable[[int], Any]
+Position = Callable[[], "int | None"]
+
+
+def can_follow(dataset: Any) -> bool:
+    """Whether a dataset, or one inside it, wants to know which samples come.
+
+    Example:
+        >>> can_follow([1, 2])
+        False
+    """
+    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
+
+
+def follow(dataset: Any, batches: Batches, position: Position) -> None:
+    """Tell a dataset, and those inside it.
+
+    Example:
+        >>> from sharded_loader import SimpleDataset
+        >>> class Told(SimpleDataset):
+        ...     def follow(self, batches, position): print(batches(0).tolist(), position())
+        >>> follow(SimpleDataset(Told(range(9))).take(5), lambda number: [4, 0], lambda: 0)
+        [4, 0] 0
+    """
+    own = getattr(dataset, "follow", None)
+    if callable(own):
+        own(batches, position)
+    elif isinstance(dataset, Joined):
+        for part in dataset._parts:
+            if can_follow(part):
+                follow(part, partial(_of_part, dataset, part, batches), position)
+    elif isinstance(dataset, View):
+        follow(dataset._dataset, partial(_inner, dataset, batches), position)
+    elif isinstance(dataset, Outer):
+        for one in dataset._inside:
+            follow(one, batches, position)
+
+
+def _inner(view: View, batches: Batches, number: int) -> Any:
+    found = batches(number)
+    return None if found is None else view._inner(found)
+
+
+def _of_part(joined: Joined, part: Any, batches: Batches, number: int) -> Any:
+    found = batches(number)
+    if found is None:
+        return None
+    chunks = [inner for one, inner, _ in joined._chunks(found) if one is part]
+    return np.concatenate([np.zeros(0, np.int64), *chunks])

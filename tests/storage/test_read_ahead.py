@@ -1,0 +1,170 @@
+"""Shards are fetched before they are needed, in the order in which they are, as far as the cache has room."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served import Served, serving
+from shards import write_tar
+
+from sharded_loader import ProcessPool, RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader.storage.read_ahead import ReadAhead
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something that other threads do."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Walk:
+    """A `ReadAhead` over batches that need the given shards, of size 1."""
+
+    def __init__(self, batches: list[list[int]], room: int) -> None:
+        self.fetched: list[int] = []
+        self.gone: list[int] = []
+        self.position: int | None = 0
+        self.ahead = ReadAhead(
+            lambda number: batches[number] if number < len(batches) else None,
+            lambda: self.position,
+            [1] * 100,
+            room,
+            self.fetched.append,
+            lambda shard: None,
+            self.gone.append,
+        )
+        self.ahead.start()
+
+
+def test_it_goes_as_far_as_there_is_room() -> None:
+    walk = Walk([[0, 1], [1, 2], [2, 3], [9], [1]], room=3)
+    until(lambda: sorted(walk.fetched) == [0, 1, 2])
+    walk.position = 1
+    until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])
+    assert walk.gone == [0]
+    walk.position = 2
+    until(lambda: sorted(walk.fetched) == [0, 1, 2, 3, 9])
+    walk.position = 4
+    until(lambda: walk.fetched.count(1) == 2)
+    walk.ahead.stop()
+
+
+def test_it_goes_on_from_where_the_user_is_and_ends_with_the_epoch() -> None:
+    before = set(threading.enumerate())
+    walk = Walk([[0], [1], [2]], room=50)
+    walk.position = 3
+    until(lambda: not set(threading.enumerate()) - before)
+    assert set(walk.fetched) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("end", ["nobody reads", "stopped", "an order that fails"])
+def test_its_threads_end(end: str) -> None:
+    before = set(threading.enumerate())
+    if end == "an order that fails":
+        ahead = ReadAhead(lambda number: [][number], lambda: 0, [], 1, id, id, id)  # type: ignore[arg-type]
+        ahead.start()
+    else:
+        walk = Walk([[number] for number in range(90)], room=2)
+        until(lambda: len(walk.fetched) == 2)
+        if end == "stopped":
+            walk.ahead.stop()
+        else:
+            walk.position = None
+    until(lambda: not set(threading.enumerate()) - before)
+
+
+# -- with a loader -----------------------------------------------------------------------------------------------------
+
+SHARDS, LENGTH = 12, 20
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving() as found:
+        for shard in range(SHARDS):
+            numbers = range(shard * LENGTH, (shard + 1) * LENGTH)
+            write_tar(tmp_path / "x.tar", {f"{i}.txt": str(i).encode() for i in numbers})
+            found.files[f"/{shard:02}.tar"] = (tmp_path / "x.tar").read_bytes()
+        yield found
+
+
+def make(served: Served, folder: Path, shards: float) -> ShardDataset:
+    """A dataset whose cache has room for so many shards. Its indexes are there already."""
+    urls = [f"{served.url}{name}" for name in sorted(served.files)]
+    ShardDataset(urls, index_folder=folder / "indexes").close()
+    size = max(map(len, served.files.values()))
+    served.asked.clear()
+    return ShardDataset(urls, cache=ShardCache(folder / "cache", int(shards * size)), index_folder=folder / "indexes")
+
+
+def number(sample: dict[str, Any]) -> int:
+    return int(sample["txt"])
+
+
+def downloads(served: Served) -> int:
+    return len([path for path, wanted in served.asked if wanted])
+
+
+@pytest.mark.parametrize("method", ["inline", "fork", "spawn"])
+def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, method: str) -> None:
+    dataset = make(served, tmp_path, shards=6)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
+        for batch, expected in zip(loader, np.array(list(order.iter_epoch(0))).reshape(-1, 10), strict=True):
+            assert batch.tolist() == expected.tolist()
+            time.sleep(0.002)
+        assert downloads(served) == SHARDS
+    dataset.close()
+
+
+def test_shards_are_there_before_they_are_needed(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=6.5)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
+    batches = iter(loader)
+    next(batches)
+    until(lambda: downloads(served) == 6)  # two windows
+    needed = [index // LENGTH for index in order.iter_epoch(0)]
+    assert {path for path, _ in served.asked} == {f"/{shard:02}.tar" for shard in set(needed[: 6 * LENGTH])}
+    del batches
+    until(lambda: dataset._ahead is None or not any(thread.is_alive() for thread in dataset._ahead._threads))
+    loader.close()
+    dataset.close()
+
+
+def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=20)
+    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    before = ShardedDataLoader(range(SHARDS * LENGTH), 10, sampler=order)
+    batches = iter(before)
+    for _ in range(18):  # three of four windows
+        next(batches)
+    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
+    loader.load_state_dict(before.state_dict())
+    assert len(list(loader)) == 6
+    assert downloads(served) == 3
+    loader.close()
+    dataset.close()
+
+
+def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=2)
+    order = RandomSampler(SHARDS * LENGTH, seed=1)
+    loader = ShardedDataLoader(dataset.transform(number), 40, sampler=order)
+    with pytest.warns(
+        UserWarning, match=r"a batch needs 1[0-2] shards of .* and the cache .* ShardShuffleSampler"
+    ) as told:
+        assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
+    assert len(told) == 1
+    assert dataset._cache is not None and dataset._cache.fetched == 0
+    loader.close()
+    dataset.close()
