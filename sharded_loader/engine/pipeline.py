@@ -2,8 +2,8 @@
 
     EpochPlan --fill--> window of entries --dispatch--> pool --wait--> entries filled in --head--> in order
 
-There is no background thread in the main process that would compete for its GIL: planning, dispatch and reordering
-happen inside `next`, under one lock. Iterators in several threads take turns at that lock.
+No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
+one lock. Iterators in several threads take turns at that lock.
 
 What is in flight is a cache. A run's only truth is how many batches the user has received. One call of ``next`` is one
 step: `begin`, `head`, the placing of the batch, `take`, `end`. If an exception from outside strikes inside a step, such
@@ -31,9 +31,11 @@ from sharded_loader.interrupts import note_handlers
 CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
 
+SLACK = 2
+"""Batches in flight are so many times as many where workers take turns: whoever is ahead waits for the others. Measured
+(drop-in / `ShardedDataLoader`): `images` 0.88 with 1, 0.98 with 2, 0.96 with 3; `tokens` 0.94, 1.05, 1.04."""
 
-_FAR = 1 << 40
-"""Farther than any batch of a run whose epoch has begun."""
+_FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
 
 class Pipeline:
@@ -156,8 +158,7 @@ class Pipeline:
     def drop(self, number: int) -> None:
         """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
 
-        If a step is under way, or was interrupted, the next step drops the run.
-        """
+        If a step is under way, or was interrupted, the next step drops the run."""
         self._dropped.append(number)
         if os.getpid() == self.pid and self.lock.acquire(blocking=False):
             try:
@@ -181,8 +182,7 @@ class Pipeline:
     def head(self, run: Run) -> Entry | Exception | None:
         """The run's next batch, finished; None after the last one. Blocks. The batch stays in the window until `take`.
 
-        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
-        """
+        Returns an error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken."""
         window, least = run.window, self.min_ready
         while True:
             if self.closed:
@@ -231,12 +231,13 @@ class Pipeline:
             before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
-        unit, share = (group * self.pool.num_workers, 2) if run.plan.takes_turns and group > 1 else (group, 4)
+        turns = run.plan.takes_turns and group > 1
+        unit, share = (group * self.pool.num_workers, 2) if turns else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = least
         if self.pool.num_workers:
-            depth = max(least, self.prefetch * group if self.scale_by_group else self.prefetch)
+            depth = max(least, self.prefetch * (group * (SLACK if turns else 1) if self.scale_by_group else 1))
         missing = depth - before - len(window)
         if missing > 0 and (missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
@@ -312,8 +313,7 @@ class Pipeline:
     def close(self) -> None:
         """Stop the pool. Any thread; twice; while another thread waits in ``next``, which then raises.
 
-        A step that a signal handler closes the loader in ends with a `LoaderClosedError`.
-        """
+        A step that a signal handler closes the loader in ends with a `LoaderClosedError`."""
         if os.getpid() != self.pid or self.is_shut:
             return  # a forked child has the object, but not the workers
         self.closed = True

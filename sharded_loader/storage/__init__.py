@@ -1,8 +1,13 @@
 """Shards: files of many samples, on this machine or in an object store. From the bottom up:
 
-stores.py                               the bytes of files: local, or wherever fsspec reaches
-files.py                                one shard as bytes by their place, wherever it lies
-indexes.py                              where the samples of a shard lie; made once, kept, and checked
-tar.py, records.py, parquet.py, mds.py  the formats
-dataset.py                              `ShardDataset`
+    redacted.py      what messages show of a URL
+    stores.py        the bytes of files: local, or wherever fsspec reaches
+    files.py         one shard as bytes by their place, wherever it lies
+    indexes.py       where the samples of a shard lie; made once, kept, and checked
+    tar.py, ...      the formats: tar, RecordIO, Parquet and Arrow, MDS
+    cache.py         whole shards of an object store on this machine's disk: `ShardCache`
+    read_ahead.py    fetches shards before they are needed
+    dataset.py       `ShardDataset`
+
+Nothing here imports torch, pyarrow or fsspec before a shard needs it.
 """

@@ -33,6 +33,9 @@ from sharded_loader.storage.stores import ShardError, Stat
 LOCKS = 64
 """Lock files. Two shards may share one: then they are fetched one after the other."""
 
+TRIES = 10
+"""How often a shard is fetched that others delete before it could be opened."""
+
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
@@ -94,17 +97,16 @@ class ShardCache:
             OSError: what ``fetch`` raises.
         """
         path = self._path(url, stat)
-        found = self._found(path, url)
-        if found is not None:
-            return found
-        with self._lock(_lock_of(path.name)):
-            found = self._found(path, url)  # somebody has fetched it meanwhile
-            if found is None:
+        for _ in range(TRIES):
+            found = self._found(path, url)
+            if found is not None:
+                return found
+            with self._lock(_lock_of(path.name)):
+                found = self._found(path, url)  # somebody has fetched it meanwhile
+                if found is not None:
+                    return found
                 self._fetch(path, url, stat, fetch)
-                found = self._found(path, url)
-        if found is None:
-            raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
-        return found
+        raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
 
     def holds(self, url: str, stat: Stat) -> bool:
         """Whether a shard is there."""

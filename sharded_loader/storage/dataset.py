@@ -236,15 +236,17 @@ class ShardDataset(Dataset):
         """A shard, open, with its index; ``in_parts``: not from the cache."""
         if self._pid != os.getpid():
             self._begin()
+        key = shard, in_parts
         with self._lock:
-            found = self._open.get((shard, in_parts))
-            if found is None:
-                file = self._file(shard, in_parts)
-                found = self._open[shard, in_parts] = file, self._index(shard)
-                while len(self._open) > OPEN:
-                    self._open.popitem(last=False)  # whoever reads it holds it
-            else:
-                self._open.move_to_end((shard, in_parts))
+            found = self._open.get(key)
+            if found is not None:
+                self._open.move_to_end(key)
+                return found
+        made = self._file(shard, in_parts), self._index(shard)  # may take long: other threads read other shards
+        with self._lock:
+            found = self._open.setdefault(key, made)
+            while len(self._open) > OPEN:
+                self._open.popitem(last=False)  # whoever reads it holds it
         return found
 
     def _index(self, shard: int) -> Index:

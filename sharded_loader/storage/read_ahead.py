@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from sharded_loader.storage.stores import CONNECTIONS
 
-PAUSE = 0.02
+PAUSE = 0.005
 """Seconds between two looks at the position."""
 
 YOUNG = 1.0

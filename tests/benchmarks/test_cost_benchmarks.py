@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import cpu, order
+from benchmarks import cpu, order, turns
 from sharded_loader import EqualShards, SequentialSampler, ShardShuffleSampler
 
 
@@ -47,3 +47,10 @@ def test_cpu_time_is_that_of_this_process_without_workers(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu, "SPAN", 0.2)
     busy = cpu.measure("tiny-inline")
     assert busy.workers == 0 and busy.main > 0 and 0.2 < busy.main / busy.clock < 1.5
+
+
+def test_two_loaders_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "WARM", 0.02)
+    monkeypatch.setattr(turns, "SPAN", 0.05)
+    ratios = turns.compare("tiny-inline", "ours", "torch", turns=3)
+    assert len(ratios) == 3 and ratios == sorted(ratios) and 0.01 < ratios[0] <= ratios[-1] < 100

@@ -25,6 +25,8 @@ class Served:
         truncate: how many answers are cut in half next.
         status: of failures.
         asked: the (path, range) of each request for bytes.
+        tag: of all files.
+        knows_parts: whether it answers requests for parts, or always sends the whole file.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class Served:
         self.status, self.stall = 503, 0.0
         self.asked: list[tuple[str, str | None]] = []
         self.tag = "first"
+        self.knows_parts = True
         self.lock = threading.Lock()
         self.url = ""
 
@@ -76,7 +79,7 @@ def serving() -> Iterator[Served]:
             if content is None:
                 return self._send(404, b"", with_bytes)
             match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "")
-            if match is None:
+            if match is None or not served.knows_parts:
                 return self._send(200, content, with_bytes)
             begin, end = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
             part = content[begin : end + 1]

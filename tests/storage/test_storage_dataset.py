@@ -111,6 +111,13 @@ def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
     dataset.close()
 
 
+def test_threads_share_the_open_shards(folder: Path) -> None:
+    dataset = make(folder).transform(to_number)
+    with ShardedDataLoader(dataset, 1, pool=ThreadPool(8), shuffle=True, seed=2) as loader:
+        for _ in range(5):
+            assert sorted(batch.item() for batch in loader) == list(range(TOTAL))
+
+
 def test_a_dataset_is_pickled_without_its_files(folder: Path) -> None:
     dataset = make(folder)
     dataset[0]
