@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import uuid
 import warnings
 import zipfile
@@ -28,6 +29,18 @@ import numpy.typing as npt
 from sharded_loader.storage.stores import Stat
 
 Index = dict[str, npt.NDArray[Any]]
+
+_one_at_a_time = threading.Lock()
+"""NumPy parses the head of an array as Python, which two threads cannot do at once: a SystemError in Python 3.11."""
+
+
+def _after_fork_in_child() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()  # a thread of the parent may hold the other one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 VERSION = 1
 """Of what the formats put into an index. Another one makes all of them again."""
@@ -82,7 +95,7 @@ class Indexes:
 def load(path: Path) -> Index | None:
     """An index from its file; None if there is none, or it is damaged."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+        with _one_at_a_time, open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
             return dict(found)
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return None

@@ -57,6 +57,7 @@ class ReadAhead:
     ) -> None:
         self._needs, self._position, self._sizes, self._room = needs, position, sizes, room
         self._fetch, self._keep, self._let_go = fetch, keep, let_go
+        self._needed: Counter[int] = Counter()  # by how many batches; only the walk changes it
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(CONNECTIONS)]
@@ -76,7 +77,7 @@ class ReadAhead:
 
     def _fetch_all(self) -> None:
         while (shard := self._wanted.get()) is not None:
-            if not self._stopped.is_set():
+            if shard in self._needed and not self._stopped.is_set():  # the user may have passed it meanwhile
                 with contextlib.suppress(Exception):
                     self._fetch(shard)
 
@@ -91,7 +92,7 @@ class ReadAhead:
 
     def _walk_on(self) -> None:
         window: deque[tuple[int, Sequence[int]]] = deque()
-        needed: Counter[int] = Counter()
+        needed = self._needed
         used, number, young = 0, self._position(), time.monotonic()
         ahead: Sequence[int] | None = ()
         while not self._stopped.is_set():
