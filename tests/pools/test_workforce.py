@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -31,12 +32,18 @@ def workforce() -> Iterator[Workforce]:
     made.close()
 
 
+def end(handle: Any) -> None:
+    """Kill a worker, and wait for its end. Twice is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(handle.pid, signal.SIGKILL)
+    handle.wait(10.0)
+
+
 def kill(workforce: Workforce, number: int) -> Any:
     """Kill a worker, and deal with its death as the pool does."""
     handle = workforce.resources.handles[number]
     handle.ready = True
-    os.kill(handle.pid, signal.SIGKILL)
-    handle.wait(10.0)
+    end(handle)
     workforce.ended.add(handle.sentinel)
     return workforce.bury(handle)
 
@@ -47,6 +54,7 @@ def give(workforce: Workforce, number: int, task: Task, sample: int | None = Non
     handle.tasks[task.run, task.seq] = task
     handle.slots[task.run, task.seq] = None
     if sample is not None:
+        end(handle)  # now: it may just be starting, and would write to its board again
         handle.board[RUN], handle.board[SEQ], handle.board[SHARD], handle.board[SAMPLE] = task.run, task.seq, 0, sample
 
 
