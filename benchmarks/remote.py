@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.range_server import RangeHandler
 from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage.stores import CONNECTIONS, Store
 
@@ -50,31 +51,12 @@ def serve(speed: float | None, ports: Any, asked: Any) -> None:
     """Answer requests for shards until the process is ended."""
     shards = {f"/{number:03}.tar": shard(number) for number in range(SHARDS)}
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing on stderr."""
-
-        def do_HEAD(self) -> None:
-            self._answer(False)
-
-        def do_GET(self) -> None:
-            self._answer(True)
-
-        def _answer(self, with_bytes: bool) -> None:
+    class Handler(RangeHandler):
+        def answer(self, with_bytes: bool) -> None:
             content = memoryview(shards[self.path])
-            begin, end = 0, len(content)
-            wanted = self.headers.get("Range")
-            if wanted:
-                first, last = wanted.removeprefix("bytes=").split("-")
-                begin, end = int(first), int(last) + 1
-            self.send_response(206 if wanted else 200)
-            self.send_header("Content-Length", str(end - begin))
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", '"1"')
-            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
-            self.end_headers()
+            size = len(content)
+            begin, end = self.asked(size) or (0, size)
+            self.head(206 if (begin, end) != (0, size) else 200, end - begin, f"{begin}-{end - 1}/{size}")
             if with_bytes:
                 with asked.get_lock():
                     asked.value += end - begin

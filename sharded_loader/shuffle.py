@@ -170,7 +170,7 @@ class Bijections:
         return values.view(np.int64)
 
     def _mixed(self, values: Words, limits: Words, keys: Words, bits: int) -> Words:
-        """Positions that have so many bits, each through its map."""
+        """Mix positions of ``bits`` bits, each through its own map."""
         values = self._mix(values, keys, bits)
         outside = np.flatnonzero(values >= limits)
         while outside.size:

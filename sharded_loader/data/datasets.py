@@ -137,7 +137,7 @@ class Dataset:
         try:
             return SubsetDataset(self, np.fromiter((operator.index(index) for index in order), np.int64))
         except TypeError:
-            raise TypeError(f"{type(sampler).__name__} yields no single indices, but batches, or other keys") from None
+            raise TypeError(f"{type(sampler).__name__} yields no single indices: give a sampler of samples") from None
 
     def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
         """Random parts, disjoint and together complete. They take no memory beyond 2**24 (16 M) samples.

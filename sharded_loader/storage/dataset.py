@@ -121,6 +121,8 @@ class ShardDataset(Dataset):
         self._format = format_of(format, self._urls)
         folder = cache.folder / "indexes" if cache is not None else default_folder()
         self._indexes = Indexes(folder if index_folder is None else Path(index_folder))
+        # If not all shards fit into the cache, what is fetched now would be gone before it is read.
+        self._index_in_parts = self._excess(range(len(self._urls))) is not None
         with ThreadPoolExecutor(AT_ONCE) as threads:
             lengths = list(threads.map(lambda shard: int(self._index(shard)["length"]), range(len(self._urls))))
         self.lengths: Int64s = np.array(lengths, np.int64)
@@ -180,10 +182,13 @@ class ShardDataset(Dataset):
             return
 
         def needs(number: int) -> list[int] | None:
-            found = batches(number)
-            if found is None:
-                return None
-            shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
+            try:
+                found = batches(number)
+                if found is None:
+                    return None
+                shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
+            except (IndexError, TypeError):
+                return []  # an index that is none: whoever reads this batch names it
             return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
 
         first = needs(position() or 0)
@@ -251,7 +256,7 @@ class ShardDataset(Dataset):
 
     def _index(self, shard: int) -> Index:
         def make() -> Index:
-            file = self._file(shard)
+            file = self._file(shard, self._index_in_parts)
             try:
                 return self._format.index(file)
             finally:

@@ -43,6 +43,9 @@ class ReadAhead:
         room: how many bytes of the cache may be used.
         fetch: fetches a shard, if it is not there.
         keep, let_go: tell the cache that a shard is needed, or not any more.
+
+    Attributes:
+        error: what has ended the walk before the epoch's end; None: nothing.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ReadAhead:
         self._needs, self._position, self._sizes, self._room = needs, position, sizes, room
         self._fetch, self._keep, self._let_go = fetch, keep, let_go
         self._needed: Counter[int] = Counter()  # by how many batches; only the walk changes it
+        self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(CONNECTIONS)]
@@ -84,8 +88,8 @@ class ReadAhead:
     def _walk(self) -> None:
         try:
             self._walk_on()
-        except Exception:
-            pass  # an order that cannot be read twice: each shard is fetched when it is needed
+        except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
+            self.error = error
         finally:
             for _ in range(CONNECTIONS):
                 self._wanted.put(None)

@@ -234,16 +234,13 @@ class Store:
             except _Short as short:
                 message = str(short)
             except Exception as error:
-                kind, message = _meaning(error), self._redacted(f"{type(error).__name__}: {error}")
+                kind, message = _meaning(error), redacted(f"{type(error).__name__}: {error}", self._options)
                 if kind is not None:
                     break
         else:
             kind = ShardError
             message = f"{message} (tried {TRIES} times)"
         raise kind(f"{shown(url)}: {message}") from None
-
-    def _redacted(self, text: str) -> str:
-        return redacted(text, self._options)
 
 
 _live: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -268,7 +265,7 @@ class _Short(Exception):
 
 
 def _within(seconds: float, system: Any, method: str, *arguments: Any, **named: Any) -> Any:
-    """Call a method of a file system, and give up after so many seconds where it can be given up."""
+    """Call a method of a file system. An asynchronous one fails after ``seconds``; the others cannot be interrupted."""
     if getattr(system, "async_impl", False):
         from fsspec.asyn import sync
 
@@ -297,13 +294,9 @@ def _stat_of(info: Mapping[str, Any]) -> Stat:
 
 def _url_like(pattern: str, system: Any, path: str) -> str:
     """A path that a file system has named, as a URL of the pattern's kind."""
-    if "://" not in pattern:
+    if "://" not in pattern or "://" in path:
         return path
-    return (
-        path
-        if "://" in path
-        else f"{pattern.partition('://')[0]}://{path.lstrip('/') if system.root_marker == '' else path}"
-    )
+    return f"{pattern.partition('://')[0]}://{path if system.root_marker else path.lstrip('/')}"
 
 
 def merged(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:

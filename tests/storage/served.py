@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
 
 from fsspec.asyn import get_loop
+
+from benchmarks.range_server import RangeHandler
 
 get_loop()  # fsspec's thread lives as long as the process: no test has left it behind
 
@@ -53,51 +53,32 @@ def serving() -> Iterator[Served]:
     """A server while the block runs."""
     served = Served()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Handler(RangeHandler):
+        @property
+        def tag(self) -> str:  # type: ignore[override]
+            return served.tag
 
-        def log_message(self, *_: Any) -> None:
-            """Nothing on stderr."""
-
-        def do_HEAD(self) -> None:
-            self._answer(False)
-
-        def do_GET(self) -> None:
-            self._answer(True)
-
-        def _answer(self, with_bytes: bool) -> None:
+        def answer(self, with_bytes: bool) -> None:
             path = self.path.partition("?")[0]
             content = served.files.get(path)
-            wanted = self.headers.get("Range")
             if with_bytes:
                 with served.lock:
-                    served.asked.append((path, wanted))
+                    served.asked.append((path, self.headers.get("Range")))
                 if served.takes("stalls"):
-                    time.sleep(served.stall)
+                    time.sleep(served.stall)  # what a stall is
                 if served.takes("fail"):
-                    return self._send(served.status, b"", with_bytes)
+                    return self.head(served.status, 0)
             if content is None:
-                return self._send(404, b"", with_bytes)
-            match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "")
-            if match is None or not served.knows_parts:
-                return self._send(200, content, with_bytes)
-            begin, end = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
-            part = content[begin : end + 1]
-            if with_bytes and served.takes("truncate"):
-                part = part[: len(part) // 2]
-            self._send(206, part, with_bytes, f"bytes {begin}-{end}/{len(content)}")
-            return None
-
-        def _send(self, status: int, content: bytes, with_bytes: bool, part: str | None = None) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", f'"{served.tag}"')
-            if part:
-                self.send_header("Content-Range", part)
-            self.end_headers()
+                return self.head(404, 0)
+            size, asked = len(content), self.asked(len(content)) if served.knows_parts else None
+            begin, end = asked or (0, size)
+            sent = content[begin:end]
+            if asked and with_bytes and served.takes("truncate"):
+                sent = sent[: len(sent) // 2]
+            self.head(206 if asked else 200, len(sent), f"{begin}-{end - 1}/{size}" if asked else None)
             if with_bytes:
-                self.wfile.write(content)
+                self.wfile.write(sent)
+            return None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -13,7 +13,15 @@ import pytest
 from served import Served, serving
 from shards import write_tar
 
-from sharded_loader import ProcessPool, RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader import (
+    ProcessPool,
+    RandomSampler,
+    SequentialSampler,
+    ShardCache,
+    ShardDataset,
+    ShardedDataLoader,
+    ShardShuffleSampler,
+)
 from sharded_loader.storage.read_ahead import ReadAhead
 
 
@@ -71,6 +79,7 @@ def test_its_threads_end(end: str) -> None:
     if end == "an order that fails":
         ahead = ReadAhead(lambda number: [][number], lambda: 0, [], 1, id, id, id)  # type: ignore[arg-type]
         ahead.start()
+        until(lambda: type(ahead.error) is IndexError)
     else:
         walk = Walk([[number] for number in range(90)], room=2)
         until(lambda: len(walk.fetched) == 2)
@@ -118,10 +127,17 @@ def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, 
     dataset = make(served, tmp_path, shards=6)
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
+
+    def is_there(shard: int) -> bool:
+        return dataset._cache is not None and dataset._cache.holds(dataset._urls[shard], dataset._stats[shard])
+
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
-        for batch, expected in zip(loader, np.array(list(order.iter_epoch(0))).reshape(-1, 10), strict=True):
-            assert batch.tolist() == expected.tolist()
-            time.sleep(0.002)
+        batches = iter(loader)
+        for number_of_it, expected in enumerate(np.array(list(order.iter_epoch(0))).reshape(-1, 10)):
+            shards = set((expected // LENGTH).tolist())
+            until(lambda n=number_of_it, shards=shards: n == 0 or all(map(is_there, shards)))  # type: ignore[misc]
+            assert next(batches).tolist() == expected.tolist()
+        del batches
         assert downloads(served) == SHARDS
     dataset.close()
 
@@ -167,4 +183,35 @@ def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_pa
     assert len(told) == 1
     assert dataset._cache is not None and dataset._cache.fetched == 0
     loader.close()
+    dataset.close()
+
+
+def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, served: Served) -> None:
+    dataset = make(served, tmp_path, shards=20)
+    order = SequentialSampler(6, start=SHARDS * LENGTH - 3)  # three samples, and three that are none
+    loader = ShardedDataLoader(dataset.transform(number), 3, sampler=order)
+    batches = iter(loader)
+    assert len(next(batches)) == 3
+    with pytest.raises(IndexError, match="240") as error:
+        next(batches)
+    assert "batch 1" in f"{error.value} {getattr(error.value, '__notes__', '')}"
+    backwards = ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH))
+    with pytest.raises(IndexError, match="240"):
+        next(iter(backwards))
+    assert list(batches) == []
+    del batches
+    backwards.close()
+    loader.close()
+    dataset.close()
+
+
+@pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
+def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
+    tmp_path: Path, served: Served, shards: int, kept: int
+) -> None:
+    size = max(map(len, served.files.values()))
+    urls = [f"{served.url}{name}" for name in sorted(served.files)]
+    cache = ShardCache(tmp_path / "cache", shards * size)
+    dataset = ShardDataset(urls, cache=cache)
+    assert len(dataset) == SHARDS * LENGTH and cache.fetched == kept
     dataset.close()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -60,9 +59,12 @@ def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None
 
 def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path) -> None:
     cache, calls = ShardCache(tmp_path, 3 * SIZE), []
-    for number in (1, 2, 3, 1, 4):
+    for number in (1, 2, 3):
         put(cache, number, calls)
-        time.sleep(0.01)  # times of files have steps
+        for age, path in enumerate(sorted(tmp_path.glob("*.shard"), key=lambda one: one.stat().st_mtime_ns)):
+            os.utime(path, (1000 + age, 1000 + age))  # times of files have steps
+    for number in (1, 4):
+        put(cache, number, calls)
     assert cache.used_bytes == 3 * SIZE and cache.evicted == 1
     put(cache, 1, calls)
     assert len(calls) == 4
