@@ -33,6 +33,9 @@ from sharded_loader.storage.stores import ShardError, Stat
 LOCKS = 64
 """Lock files. Two shards may share one: then they are fetched one after the other."""
 
+POLL = 0.005
+"""Seconds between two looks at a lock that others hold."""
+
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
 
@@ -108,14 +111,40 @@ class ShardCache:
                 self._fetch(path, url, stat, fetch)
         raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
 
-    def holds(self, url: str, stat: Stat) -> bool:
-        """Whether a shard is there."""
-        return self._path(url, stat).exists()
+    def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
+        """Fetch a shard that is not there, if it is still wanted when nobody else fetches it any more.
 
-    def keep(self, url: str, stat: Stat, needed: bool = True) -> None:
-        """Note that a shard is needed: others go first. Or that it is not needed any more: it goes first."""
-        with contextlib.suppress(OSError):
-            os.utime(self._path(url, stat), None if needed else (0, 0))
+        Args:
+            url, stat, fetch: as for `open`.
+            is_wanted: asked when the turn has come: the user may have passed the shard meanwhile.
+
+        Raises:
+            OSError: as `open`.
+        """
+        path = self._path(url, stat)
+        if not path.exists():
+            with self._lock(_lock_of(path.name)):
+                if is_wanted() and not path.exists():
+                    self._fetch(path, url, stat, fetch)
+
+    def keep(self, url: str, stat: Stat) -> bool:
+        """Note that a shard is needed: others go first.
+
+        Returns:
+            Whether it is there.
+        """
+        return self._touch(url, stat, None)
+
+    def let_go(self, url: str, stat: Stat) -> None:
+        """Note that a shard is not needed any more: it goes first."""
+        self._touch(url, stat, (0, 0))
+
+    def _touch(self, url: str, stat: Stat, times: tuple[int, int] | None) -> bool:
+        try:
+            os.utime(self._path(url, stat), times)
+        except OSError:
+            return False
+        return True
 
     def _path(self, url: str, stat: Stat) -> Path:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
@@ -194,7 +223,7 @@ class ShardCache:
     def _lock(self, name: str) -> Any:
         from filelock import FileLock
 
-        return FileLock(self.folder / "locks" / name, thread_local=False)
+        return FileLock(self.folder / "locks" / name, thread_local=False, poll_interval=POLL)
 
 
 def _lock_of(name: str) -> str:

@@ -203,14 +203,19 @@ class ShardDataset(Dataset):
             )
             return
         where = list(zip(self._urls, self._stats, strict=True))
+
+        def fetch(shard: int, is_needed: Callable[[], bool]) -> None:
+            url, stat = where[shard]
+            cache.prepare(url, stat, lambda file: self._store.fetch(url, file, stat), is_needed)
+
         self._ahead = ReadAhead(
             needs,
             position,
             [stat.size for stat in self._stats],
             cache.max_bytes // processes_here(),
-            lambda shard: None if cache.holds(*where[shard]) else self._file(shard).close(),
+            fetch,
             lambda shard: cache.keep(*where[shard]),
-            lambda shard: cache.keep(*where[shard], needed=False),
+            lambda shard: cache.let_go(*where[shard]),
         )
         self._ahead.start()
 

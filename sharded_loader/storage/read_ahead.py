@@ -14,12 +14,12 @@ not told: the one who reads the shard will meet it.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from sharded_loader.storage.stores import CONNECTIONS
 
@@ -41,11 +41,12 @@ class ReadAhead:
         position: see above.
         sizes: of all shards, in bytes.
         room: how many bytes of the cache may be used.
-        fetch: fetches a shard, if it is not there.
-        keep, let_go: tell the cache that a shard is needed, or not any more.
+        fetch: fetches a shard if it is not there, and if what it is given says that the shard is still needed.
+        keep: tells the cache that a shard is needed; whether it is there.
+        let_go: tells the cache that it is not needed any more.
 
     Attributes:
-        error: what has ended the walk before the epoch's end; None: nothing.
+        error: the last one, of a fetch or of the walk, which it has ended; None: nothing has gone wrong.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class ReadAhead:
         position: Callable[[], int | None],
         sizes: Sequence[int],
         room: int,
-        fetch: Callable[[int], None],
-        keep: Callable[[int], None],
+        fetch: Callable[[int, Callable[[], bool]], None],
+        keep: Callable[[int], bool],
         let_go: Callable[[int], None],
     ) -> None:
         self._needs, self._position, self._sizes, self._room = needs, position, sizes, room
         self._fetch, self._keep, self._let_go = fetch, keep, let_go
         self._needed: Counter[int] = Counter()  # by how many batches; only the walk changes it
+        self._asked: set[int] = set()  # that wait to be fetched, or are being fetched
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -81,9 +83,19 @@ class ReadAhead:
 
     def _fetch_all(self) -> None:
         while (shard := self._wanted.get()) is not None:
-            if shard in self._needed and not self._stopped.is_set():  # the user may have passed it meanwhile
-                with contextlib.suppress(Exception):
-                    self._fetch(shard)
+            try:
+                self._fetch(shard, partial(self._is_needed, shard))
+            except Exception as error:
+                self.error = error
+            self._asked.discard(shard)
+
+    def _is_needed(self, shard: int) -> bool:
+        return shard in self._needed and not self._stopped.is_set()
+
+    def _ask_for(self, shard: int) -> None:
+        if shard not in self._asked:
+            self._asked.add(shard)
+            self._wanted.put(shard)
 
     def _walk(self) -> None:
         try:
@@ -120,12 +132,13 @@ class ReadAhead:
                 used += size
                 window.append((number, ahead))
                 for shard in new:
-                    self._wanted.put(shard)
+                    self._ask_for(shard)
                 number, ahead = number + 1, ()
             if ahead is None and not window:
                 return
             if time.monotonic() - young > YOUNG:
                 young = time.monotonic()
                 for shard in list(needed):
-                    self._keep(shard)
+                    if not self._keep(shard):  # others have deleted it
+                        self._ask_for(shard)
             self._stopped.wait(PAUSE)

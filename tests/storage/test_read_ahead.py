@@ -22,7 +22,9 @@ from sharded_loader import (
     ShardedDataLoader,
     ShardShuffleSampler,
 )
+from sharded_loader.storage import read_ahead
 from sharded_loader.storage.read_ahead import ReadAhead
+from sharded_loader.storage.stores import Stat
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -39,14 +41,15 @@ class Walk:
     def __init__(self, batches: list[list[int]], room: int) -> None:
         self.fetched: list[int] = []
         self.gone: list[int] = []
+        self.lost: set[int] = set()  # that others have deleted
         self.position: int | None = 0
         self.ahead = ReadAhead(
             lambda number: batches[number] if number < len(batches) else None,
             lambda: self.position,
             [1] * 100,
             room,
-            self.fetched.append,
-            lambda shard: None,
+            lambda shard, is_needed: self.fetched.append(shard) if is_needed() else None,
+            lambda shard: shard not in self.lost,
             self.gone.append,
         )
         self.ahead.start()
@@ -65,6 +68,25 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     walk.ahead.stop()
 
 
+def test_what_others_have_deleted_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "YOUNG", 0.01)
+    walk = Walk([[0], [1], [2]], room=3)
+    until(lambda: sorted(walk.fetched) == [0, 1, 2])
+    walk.lost = {1}
+    until(lambda: walk.fetched.count(1) > 1)
+    walk.ahead.stop()
+    assert walk.fetched.count(0) == walk.fetched.count(2) == 1
+
+
+def test_what_was_passed_while_it_waited_for_its_turn_is_not_fetched(tmp_path: Path) -> None:
+    cache, calls = ShardCache(tmp_path, "1 kB"), []
+    cache.prepare("s3://b/1.tar", Stat(1, "x"), lambda file: calls.append(file.write(b"a")), lambda: False)
+    assert not calls and cache.used_bytes == 0
+    for _ in range(2):
+        cache.prepare("s3://b/1.tar", Stat(1, "x"), lambda file: calls.append(file.write(b"a")), lambda: True)
+    assert calls == [1] and cache.used_bytes == 1
+
+
 def test_it_goes_on_from_where_the_user_is_and_ends_with_the_epoch() -> None:
     before = set(threading.enumerate())
     walk = Walk([[0], [1], [2]], room=50)
@@ -77,7 +99,7 @@ def test_it_goes_on_from_where_the_user_is_and_ends_with_the_epoch() -> None:
 def test_its_threads_end(end: str) -> None:
     before = set(threading.enumerate())
     if end == "an order that fails":
-        ahead = ReadAhead(lambda number: [][number], lambda: 0, [], 1, id, id, id)  # type: ignore[arg-type]
+        ahead = ReadAhead(lambda number: [][number], lambda: 0, [], 1, lambda *_: None, bool, id)  # type: ignore[arg-type]
         ahead.start()
         until(lambda: type(ahead.error) is IndexError)
     else:
@@ -129,7 +151,7 @@ def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, 
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
 
     def is_there(shard: int) -> bool:
-        return dataset._cache is not None and dataset._cache.holds(dataset._urls[shard], dataset._stats[shard])
+        return dataset._cache is not None and dataset._cache._path(dataset._urls[shard], dataset._stats[shard]).exists()
 
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
         batches = iter(loader)
