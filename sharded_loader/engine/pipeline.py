@@ -32,8 +32,9 @@ CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
 
 SLACK = 2
-"""Where workers take turns, twice as many batches are in flight. A worker that is ahead then waits less for the others.
-Measured (drop-in / `ShardedDataLoader`): `images` 0.88 with 1, 0.98 with 2, 0.96 with 3; `tokens` 0.94, 1.05, 1.04."""
+"""Cheap batches: twice as many are in flight, or workers wait while the consumer goes through a group that has come.
+Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13, `columns` 1.05, `tiny` 1.08, `tokens`
+1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11."""
 
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
 
@@ -232,12 +233,13 @@ class Pipeline:
         """
         window, group = run.window, self.pool.group
         turns = run.plan.takes_turns and group > 1
+        slack = SLACK if self.scale_by_group and group > 1 else 1
         unit, share = (group * self.pool.num_workers, 2) if turns else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = least
         if self.pool.num_workers:
-            depth = max(least, self.prefetch * (group * (SLACK if turns else 1) if self.scale_by_group else 1))
+            depth = max(least, self.prefetch * (group * slack if self.scale_by_group else 1))
         missing = depth - before - len(window)
         if missing > 0 and (missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
