@@ -5,6 +5,7 @@
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
+#   make test-ray      the tests on Ray, in an environment of their own
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make clean         remove everything that the others made
@@ -22,7 +23,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray lint docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -55,6 +56,19 @@ test-frameworks:
 	$(MAKE) $(FRAMEWORKS)/frameworks.stamp VENV=$(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks tests/integrations tests/test_types.py
 	$(FRAMEWORKS)/bin/python -m pytest tests/storage/test_parquet.py  # with pyarrow
+
+# The promises over RayPool, then what is Ray's own. Each process of tests has a Ray; one at a time.
+RAY = .venv-ray
+
+test-ray:
+	$(MAKE) $(RAY)/ray.stamp VENV=$(RAY)
+	SHARDED_LOADER_TEST_POOLS=ray $(RAY)/bin/python -m pytest -m "not slow" $(RAY_PROMISES)
+	$(RAY)/bin/python -m pytest -m ray tests/pools/test_on_ray.py
+	$(RAY)/bin/python -m pytest -m ray tests/cluster/test_team.py
+	$(RAY)/bin/python -m pytest -m ray tests/cluster/test_ray_train.py
+
+RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
+	iterable_resume.py prefetch_epochs.py iteration.py)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -93,6 +107,12 @@ $(VENV)/frameworks.stamp: $(INPUTS) constraints-frameworks.txt | $(BIN)/pip
 	$(PIP) setuptools
 	$(PIP) -c constraints-frameworks.txt --no-build-isolation -e ".[test,frameworks]"
 	$(PIP) -c constraints-frameworks.txt --no-deps $(APART) $(NEEDED)
+	touch $@
+
+$(VENV)/ray.stamp: $(INPUTS) constraints-ray.txt | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) -c constraints-ray.txt --no-build-isolation -e ".[test,ray]" "ray[train]"
 	touch $@
 
 $(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip

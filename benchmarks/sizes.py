@@ -28,6 +28,7 @@ FLOORS = (
     ("sampling", "data", "recordio", "storage"),
     ("engine", "devices"),
     ("workers",),
+    ("cluster",),
     ("pools",),
     ("loader", "iterator", "parallel", "drop_in", "torch", *APART),
 )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sharded_loader.parallel import split_and_load as split_and_load
     from sharded_loader.parallel import split_data as split_data
     from sharded_loader.pools.inline import InlinePool as InlinePool
+    from sharded_loader.pools.on_ray import RayPool as RayPool
     from sharded_loader.pools.processes import ProcessPool as ProcessPool
     from sharded_loader.pools.threads import ThreadPool as ThreadPool
     from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
@@ -83,6 +84,7 @@ _HOMES = {
         "WorkerTimeoutError",
     ],
     "sharded_loader.pools.inline": ["InlinePool"],
+    "sharded_loader.pools.on_ray": ["RayPool"],
     "sharded_loader.pools.processes": ["ProcessPool"],
     "sharded_loader.pools.threads": ["ThreadPool"],
     "sharded_loader.loader": ["ShardedDataLoader"],

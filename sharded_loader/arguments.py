@@ -244,8 +244,8 @@ def make_pool(
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
     elif thread_pool and pool != "thread":
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
-    if pool not in ("inline", "thread", "process"):
-        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", or a pool object')
+    if pool not in ("inline", "thread", "process", "ray"):
+        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", "ray", or a pool object')
     if count == 0 and (thread_pool or pool != "inline"):
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
         raise ValueError(f"{asked} needs workers: give num_workers=, at least 1. Without {asked} the loop reads itself")
@@ -256,6 +256,10 @@ def make_pool(
         return InlinePool()
     if pool == "thread":
         return ThreadPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
+    if pool == "ray":
+        from sharded_loader.pools.on_ray import RayPool
+
+        return RayPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
     return ProcessPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
 
 

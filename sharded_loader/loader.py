@@ -78,8 +78,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             libraries and of your own are not read ahead. None: processes do this. Threads share the dataset and the
             global random generators with you, so between epochs they leave both alone.
         thread_pool: threads instead of processes.
-        pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"`` or ``"process"`` (sized by it), or a pool
-            object, which has its own.
+        pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"``, ``"process"`` or ``"ray"`` (sized by it), or a
+            pool object, which has its own.
         device: plain batches on this device. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
             ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
@@ -151,7 +151,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         prefetch: int | None = None,
         thread_pool: bool = False,
         *,
-        pool: Literal["inline", "thread", "process"] | Pool | None = None,
+        pool: Literal["inline", "thread", "process", "ray"] | Pool | None = None,
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
@@ -220,7 +220,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._pipeline = Pipeline(self._workers)
         self.prefetch = prefetch
         claim(self._workers, self._pipeline)
-        self._workers.use_memory(self._placement.empty, self._placement.register)
+        place = self._placement
+        self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self.device_prefetch = self._placement.ahead
         self._meter = Meter()
         self._progress = Progress(self._order)

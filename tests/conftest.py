@@ -21,7 +21,7 @@ import hypothesis
 import psutil
 import pytest
 
-from sharded_loader import InlinePool, ProcessPool, ThreadPool
+from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import LoaderClosedError
 from sharded_loader.workers.start import start_forkserver
@@ -41,8 +41,15 @@ hypothesis.settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs behind it: `make test &`
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PROCESS_POOLS = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
-POOLS = ("inline", "thread", *PROCESS_POOLS)
+WITH_RAY = os.environ.get("SHARDED_LOADER_TEST_POOLS") == "ray"
+"""Run the tests of all pools over `RayPool`, and no other: ``make test-ray``."""
+
+PROCESS_POOLS: tuple[str, ...] = ("fork", "forkserver", "spawn") if sys.platform != "win32" else ("spawn",)
+POOLS: tuple[str, ...] = ("inline", "thread", *PROCESS_POOLS)
+if WITH_RAY:
+    PROCESS_POOLS, POOLS = (), ("inline", "ray")
+# Ray's own processes, and those of its workers that have nothing to do.
+HELPERS = (*HELPERS, "/ray/", "ray::IDLE", "Agent")
 
 
 METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
@@ -59,12 +66,14 @@ SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
 
-    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks` run if ``-m`` names them.
+    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks` or `ray` run where ``-m``
+    names these.
     """
-    if "frameworks" not in config.option.markexpr:
-        apart = [item for item in items if item.get_closest_marker("frameworks")]
-        config.hook.pytest_deselected(items=apart)
-        items[:] = [item for item in items if not item.get_closest_marker("frameworks")]
+    for name in ("frameworks", "ray"):
+        if name not in config.option.markexpr:
+            apart = [item for item in items if item.get_closest_marker(name)]
+            config.hook.pytest_deselected(items=apart)
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
     first: dict[tuple[str, str], str] = {}
     for item in items:
         test, _, names = item.nodeid.partition("[")
@@ -112,9 +121,47 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     """A pool by the name that tests are parametrised with."""
     if name == "inline":
         return InlinePool()
+    if name == "ray":
+        return RayPool(num_workers, num_cpus=0, **options)
     if name == "thread":
         return ThreadPool(num_workers, **options)
     return ProcessPool(num_workers, start_method=name, **options)
+
+
+@contextlib.contextmanager
+def ray_environment() -> Iterator[None]:
+    """Inside, Ray is started so that actors import what tests import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        yield
+
+
+@pytest.fixture(scope="session" if WITH_RAY else "module", autouse=WITH_RAY)
+def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Ray of this machine."""
+    import ray
+
+    with ray_environment():
+        ray.init(
+            num_cpus=4,
+            object_store_memory=300 << 20,
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
+    yield ray
+    ray.shutdown()
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+    """Wait for something that no event tells of, such as the end of another program's process; whether it has come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def begin(batches: Iterable[Any]) -> threading.Thread:
@@ -189,12 +236,20 @@ def _processes() -> set[int]:
     return found
 
 
+def _with_ray() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.is_alive()}
+    # Ray calls back from threads of its own, which Python has not started.
+    ray_calls = threading._DummyThread if _with_ray() else ()
+    return {thread for thread in threading.enumerate() if thread.is_alive() and not isinstance(thread, ray_calls)}
 
 
 def _descriptors() -> dict[int, str]:
-    found = {}
+    found: dict[int, str] = {}
+    if _with_ray():
+        return found  # connections of Ray's to whom it has talked
     for entry in Path("/proc/self/fd").iterdir() if os.path.isdir("/proc/self/fd") else ():
         try:
             to = os.readlink(entry)

@@ -13,6 +13,7 @@ a bug or the machine's, and keeps its traceback.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ DIFFERENT = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 DEFAULT_WORKERS = 2
-POOLS = ("inline", "thread", "process")
+POOLS = ("inline", "thread", "process", "ray")
 
 
 class CannotRun(Exception):
@@ -78,8 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = demo.add_argument
     each = "one shard of each batch for each, such as cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)"
     add("--devices", default="auto", metavar="LIST", help=each)
-    add("--pool", choices=POOLS, default=POOLS[-1], help="who reads the samples (default: %(default)s)")
-    workers = f"threads or processes of the pool (default: {DEFAULT_WORKERS}; inline has none)"
+    add("--pool", choices=POOLS, default="process", help="who reads the samples (default: %(default)s)")
+    workers = f"threads, processes or actors of the pool (default: {DEFAULT_WORKERS}; inline has none)"
     add("--workers", type=int, metavar="N", help=workers)
     add("--epochs", type=int, default=20, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="same seed, same accuracy (default: %(default)s)")
@@ -104,13 +105,15 @@ def run_demo(arguments: argparse.Namespace) -> int:
     if arguments.pool == "inline" and arguments.workers is not None:
         raise CannotRun(
             "demo: --pool inline reads in the training loop and has no workers: leave out --workers, "
-            "or choose --pool thread or process"
+            "or choose --pool thread, process or ray"
         )
     if arguments.pool != "process" and arguments.kill:
         raise CannotRun(
-            f"demo: --kill kills worker processes, and --pool {arguments.pool} has none: leave out --pool, "
+            f"demo: --kill kills worker processes, and --pool {arguments.pool} has none here: leave out --pool, "
             f"or choose --pool process"
         )
+    if arguments.pool == "ray" and importlib.util.find_spec("ray") is None:
+        raise CannotRun("demo: --pool ray needs Ray: pip install ray")
     try:
         import sklearn.datasets  # noqa: F401
         from rich.console import Console

@@ -44,7 +44,7 @@ class Options:
 
     Attributes:
         devices: one shard of each batch goes to each; one may stand twice.
-        pool: ``"inline"``, ``"thread"`` or ``"process"``: who reads the samples.
+        pool: ``"inline"``, ``"thread"``, ``"process"`` or ``"ray"``: who reads the samples.
         workers: how many threads or processes; 0 with ``"inline"``.
         epochs: passes over the training set.
         seed: of weights, order and shifts.
@@ -296,7 +296,7 @@ def train_and_test(
             torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True)
         )
         replicas = Replicas(make_model(options.seed), options.devices)
-        reads = {"pool": pool} if pool else {"num_workers": options.workers, "thread_pool": options.pool == "thread"}
+        reads = {"pool": pool} if pool else {"num_workers": options.workers, "pool": options.pool}
         with ShardedDataLoader(
             train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
         ) as loader:

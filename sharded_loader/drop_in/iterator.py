@@ -122,7 +122,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
         self._pool = make_pool(loader)
-        self._pool.use_memory(self._placement.empty, self._placement.register)
+        place = self._placement
+        self._pool.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self._pipeline = Pipeline(self._pool)
         # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
         self._pipeline.scale_by_group = loader.scales_prefetch

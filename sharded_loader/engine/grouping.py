@@ -36,6 +36,12 @@ _MEMORY = 0.1
 class Grouping:
     """Learns from the batches that have come how many go together.
 
+    Args:
+        seconds: work in one message.
+        most: batches in one message.
+        patient: one batch that took eight times as long as usual does not count, only the second in a row does. Where
+            more processes run than there are cores, a batch may take long because its worker had to wait.
+
     Attributes:
         size: batches in a group, at least 1.
 
@@ -49,13 +55,20 @@ class Grouping:
         1
     """
 
-    def __init__(self) -> None:
-        self._mean = GROUP_SECONDS
+    def __init__(self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, patient: bool = False) -> None:
+        self._seconds, self._most, self._patient = seconds, most, patient
+        self._mean = seconds
+        self._was_long = False
         self.size = 1
 
     def note(self, seconds: float) -> int:
         """A worker took so long for a batch; how many batches go together from now on."""
-        # A batch that took long counts in full: the next ones may do too, and somebody waits for them.
-        self._mean = seconds if seconds > 8 * self._mean else self._mean + _MEMORY * (seconds - self._mean)
-        self.size = min(MAX_GROUP, max(1, int(GROUP_SECONDS / max(self._mean, 1e-9))))
+        is_long, was_long = seconds > 8 * self._mean, self._was_long
+        self._was_long = is_long
+        if is_long and (was_long or not self._patient):
+            # It counts in full: the next ones may take as long, and somebody waits for them.
+            self._mean = seconds
+        elif not is_long:
+            self._mean += _MEMORY * (seconds - self._mean)
+        self.size = min(self._most, max(1, int(self._seconds / max(self._mean, 1e-9))))
         return self.size

@@ -64,12 +64,13 @@ class Pool(ABC):
     timeout: float | None = None
     empty: Empty = staticmethod(new_array)
 
-    def use_memory(self, empty: Empty, register: Register) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         """Say where batches are to lie; before the pool is started.
 
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
+            pinned: a device copies batches, so ``empty`` gives page-locked memory.
         """
         self.empty = empty
 

@@ -79,6 +79,11 @@ class SlotWriter:
         self._outside = 0
 
     @property
+    def used(self) -> int:
+        """Bytes of the slot that are taken; a multiple of `ALIGNMENT`, unless the slot ends before it."""
+        return min(self._used, self._memory.nbytes)
+
+    @property
     def wanted(self) -> int:
         """Bytes that the batch needed, whether the slot had them or not: the next slot is that large."""
         return self._used + self._outside

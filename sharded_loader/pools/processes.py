@@ -144,7 +144,7 @@ class ProcessPool(Pool):
         )
         return make, ()
 
-    def use_memory(self, empty: Empty, register: Register) -> None:
+    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         self._resources.register = self._resources.arena.register = register
 
     @property

@@ -31,6 +31,7 @@ from sharded_loader.workers.supervision import (
     Death,
     Deaths,
     Watch,
+    behind,
     died,
     died_idle,
     died_in_start,
@@ -181,15 +182,12 @@ class Workforce:
             key = given_up.run, given_up.seq
             self.deaths.settle(*key)
             assert self._new_job is not None  # its workers read it
-            # The lanes of a map-style dataset with a state are no parts: their other batches can be read.
             task = handle.tasks.pop(key)
-            part = None if self._new_job.job.stream is None else task.part
-            waiting = [*self.requeued, *handle.tasks.values()]
-            behind = [] if part is None else [task for task in waiting if part.is_same(task.part)]
-            if behind:
-                handle.tasks = {at: task for at, task in handle.tasks.items() if task not in behind}
-                self.requeued = deque(task for task in self.requeued if task not in behind)
-            results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in behind)]
+            ended = behind(task, [*self.requeued, *handle.tasks.values()], self._new_job.job)
+            if ended:
+                handle.tasks = {at: task for at, task in handle.tasks.items() if task not in ended}
+                self.requeued = deque(task for task in self.requeued if task not in ended)
+            results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in ended)]
         with uninterrupted():
             resources = self.resources
             resources.poller = None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sharded_loader.engine.board import SAMPLE, SHARD, phase, sample_in
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import Job, Task
 from sharded_loader.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
 
 E = TypeVar("E", bound=BaseException)
@@ -72,6 +72,10 @@ class Deaths:
         self._of_batch[key] += 1
         self.unsettled = True
         return self._of_batch[key] >= self._limit
+
+    def of(self, task: Task) -> int:
+        """How many workers have died over the task."""
+        return self._of_batch[task.run, task.seq]
 
     def settle(self, run: int, seq: int) -> None:
         """The task is done, or has been given up. Only needed while there is something `unsettled`."""
@@ -160,15 +164,25 @@ class Watch:
 
 
 class Death(NamedTuple):
-    """A worker that has ended: number, pid, exit code; and what `WorkerResources.oom_kills` said then."""
+    """A worker that has ended: number, pid, exit code; and what `WorkerResources.oom_kills` said then.
+
+    Where another program runs the workers: the address of its machine, and what that program says.
+    """
 
     worker: int
     pid: int
     exitcode: int | None
     oom_kills: int | None = None
+    host: str = ""
+    cause: str = ""
+
+    @property
+    def who(self) -> str:
+        """How errors name the worker."""
+        return f"worker {self.worker} (pid {self.pid}{self.host and f' on {self.host}'})"
 
     def __str__(self) -> str:
-        return f"worker {self.worker} (pid {self.pid}) died: {describe_exit(self.exitcode, self.oom_kills)}"
+        return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
 
 
 def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
@@ -181,8 +195,7 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
         deaths: how many there were.
     """
     make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode, pid=death.pid)
-    who = f"worker {death.worker} (pid {death.pid})"
-    return _given_up(make, who, str(death), task, words, deaths, "", ", which it may end too")
+    return _given_up(make, death.who, str(death), task, words, deaths, "", ", which it may end too")
 
 
 def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
@@ -195,7 +208,7 @@ def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = N
     """
     fate, how = f"{death}.", "It had not begun to read: it died while it started"
     if hung:
-        fate = f"worker {death.worker} (pid {death.pid}) hung for minutes and was killed."
+        fate = f"{death.who} hung for minutes and was killed."
         how = "It had not begun to read: it hung while it started"
     more = "its own output on stderr may say more"
     if traceback is not None:
@@ -257,3 +270,13 @@ def _given_up(
     indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
     Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
     return error
+
+
+def behind(task: Task, waiting: Iterable[Task], job: Job) -> list[Task]:
+    """Those of the waiting tasks that cannot be read once ``task`` is given up: of the same part of iterable data.
+
+    To get past the batch, a worker would have to read it. The lanes of a map-style dataset with a state are no parts:
+    their other batches can be read.
+    """
+    part = None if job.stream is None else task.part
+    return [] if part is None else [other for other in waiting if part.is_same(other.part)]

@@ -1,7 +1,7 @@
 """A worker process, from its first line to its last.
 
     receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
-    main thread:      inbox -> Reader -> slot, encode -> pipe
+    main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
 The main thread notes on the board where it is. So a trainer that finds it dead or silent can say in which batch, and
 over which sample, if somebody has to know that (`engine.board`).
@@ -14,7 +14,7 @@ gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the 
 macOS: there `close` kills the worker, and without a `close` it ends after that call.
 
 SIGINT is the trainer's affair and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here imports
-torch. If the user's dataset does, torch is told that it is in a worker.
+torch.
 """
 
 from __future__ import annotations
@@ -34,21 +34,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.engine import messages
-from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SENDING, SEQ, SHARD, board_in, new_board
+from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task
-from sharded_loader.engine.reader import Reader
-from sharded_loader.engine.readers import reader_for
-from sharded_loader.errors import Location, add_note, as_exception, format_traceback
-from sharded_loader.global_generators import seed_as_torch, seed_globals
+from sharded_loader.engine.messages import NewJob, Result, Task
+from sharded_loader.errors import format_traceback
 from sharded_loader.interrupts import python_handlers
-from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, decode, encode, set_apart
+from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
-from sharded_loader.process_hooks import call_after_import
-from sharded_loader.rng import derive_key
 from sharded_loader.system import ONE_THREAD, why_refused
 from sharded_loader.workers.lifeline import die_with, keep_from_children
+from sharded_loader.workers.task_reader import TaskReader, failed_in_start
 from sharded_loader.workers.wire import receive_descriptor, receive_message, send_message
 
 GRACE = 0.3
@@ -71,9 +67,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._finished = threading.Event()
-        self._job: Job | None = None
-        self._reader: Reader | None = None
-        self._board = new_board()
+        self._reading = TaskReader(number, num_workers, self._name)
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
@@ -114,7 +108,7 @@ class Worker:
                     if fd is not None:
                         os.close(fd)
             elif kind == messages.BOARD:
-                self._board = board_in(attach(0, nbytes, fd, name).mapping, number)
+                self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
             else:
                 # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
                 segment = attach(number, nbytes, fd, name, private=number < 0)
@@ -148,44 +142,22 @@ class Worker:
                 if self._inbox.empty():
                     if self._replies:
                         self._send_replies()
-                    self._board[SAMPLE] = IDLE
+                    self._reading.board[SAMPLE] = IDLE
         except BaseException as error:  # this process may have no more threads
             self._crash(error)
         self._finished.set()
 
     def _crash(self, error: BaseException) -> NoReturn:
-        if self._job is None:
+        if self._reading.job is None:
             _crash(self._conn, error)
         traceback.print_exc()
         os._exit(1)
 
     def _take_job(self, segment: int, content: memoryview, buffers: Sequence[Any], inherited: NewJob | None) -> bool:
-        first = self._job is None
         try:
-            new = self._load(segment, content, buffers) if inherited is None else inherited
-            self._job = new.job
-            key = derive_key(new.job.seed, "worker_init_fn", self._number)
-            base, number = new.job.base_seed, self._number
-            # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
-            seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
-            call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, new.job))
-            if first and base is not None:
-                seed_as_torch(base, number)
-            if first and new.worker_init_fn is not None:
-                if base is None:
-                    seed_globals(key)
-                new.worker_init_fn(number)
-            self._reader = reader_for(
-                new.job,
-                tells_epoch=True,
-                notes_samples=new.notes_samples,
-                readers=self._num_workers,
-                alone=True,
-                seed=self._seed_globals,
-            )
+            self._reading.take(self._load(segment, content, buffers) if inherited is None else inherited)
         except BaseException as error:
-            failure = as_exception(error, "while a worker started")
-            add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
+            failure = failed_in_start(error, self._name)
             self._send(messages.pack_head(messages.FAILED) + encode(encode_error(failure)).head)
             return False
         self._send(messages.pack_head(messages.READY))
@@ -201,51 +173,19 @@ class Worker:
         return new
 
     def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
-        assert self._job is not None and self._reader is not None  # the job is the first message
         if run in self._cancelled:
             self._reply(Result(run, seq), SlotWriter(None))
-            return
-        board = self._board
-        board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
-        try:
-            task = messages.task_of(fields)
-        except Exception as error:
-            add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
-            self._reply(Result(run, seq, error=error), SlotWriter(None))
             return
         memory = None
         if place is not None:
             segment, offset, nbytes = place
             whole = self._segments.get(segment)
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
-        if task.careful:
-            self._reader.probe(task, board)
-        self._seed_globals(task.epoch, task.position)
-        slot = SlotWriter(memory)
-        result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
-        board[SAMPLE] = SENDING
-        self._reply(result, slot, task)
-
-    def _seed_globals(self, epoch: int, position: int) -> None:
-        """A batch that is built again, by whichever worker, gets the same seeds."""
-        assert self._job is not None  # a batch is read
-        if self._job.base_seed is None:
-            seed_globals(derive_key(self._job.seed, "batch globals", epoch, position), whole=False)
+        self._reply(*self._reading.read(run, seq, fields, memory))
 
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
-        try:
-            encoded = messages.pack_result(result, slot) or _encode(result, slot)
-        except BaseException as unpicklable:  # a __reduce__ may call sys.exit
-            failure = TypeError(
-                f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
-                f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
-            )
-            if task is not None:
-                Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
-            failure.__cause__ = unpicklable
-            point = None if result.point is None or result.point.state is not None else result.point
-            encoded = _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))
+        encoded = self._reading.pack(result, slot, task)
         self._replies.append(messages.pack_reply(result.run, result.seq, slot.wanted, encoded))
         self._places.extend(encoded.places)
         # Buffers are views into the batch's own arrays, which nobody keeps after this.
@@ -263,15 +203,6 @@ class Worker:
             send_message(self._conn, head, places, buffers)
         except OSError:
             _leave(0)  # the trainer has closed the pipe, or is gone
-
-
-def _encode(result: Result, slot: SlotWriter) -> Encoded:
-    """A result that `pack_result` does not take."""
-    skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
-    error = None if result.error is None else encode_error(result.error)
-    reply = Reply(result._replace(error=None, skipped=()), error, skipped)
-    objects = set_apart(result.batch)
-    return encode(SetApart([*objects, skipped], End, reply) if objects or skipped else reply, slot)
 
 
 def main(
@@ -334,9 +265,3 @@ def _leave(exitcode: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(exitcode)
-
-
-def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
-    from sharded_loader.engine.worker_info import tell_of_worker
-
-    tell_of_worker(number, num_workers, seed, job)

@@ -363,7 +363,7 @@ def test_the_pool_of_a_loader_that_was_collected_serves_another(pool: Pool) -> N
 
 def test_a_loader_that_could_not_be_made_does_not_keep_the_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(type(pool), "use_memory", lambda *_: 1 / 0)
+        patch.setattr(type(pool), "use_memory", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(pool=pool)
     gc.collect()

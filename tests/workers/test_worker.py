@@ -20,14 +20,14 @@ from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools.translation import decode_result
-from sharded_loader.workers import worker
+from sharded_loader.workers import task_reader
 from sharded_loader.workers.wire import receive_message, send_message
 from sharded_loader.workers.worker import Worker
 
 
 @pytest.fixture(autouse=True)
 def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_tell_torch", lambda *_: None)
+    monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
 
 
 class Bad:
@@ -182,5 +182,5 @@ def test_a_job_that_comes_in_a_message_is_read() -> None:
 def test_a_worker_between_batches_is_idle_on_its_board(trainer: Trainer) -> None:
     trainer.send_tasks(task(0, 1))
     trainer.results(1)
-    while trainer.worker._board[SAMPLE] != IDLE:  # it is told after the answer
+    while trainer.worker._reading.board[SAMPLE] != IDLE:  # it is told after the answer
         time.sleep(0.001)

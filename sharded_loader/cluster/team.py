@@ -1,0 +1,326 @@
+"""The actors of a pool on Ray: asked for, given a job, replaced when they end.
+
+    start(new_job)    the dataset lies in the object store once; actors are asked for, or told of the new job
+    send(worker, ...) a group of tasks is one call; when it has ended, however it has, that is an event
+    bury(worker, ...) an actor has ended -> another is asked for; its tasks wait; the error of a batch that is given up
+    look()            actors that stand still are killed; a cluster without room for any is told about
+    close()           no actor is left
+
+An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
+ready get tasks: `free` are those that any task may go to.
+
+Which batch is to blame for a death is found out by `cluster.blame`. A node that dies is nobody's fault.
+
+Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is
+never room for one (`PoolBroken`). The actors are stopped then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import queue
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.cluster.actor import Actor, Begun
+from sharded_loader.cluster.blame import Blame
+from sharded_loader.cluster.connect import alive, store_bytes, what_there_is
+from sharded_loader.cluster.members import NODE_DIED, Call, Member, Wanted, cause_of, stop
+from sharded_loader.engine.messages import NOTHING, NewJob, Result, Task, pack_tasks
+from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.interrupts import uninterrupted
+from sharded_loader.memory import publish
+from sharded_loader.memory.classes import classes_of_main
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.workers.supervision import Death, Watch, behind
+
+PATIENCE = 10.0
+"""Seconds without any actor that is ready, before the user is told."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks at what was asked for."""
+
+ANSWER_SECONDS = 1.0
+"""How long an actor that is to write its stacks is waited for."""
+
+Event = tuple[Member, "int | str", "Future[Any]"]
+"""A call that has ended: of which actor, its number (or its name, if it was no group), and how."""
+
+
+class Team:
+    """Keeps the actors of a pool running.
+
+    Args:
+        num_workers: how many there are to be.
+        wanted: what each is asked for with.
+        restarts, timeout, start_timeout: of the `RayPool`.
+
+    Attributes:
+        members: the actors, by number.
+        requeued: tasks that wait for an actor that may read them.
+        events: the calls that have ended.
+        bell: rings when one has.
+        blame: who is to blame when actors die.
+        watch: how long each of them has stood still.
+    """
+
+    def __init__(
+        self, num_workers: int, wanted: Wanted, restarts: int, timeout: float | None, start_timeout: float
+    ) -> None:
+        self.num_workers = num_workers
+        self.restarts = restarts
+        self.start_timeout = start_timeout
+        self.members: list[Member] = []
+        self.requeued: deque[Task] = deque()
+        self.events: deque[Event] = deque()
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.blame = Blame(restarts, timeout)
+        self.watch = Watch(timeout)
+        self._wanted = wanted
+        self._lanes: dict[int, Member] = {}
+        self._numbers = itertools.count()
+        self._actors: list[Any] = []  # all that run, for `closer`
+        self._new: NewJob | None = None
+        self._published: Any = None
+        self._classes: list[type] = []
+        self._without = time.monotonic()  # since when no actor is ready
+        self._has_had = self._told = False
+
+    # -- actors ---------------------------------------------------------------------------------------------
+
+    def start(self, new: NewJob) -> None:
+        """Ask for actors. Those that are there are sent the new job before any later task."""
+        import ray
+
+        self._new, self._classes = new, classes_of_main()
+        encoded = publish.publish(
+            new,
+            dataset=new.job.dataset,
+            batchify_fn=new.job.batchify_fn,
+            on_error=new.job.on_error,
+            worker_init_fn=new.worker_init_fn,
+        )
+        buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
+        try:
+            self._published = ray.put((encoded.head, buffers))
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
+            nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
+            raise MemoryError(
+                f"the dataset has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: start Ray "
+                f"with a larger object_store_memory, or let the dataset open its data in the worker"
+            ) from full
+        self.blame.deaths.new_job()
+        if self.members:
+            for member in self.members:
+                self._begin(member)
+            return
+        try:
+            self._without = time.monotonic()
+            for number in range(self.num_workers):
+                with uninterrupted():
+                    self.members.append(self._ask_for(number))
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask_for(self, number: int) -> Member:
+        import ray
+
+        threads = max(1, int(self._wanted.num_cpus))
+        actor = ray.remote(**self._wanted.options())(Actor).remote(number, self.num_workers, threads)
+        self._actors.append(actor)
+        member = Member(number, f"{number}-{next(self._numbers)}", actor)
+        self._begin(member)
+        return member
+
+    def _begin(self, member: Member) -> None:
+        self._listen(member.actor.begin.remote(self._published), member, "begin")
+
+    def _listen(self, ref: Any, member: Member, what: int | str) -> None:
+        ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, member, what))
+
+    @property
+    def ready(self) -> list[Member]:
+        """The actors that have the dataset."""
+        return [member for member in self.members if member.begun is not None]
+
+    @property
+    def free(self) -> list[Member]:
+        """The actors that any task may be sent to."""
+        return [member for member in self.members if member.begun is not None and not member.is_alone]
+
+    @property
+    def step(self) -> float | None:
+        """Seconds until the next `look`; None: nothing is to be looked at."""
+        if any(member.begun is None for member in self.members):
+            return LOOK_SECONDS
+        return self.watch.step
+
+    def begun(self, member: Member, said: Begun) -> None:
+        """An actor has answered to a job.
+
+        Raises:
+            PoolBroken: it cannot take it.
+        """
+        if said.failure is not None:
+            self.close()
+            raise PoolBroken(decode_error(decode(said.failure)))  # type: ignore[arg-type]
+        member.begun, self._has_had, self._told = said, True, False
+        self.blame.deaths.ready()
+
+    def close(self) -> None:
+        """Stop the actors, and give back what belongs to them."""
+        self.members = []
+        stop(self._actors)
+        self.requeued.clear()
+        self._lanes.clear()
+        self._new = self._published = None
+        self._classes = []
+        # Calls that are under way may end yet: nobody listens any more.
+        self.events, self.bell = deque(), queue.SimpleQueue()
+        self.blame, self._has_had, self._told = Blame(self.restarts, self.watch.timeout), False, False
+
+    def closer(self) -> Callable[[], None]:
+        """`close` as far as others see it, without a reference to the team."""
+        return functools.partial(stop, self._actors)
+
+    # -- tasks ----------------------------------------------------------------------------------------------
+
+    def for_task(self, task: Task, group: int) -> Member | None:
+        """The actor that a task goes to; None if it has to wait."""
+        alone = self.blame.travels_alone(task)
+        if task.lane is None:
+            free = [member for member in self.free if not (alone and member.calls)]
+            return min(free, key=lambda member: member.load // group, default=None)
+        member = self._lanes.get(task.lane)
+        if member is None or member.begun is None or self.members[member.number] is not member:
+            held = [*self._lanes.values()]
+            member = min(self.ready, key=held.count, default=None)
+            if member is None:
+                return None
+            self._lanes[task.lane] = member
+        return None if member.is_alone or (alone and member.calls) else member
+
+    def send(self, member: Member, tasks: Sequence[tuple[Task, bytes | None]]) -> None:
+        """Have an actor read tasks: in one call, or one that travels alone."""
+        number, only = next(self._numbers), tasks[0][0]
+        content, alone = pack_tasks([(None, task, own) for task, own in tasks]), self.blame.travels_alone(only)
+        arguments: tuple[Any, ...] = (content,)
+        if only.careful:
+            arguments = content, self.blame.notebook(self._actors.append), member.key
+        member.calls[number] = Call([task for task, _ in tasks], alone)
+        self._listen(member.actor.read.remote(*arguments), member, number)
+
+    def cancel(self, run: int) -> None:
+        """Drop the tasks of a run that have not begun. Ray's own ``cancel`` can hold up an actor for half a minute."""
+        self.requeued = deque(task for task in self.requeued if task.run != run)
+        for member in self.members:
+            if any(task.run == run for task in member.tasks):
+                member.actor.cancel.options(concurrency_group="control").remote(run)
+
+    # -- actors that end, or stand still --------------------------------------------------------------------
+
+    def bury(self, member: Member, error: BaseException) -> list[Result]:
+        """An actor has ended: another is asked for, and its tasks wait.
+
+        Args:
+            member: the actor. Each of its calls ends with an error; the first one counts.
+            error: Ray's.
+
+        Returns:
+            The error of the batch that has killed too many actors, and no batch for those that end with it.
+
+        Raises:
+            PoolBroken: actors die without having done anything.
+        """
+        if not self.members or self.members[member.number] is not member:
+            return []
+        cause = cause_of(error)
+        begun = member.begun or Begun(0, "", "")
+        death = Death(member.number, begun.pid, None, None, begun.host, cause)
+        is_fault = NODE_DIED not in cause and (not begun.node or begun.node in alive())
+        waiting, given_up = member.tasks, None
+        try:
+            if is_fault:
+                given_up = self.blame.count(member, death, in_init=getattr(error, "actor_init_failed", False))
+        except PoolBroken:
+            self.close()
+            raise
+        results: list[Result] = []
+        if given_up is not None:
+            assert self._new is not None  # its actors read
+            task = next(task for task in waiting if (task.run, task.seq) == (given_up.run, given_up.seq))
+            waiting.remove(task)
+            ended = behind(task, [*self.requeued, *waiting], self._new.job)
+            waiting = [task for task in waiting if task not in ended]
+            self.requeued = deque(task for task in self.requeued if task not in ended)
+            results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in ended)]
+        for one in results:
+            self.blame.settle(one.run, one.seq)
+        with uninterrupted():
+            stop(self._actors, member.actor)
+            self.members[member.number] = self._ask_for(member.number)
+        if not self.ready:
+            self._without = time.monotonic()
+        self.requeued.extend(self.blame.marked(task) for task in waiting)
+        return results
+
+    def look(self) -> None:
+        """What no event tells of: actors that stand still, and none that is ready.
+
+        Raises:
+            PoolBroken: there was never room for an actor.
+        """
+        if self.watch.timeout is not None:
+            self._stop_late()
+        if self.ready:
+            return
+        passed = time.monotonic() - self._without
+        if passed > PATIENCE and not self._told:
+            self._told = True
+            if self._has_had:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            else:
+                fate = f"there is no room for a worker since {PATIENCE:g} s. The loader waits {self.start_timeout:g} s"
+            warnings.warn(f"RayPool: {fate}: {what_there_is(self._wanted.amounts)}", stacklevel=2)
+        if passed > self.start_timeout and not self._has_had:
+            asked = what_there_is(self._wanted.amounts)
+            self.close()
+            raise PoolBroken(
+                TimeoutError(
+                    f"no worker could start within {self.start_timeout:g} s (start_timeout=): {asked}. Ask for less "
+                    f"(num_cpus=, resources=), or add nodes"
+                )
+            )
+
+    def _stop_late(self) -> None:
+        """Kill the actors that stand still. Their deaths are dealt with as such."""
+        import ray
+
+        busy = [member for member in self.ready if member.calls and not member.hung]
+        for member in busy:
+            ref = member.actor.where.options(concurrency_group="control").remote()
+            self._listen(ref, member, "where")
+        for member in self.watch.late([(member, member.words) for member in busy]):
+            member.hung = True
+            with contextlib.suppress(Exception):  # it holds the GIL: nobody sees its stacks
+                ray.get(member.actor.stacks.options(concurrency_group="control").remote(), timeout=ANSWER_SECONDS)
+            stop([member.actor])
+
+
+def _note(
+    events: deque[Event], bell: queue.SimpleQueue[None], member: Member, what: int | str, future: Future[Any]
+) -> None:
+    """In a thread of Ray's: a call has ended."""
+    events.append((member, what, future))
+    if bell.empty():
+        bell.put(None)

@@ -1,0 +1,38 @@
+"""What an actor is asked for with, and what Ray says about its death."""
+
+from __future__ import annotations
+
+from sharded_loader.cluster.members import Call, Member, Wanted, cause_of
+from sharded_loader.engine.messages import Task
+
+
+def task(seq: int) -> Task:
+    return Task(0, seq, 0, 0, ([seq],), False)
+
+
+def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None:
+    options = Wanted(0.5, {"reader": 1}, None, "SPREAD").options()
+    assert options["scheduling_strategy"] == "SPREAD"
+    assert options["max_restarts"] == options["max_task_retries"] == 0
+    assert (options["num_cpus"], options["resources"]) == (0.5, {"reader": 1})
+    assert "runtime_env" not in options
+
+
+def test_a_runtime_env_is_passed_on() -> None:
+    assert Wanted(1, {}, {"working_dir": "."}, "SPREAD").options()["runtime_env"] == {"working_dir": "."}
+
+
+def test_a_member_knows_its_tasks_the_oldest_first() -> None:
+    member = Member(0, "0-0", None, {3: Call([task(1), task(2)], alone=False), 4: Call([task(0)], alone=False)})
+    assert [one.seq for one in member.tasks] == [1, 2, 0]
+    assert member.load == 3
+    assert not member.is_alone
+    member.calls[5] = Call([task(7)], alone=True)
+    assert member.is_alone
+
+
+def test_the_cause_of_a_death_is_one_line() -> None:
+    said = "x\n\tWorker exit type: SYSTEM_ERROR Worker exit detail: It exited.\nSome common causes include: (1) many"
+    assert cause_of(Exception(said)) == "SYSTEM_ERROR: It exited."
+    assert cause_of(Exception("its node has died")) == "its node has died"
+    assert len(cause_of(Exception("word " * 1000))) < 410
