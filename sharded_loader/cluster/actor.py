@@ -57,7 +57,7 @@ Group = tuple[bytes, "list[tuple[int, int]]", "np.ndarray[Any, Any]", "list[np.n
 the memory; the rest."""
 
 
-class Actor:
+class LoaderActor:
     """One worker.
 
     Args:
@@ -181,7 +181,7 @@ class _ToldBoard(list):  # type: ignore[type-arg]
             ray.get(self._notebook.note.remote(self._key, list(self)))
 
 
-class Notebook:
+class LoaderNotebook:
     """Keeps what workers note about themselves, after their death too."""
 
     def __init__(self) -> None:

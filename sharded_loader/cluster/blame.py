@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharded_loader.cluster.actor import Notebook
+from sharded_loader.cluster.actor import LoaderNotebook
 from sharded_loader.cluster.connect import here
 from sharded_loader.cluster.members import Member
 from sharded_loader.engine.board import BEGINNING, is_at
@@ -59,7 +59,7 @@ class Blame:
 
         if self._notebook is None:
             strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here(), soft=False)
-            self._notebook = ray.remote(num_cpus=0, scheduling_strategy=strategy)(Notebook).remote()
+            self._notebook = ray.remote(num_cpus=0, scheduling_strategy=strategy)(LoaderNotebook).remote()
             register(self._notebook)
         return self._notebook
 

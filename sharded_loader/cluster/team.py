@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.cluster.actor import Actor, Begun
+from sharded_loader.cluster.actor import Begun, LoaderActor
 from sharded_loader.cluster.blame import Blame
 from sharded_loader.cluster.connect import alive, store_bytes, what_there_is
 from sharded_loader.cluster.members import NODE_DIED, Call, Member, Wanted, cause_of, stop
@@ -136,7 +136,7 @@ class Team:
         import ray
 
         threads = max(1, int(self._wanted.num_cpus))
-        actor = ray.remote(**self._wanted.options())(Actor).remote(number, self.num_workers, threads)
+        actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
         self._actors.append(actor)
         member = Member(number, f"{number}-{next(self._numbers)}", actor)
         self._begin(member)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sharded_loader.cluster import actor
-from sharded_loader.cluster.actor import Actor, Notebook
+from sharded_loader.cluster.actor import LoaderActor, LoaderNotebook
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
 from sharded_loader.memory.codec import decode, encode
 from sharded_loader.memory.exceptions import decode_error
@@ -39,8 +39,8 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "_place", lambda: ("node", "10.0.0.1"))
 
 
-def begun(dataset: Any = None) -> Actor:
-    made = Actor(1, 2, 1)
+def begun(dataset: Any = None) -> LoaderActor:
+    made = LoaderActor(1, 2, 1)
     encoded = encode(NewJob(Job(dataset or Images(), None, 0), None))
     buffers = [np.frombuffer(bytes(buffer), np.uint8) for buffer in encoded.buffers]  # read-only, as Ray's
     assert made.begin((encoded.head, buffers)).failure is None
@@ -51,7 +51,7 @@ def task(seq: int, *indices: int, careful: bool = False) -> tuple[None, Task, No
     return None, Task(0, seq, 0, 0, (list(indices),), False, careful), None
 
 
-def read(made: Actor, *tasks: tuple[None, Task, None], **options: Any) -> tuple[list[Result], Any]:
+def read(made: LoaderActor, *tasks: tuple[None, Task, None], **options: Any) -> tuple[list[Result], Any]:
     replies, places, memory, rest = made.read(pack_tasks(tasks), **options)
     others = iter(rest)
     buffers = (next(others) if at < 0 else memory[at : at + nbytes].copy() for at, nbytes in places)
@@ -64,7 +64,7 @@ def read(made: Actor, *tasks: tuple[None, Task, None], **options: Any) -> tuple[
 
 def test_it_says_where_it_is() -> None:
     encoded = encode(NewJob(Job(range(3), None, 0), None))
-    said = Actor(1, 2, 1).begin((encoded.head, []))
+    said = LoaderActor(1, 2, 1).begin((encoded.head, []))
     assert (said.node, said.host) == ("node", "10.0.0.1")
 
 
@@ -104,7 +104,7 @@ def test_a_careful_task_is_told_to_the_notebook_sample_by_sample(monkeypatch: py
     import sys
     import types
 
-    notebook, told = Notebook(), []
+    notebook, told = LoaderNotebook(), []
 
     class Handle:
         class note:
@@ -127,7 +127,7 @@ def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:
             return __import__, ("a_module_that_is_not_there",)
 
     encoded = encode(NewJob(Job(Lost(), None, 0), None))
-    said = Actor(0, 1, 1).begin((encoded.head, []))
+    said = LoaderActor(0, 1, 1).begin((encoded.head, []))
     assert said.failure is not None
     error = decode_error(decode(said.failure))
     assert isinstance(error, ModuleNotFoundError)

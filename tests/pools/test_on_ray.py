@@ -58,7 +58,7 @@ def actors() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if "ray::Actor" in " ".join(child.cmdline()):
+            if "ray::LoaderActor" in " ".join(child.cmdline()):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
