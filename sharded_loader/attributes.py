@@ -11,12 +11,14 @@ and in which order, is read-only.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.following import retries_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
@@ -282,7 +284,8 @@ class LoaderAttributes:
             >>> loader.stats().samples
             10
         """
-        return self._meter.report()
+        found = self._meter.report()
+        return dataclasses.replace(found, retries=found.retries + retries_of(self.dataset))
 
     def __repr__(self) -> str:
         if self._pipeline.closed:

@@ -240,6 +240,8 @@ class Epochs:
     def _tell_order(self, iterator: Any) -> None:
         """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
         run = iterator.run
+        if not self._workers.is_here:
+            return  # each of their machines has a cache of its own
         if self._order.stream is not None or not can_follow(self.dataset) or self._order.facts(run.epoch) is None:
             return
         reading, held = run.reading.again(), weakref.ref(iterator)

@@ -197,6 +197,7 @@ class EpochIterator(Iterator[Batch]):
                 meter.batches += 1
                 meter.samples += result.samples
                 meter.reading_seconds += result.seconds
+                meter.retries += result.retries
                 meter.placing_seconds += placed - arrived
                 if meter.looks is None:
                     meter.look(batch)

@@ -25,6 +25,7 @@ class LoaderStats:
         waiting_seconds: of these, time spent inside ``next``, waiting for data.
         reading_seconds: time the workers spent reading and batching, all workers added up.
         placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
+        retries: requests to a server that had to be tried again, in this process and in workers (`ShardDataset`).
 
     Example:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
@@ -38,6 +39,7 @@ class LoaderStats:
     waiting_seconds: float = 0.0
     reading_seconds: float = 0.0
     placing_seconds: float = 0.0
+    retries: int = 0
 
     @property
     def samples_per_second(self) -> float:
@@ -60,7 +62,7 @@ class Meter:
     """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
 
     Attributes:
-        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds: as in `LoaderStats`.
+        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries: as in `LoaderStats`.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
         num_skipped: how many samples in all.
         looks: what the first batch looked like; None before it.
@@ -69,7 +71,7 @@ class Meter:
     KEPT = 1000
 
     def __init__(self) -> None:
-        self.batches = self.samples = 0
+        self.batches = self.samples = self.retries = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
         self.skipped: list[tuple[Any, BaseException]] = []
         self.num_skipped = 0

@@ -1,4 +1,4 @@
-"""Tells the datasets that want to know it which samples come, through any stack of wrappers.
+"""Tells the datasets that want to know it which samples come, and asks them for retries, through any stack of wrappers.
 
     follow(dataset, batches, position) -> the ``follow`` of each dataset inside that has it, with its own indices
 
@@ -32,6 +32,18 @@ def can_follow(dataset: Any) -> bool:
     """
     inside = dataset._inside if isinstance(dataset, Outer) else ()
     return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
+
+
+def retries_of(dataset: Any) -> int:
+    """How many requests a dataset, and those inside it, have had to try again in this process.
+
+    Example:
+        >>> retries_of([1, 2])
+        0
+    """
+    own = getattr(dataset, "retries", None) if callable(getattr(dataset, "follow", None)) else None
+    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    return own if isinstance(own, int) else sum(map(retries_of, inside))
 
 
 def follow(dataset: Any, batches: Batches, position: Position) -> None:

@@ -161,6 +161,7 @@ class Result(NamedTuple):
         lost_shards: numbers of the shards that ``on_error`` left no sample of.
         seconds: how long the worker took.
         point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
+        retries: how many requests of the worker's dataset had to be tried again.
     """
 
     run: int
@@ -172,6 +173,7 @@ class Result(NamedTuple):
     lost_shards: tuple[int, ...] = ()
     seconds: float = 0.0
     point: PartPoint | None = None
+    retries: int = 0
 
 
 class Nothing:
@@ -245,7 +247,9 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
         slot: where its arrays lie already, or are put if there is room.
     """
     point = result.point
-    if result.error is not None or result.skipped or result.lost_shards or (point and point.state is not None):
+    if result.error is not None or result.skipped or result.lost_shards or result.retries:
+        return None
+    if point and point.state is not None:
         return None
     batch, is_tensors = result.batch, type(result.batch) is TensorBatch
     if is_tensors:

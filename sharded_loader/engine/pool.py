@@ -49,6 +49,7 @@ class Pool(ABC):
         group: how many tasks are best submitted together, more than one while batches are cheap.
         room: how many tasks `submit` takes now.
         shares_dataset: whether the samples are read from the main process's own dataset object.
+        is_here: whether the workers are on this machine, and see its files.
         empty: gives the memory that batches are put together in, where that is this process's own.
         worker_init_fn: called with its number in each worker when it starts.
         timeout: seconds that a worker may stand still; None: for ever.
@@ -59,6 +60,7 @@ class Pool(ABC):
     group: int = 1
     room: int = 0
     shares_dataset: bool = True
+    is_here: bool = True
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float | None = None

@@ -112,6 +112,7 @@ class RayPool(Pool):
     """
 
     shares_dataset = False
+    is_here = False
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from sharded_loader.data.datasets import Dataset
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
 from sharded_loader.storage.indexes import Index, Indexes
+from sharded_loader.storage.listing import SUFFIX, urls_in
 from sharded_loader.storage.mds import MDS
 from sharded_loader.storage.parquet import Arrow, Parquet
 from sharded_loader.storage.read_ahead import ReadAhead
@@ -73,7 +74,8 @@ class ShardDataset(Dataset):
 
     Args:
         urls: a pattern such as ``"s3://bucket/train-*.tar"``, or a list of URLs and paths. The order of shards is that
-            of the list, or of the names.
+            of the list, or of the names. A name that ends in ``.json`` is a file that lists shards: MosaicML's
+            ``index.json``, a list of WebDataset's ``wids``, or a JSON list of names.
         format: "tar", "parquet", "arrow", "mds" or "records", or an object with ``index`` and ``read``. None: by the
             file names.
         storage_options: for the file system, as fsspec takes them.
@@ -82,6 +84,7 @@ class ShardDataset(Dataset):
 
     Attributes:
         lengths: how many samples each shard has; for `ShardShuffleSampler`.
+        retries: how many requests of this process had to be tried again.
 
     Raises:
         FileNotFoundError: no file matches, or a shard is missing.
@@ -114,7 +117,12 @@ class ShardDataset(Dataset):
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         found: dict[str, Stat] = {}
         for pattern in patterns:
-            found.update(self._store.find(os.fspath(pattern)))
+            for url, stat in self._store.find(os.fspath(pattern)).items():
+                if url.endswith(SUFFIX):
+                    [content] = self._store.ranges(url, [0], [stat.size])
+                    found.update({shard: self._store.stat(shard) for shard in urls_in(url, content)})
+                else:
+                    found[url] = stat
         if not found:
             raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
         self._urls, self._stats = list(found), list(found.values())
@@ -168,6 +176,11 @@ class ShardDataset(Dataset):
 
     def __repr__(self) -> str:
         return f"ShardDataset({len(self._urls)} {self._format.name} shards, {len(self)} samples)"
+
+    @property
+    def retries(self) -> int:
+        """How many requests of this process had to be tried again. `ShardedDataLoader.stats` adds those of workers."""
+        return self._store.retries
 
     def follow(self, batches: Callable[[int], Any], position: Callable[[], int | None]) -> None:
         """Fetch shards into the cache ahead of the order that is read. `ShardedDataLoader` calls this for each epoch.

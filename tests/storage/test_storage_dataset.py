@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import make_pool
 from served import Served, serving
 from shards import write_mds, write_tar
 
@@ -152,6 +154,35 @@ def test_remote_shards_are_read_in_parts(folder: Path, served: Served, method: s
 def test_a_server_in_trouble_changes_nothing(folder: Path, served: Served) -> None:
     remote = make(folder, urls=urls(served))
     served.fail, served.truncate = 3, 2
+    assert [to_number(one) for one in remote] == list(range(TOTAL))
+    remote.close()
+
+
+@pytest.mark.parametrize("method", ["inline", "thread", *PROCESSES])
+def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served, method: str) -> None:
+    remote = make(folder, urls=urls(served))
+    with ShardedDataLoader(remote.transform(to_number), 4, pool=make_pool(method)) as loader:
+        served.fail = 3
+        assert sum(len(batch) for batch in loader) == TOTAL
+        assert loader.stats().retries == 3
+    remote.close()
+
+
+LISTS = {
+    "plain": lambda names: names,
+    "mosaic": lambda names: {"version": 2, "shards": [{"raw_data": {"basename": one}, "samples": 9} for one in names]},
+    "wids": lambda names: {"wids_version": 1, "shardlist": [{"url": one, "nsamples": 9} for one in names]},
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_file_that_lists_shards_stands_for_them(folder: Path, served: Served, kind: str) -> None:
+    names = sorted(path.name for path in folder.glob("*.tar"))
+    content = json.dumps(LISTS[kind](names)).encode()
+    (folder / "index.json").write_bytes(content)
+    assert [to_number(one) for one in make(folder, urls=folder / "index.json")] == list(range(TOTAL))
+    served.files["/index.json"] = content
+    remote = make(folder, urls=f"{served.url}/index.json")
     assert [to_number(one) for one in remote] == list(range(TOTAL))
     remote.close()
 
