@@ -17,6 +17,7 @@ ends the process when the driver has gone.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.workers.task_reader import TaskReader, failed_in_start
+
+NOTE_SECONDS = 5.0
+"""How long the notebook is waited for. It may have died."""
 
 SPARE = 2
 """The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
@@ -67,9 +71,7 @@ class LoaderActor:
     """
 
     def __init__(self, number: int, num_workers: int, threads: int) -> None:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(threads)
+        self._threads = threads
         self._node, self._host = _place()
         self._name = f"worker {number} (pid {os.getpid()} on {self._host})"
         self._reading = TaskReader(number, num_workers, self._name)
@@ -80,8 +82,11 @@ class LoaderActor:
 
     def begin(self, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> Begun:
         """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
+        import threadpoolctl
+
         failure = None
         try:
+            threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
             head, buffers = published
             new: NewJob = decode(head, buffers)
             self._reading.take(new)
@@ -128,7 +133,7 @@ class LoaderActor:
 
     def where(self) -> list[int]:
         """The words of the board."""
-        return list(self._board)
+        return list(self._reading.board)
 
     def stacks(self) -> None:
         """Write the stacks of all threads to stderr."""
@@ -178,7 +183,8 @@ class _ToldBoard(list):  # type: ignore[type-arg]
         if place == SAMPLE:
             import ray
 
-            ray.get(self._notebook.note.remote(self._key, list(self)))
+            with contextlib.suppress(Exception):  # without the notebook an error does not name the sample
+                ray.get(self._notebook.note.remote(self._key, list(self)), timeout=NOTE_SECONDS)
 
 
 class LoaderNotebook:

@@ -15,7 +15,6 @@ Owns the notebook. What can go wrong: it dies, and errors do without the sample;
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +102,11 @@ class Blame:
             task = next((task for task in member.tasks if is_at(words, task)), None)
         if task is None and calls and calls[0].alone:
             task = calls[0].tasks[0]
-            words = self._noted(member) or (task.run, task.seq, 0, BEGINNING)
+            words = (task.run, task.seq, 0, BEGINNING)
+            if task.careful and (noted := self._noted(member)) is not None:
+                # Of an earlier task: this one had not begun. The actor had died before, and nobody knew.
+                task, words = (task, noted) if is_at(noted, task) else (None, noted)
+                calls = calls if task is not None else []
         if task is None:
             if calls:
                 self._suspects.update((task.run, task.seq) for task in member.tasks)
@@ -125,9 +128,11 @@ class Blame:
             return None
         import ray
 
-        with contextlib.suppress(Exception):  # the notebook has died too: the error does without
+        try:
             return ray.get(self._notebook.last.remote(member.key), timeout=ANSWER_SECONDS)  # type: ignore[no-any-return]
-        return None
+        except Exception:  # the notebook has died too: the error does without, and the next one gets another
+            self._notebook = None
+            return None
 
 
 def _explained(error: Exception) -> Exception:

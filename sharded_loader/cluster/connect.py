@@ -2,6 +2,7 @@
 
     check_address(address)      what no pool can use is rejected at once
     connect(address)            the instance that runs, or one that is started on this machine
+    put_job(new) -> reference   the dataset, and how it is read, once for all actors
     store_bytes() -> int        how large this node's object store is
     what_there_is(wanted)       a sentence for somebody who waits for room
 
@@ -13,7 +14,13 @@ this side (ValueError).
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
+
+import numpy as np
+
+from sharded_loader.engine.messages import NewJob
+from sharded_loader.memory import publish
 
 CLIENT = "ray:" + "//"
 
@@ -47,14 +54,28 @@ def connect(address: str | None) -> None:
 
     Raises:
         ConnectionError: there is none at ``address``.
-        ValueError: this process uses Ray Client.
+        ValueError: this process uses Ray Client, or has joined another cluster.
     """
     import ray
 
+    if not ray.is_initialized() and address in (None, "auto"):
+        check_address(os.environ.get("RAY_ADDRESS"))
     if ray.util.client.ray.is_connected():
         check_address(CLIENT)
     if not ray.is_initialized():
         ray.init(address=address)
+    elif address not in (None, "auto", "local", joined := ray.get_runtime_context().gcs_address):
+        raise ValueError(
+            f"address is {address!r}, and this process has joined the cluster {joined}: leave out address, or call "
+            f"ray.shutdown() first"
+        )
+
+
+def session() -> str | None:
+    """What tells this membership of a cluster from the next one; None: there is none."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id()) + here() if ray.is_initialized() else None
 
 
 def here() -> str:
@@ -78,6 +99,29 @@ def store_bytes() -> int:
     node = here()
     stores = [one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == node]
     return int(stores[0]) if stores else 0
+
+
+def put_job(new: NewJob) -> Any:
+    """Pickle a job and put it into the object store, once for all actors.
+
+    Raises:
+        TypeError: it cannot be pickled; names the attribute.
+        MemoryError: it does not fit.
+    """
+    import ray
+
+    job = new.job
+    parts = {"dataset": job.dataset, "batchify_fn": job.batchify_fn, "on_error": job.on_error}
+    encoded = publish.publish(new, **parts, worker_init_fn=new.worker_init_fn)
+    buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
+    try:
+        return ray.put((encoded.head, buffers))
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
+        nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
+        raise MemoryError(
+            f"the dataset has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: start Ray "
+            f"with a larger object_store_memory, or let the dataset open its data in the worker"
+        ) from full
 
 
 def what_there_is(wanted: dict[str, float]) -> str:

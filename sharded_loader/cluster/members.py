@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,6 +79,8 @@ class Member:
         begun: what it has said of itself; None before it is ready.
         words: where it was when it last answered.
         hung: it stood still, and was killed.
+        asked: it was asked where it is, and has not answered.
+        failed: it could not begin, and nobody asks for another in its place.
     """
 
     number: int
@@ -86,6 +90,8 @@ class Member:
     begun: Begun | None = None
     words: Sequence[int] = UNUSED
     hung: bool = False
+    asked: bool = False
+    failed: bool = False
 
     @property
     def tasks(self) -> list[Task]:
@@ -105,15 +111,34 @@ class Member:
 
 def stop(actors: list[Any], only: Any = None) -> None:
     """Kill actors, and forget them."""
-    if not actors and only is None:
-        return  # perhaps Ray is not even installed
-    import ray
-
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():  # to call it would start Ray again
+        actors.clear()
+        return
     for actor in list(actors) if only is None else [only]:
-        with contextlib.suppress(Exception):  # it is dead, or Ray was shut down
+        with contextlib.suppress(Exception):  # it is dead
             ray.kill(actor)
         with contextlib.suppress(ValueError):
             actors.remove(actor)
+
+
+def is_of_node(error: BaseException) -> bool:
+    """Whether an actor is gone with its node, and not by itself.
+
+    A process that ends is told of by the program that has started it. If that is silent, the node has gone.
+    """
+    import ray
+
+    is_silent = isinstance(error, ray.exceptions.ActorUnavailableError)
+    return is_silent or NODE_DIED in str(error) or bool(getattr(error, "preempted", False))
+
+
+def stop_from_anywhere(actors: list[Any]) -> None:
+    """`stop`. In a thread of Ray's own, which the collector may run in, a call of Ray would wait for itself."""
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        threading.Thread(target=stop, args=(actors,), daemon=True).start()
+    else:
+        stop(actors)
 
 
 def cause_of(error: BaseException) -> str:
@@ -127,4 +152,43 @@ def cause_of(error: BaseException) -> str:
     found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common| Causes include|$)", text)
     if found is not None:
         return f"{found[1]}: {found[2]}"
-    return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]} ..."
+    return text if len(text) <= _CAUSE_CHARACTERS else f"... {text[-_CAUSE_CHARACTERS:]}"  # a traceback ends with why
+
+
+def is_of_call(error: BaseException) -> bool:
+    """Whether a call has failed, and its actor lives, or never will: what it was asked for with cannot be had."""
+    from ray import exceptions
+
+    return isinstance(
+        error,
+        exceptions.RayTaskError
+        | exceptions.ObjectStoreFullError
+        | exceptions.OutOfDiskError
+        | exceptions.RuntimeEnvSetupError
+        | exceptions.ActorUnschedulableError
+        | exceptions.ActorPlacementGroupRemoved,
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the reply was ready, and has gone."""
+    from ray import exceptions
+
+    return isinstance(error, exceptions.ObjectLostError)
+
+
+def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
+    """What each actor is asked for with, or an error that says what is wrong."""
+    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
+        raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
+    if not 0 <= num_cpus < float("inf"):
+        raise ValueError(f"num_cpus is {num_cpus!r}; it must be at least 0")
+    for name, value in (("resources", resources), ("runtime_env", runtime_env)):
+        if value is not None and not isinstance(value, dict):
+            raise TypeError(f"{name} is {value!r}; it must be a dict, or None")
+    if scheduling_strategy is None:
+        raise TypeError(
+            "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
+            '"SPREAD", "DEFAULT" or a strategy object'
+        )
+    return Wanted(float(num_cpus), dict(resources or {}), runtime_env, scheduling_strategy)

@@ -7,9 +7,7 @@
     close()           no actor is left
 
 An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
-ready get tasks: `free` are those that any task may go to.
-
-Which batch is to blame for a death is found out by `cluster.blame`. A node that dies is nobody's fault.
+ready get tasks. Who is to blame for a death, `cluster.blame` finds out. A node that dies is nobody's fault.
 
 Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is
 never room for one (`PoolBroken`). The actors are stopped then.
@@ -17,7 +15,6 @@ never room for one (`PoolBroken`). The actors are stopped then.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import queue
@@ -28,16 +25,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from sharded_loader.cluster.actor import Begun, LoaderActor
 from sharded_loader.cluster.blame import Blame
-from sharded_loader.cluster.connect import alive, store_bytes, what_there_is
-from sharded_loader.cluster.members import NODE_DIED, Call, Member, Wanted, cause_of, stop
+from sharded_loader.cluster.connect import alive, put_job, session, what_there_is
+from sharded_loader.cluster.lanes import Lanes
+from sharded_loader.cluster.members import Call, Member, Wanted, cause_of, is_of_node, stop, stop_from_anywhere
+from sharded_loader.engine.grouping import HELD
 from sharded_loader.engine.messages import NOTHING, NewJob, Result, Task, pack_tasks
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.interrupts import uninterrupted
-from sharded_loader.memory import publish
 from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
@@ -47,7 +43,10 @@ PATIENCE = 10.0
 """Seconds without any actor that is ready, before the user is told."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks at what was asked for."""
+"""Between two looks at what was asked for, and at those that are watched."""
+
+IDLE_SECONDS = 2.0
+"""Between two looks where everything is as it should be. If Ray is shut down, no event tells of it."""
 
 ANSWER_SECONDS = 1.0
 """How long an actor that is to write its stacks is waited for."""
@@ -86,38 +85,27 @@ class Team:
         self.blame = Blame(restarts, timeout)
         self.watch = Watch(timeout)
         self._wanted = wanted
-        self._lanes: dict[int, Member] = {}
+        self._lanes = Lanes()
         self._numbers = itertools.count()
         self._actors: list[Any] = []  # all that run, for `closer`
         self._new: NewJob | None = None
         self._published: Any = None
         self._classes: list[type] = []
         self._without = time.monotonic()  # since when no actor is ready
+        self._looked = 0.0
+        self._session: str | None = None
+        self._cancelled: set[int] = set()
         self._has_had = self._told = False
 
     # -- actors ---------------------------------------------------------------------------------------------
 
     def start(self, new: NewJob) -> None:
         """Ask for actors. Those that are there are sent the new job before any later task."""
-        import ray
-
+        if self.members and self._session != session():
+            self.close()  # Ray was started again meanwhile
+        self._session = session()
         self._new, self._classes = new, classes_of_main()
-        encoded = publish.publish(
-            new,
-            dataset=new.job.dataset,
-            batchify_fn=new.job.batchify_fn,
-            on_error=new.job.on_error,
-            worker_init_fn=new.worker_init_fn,
-        )
-        buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
-        try:
-            self._published = ray.put((encoded.head, buffers))
-        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
-            nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
-            raise MemoryError(
-                f"the dataset has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: start Ray "
-                f"with a larger object_store_memory, or let the dataset open its data in the worker"
-            ) from full
+        self._published = put_job(new)
         self.blame.deaths.new_job()
         if self.members:
             for member in self.members:
@@ -159,11 +147,11 @@ class Team:
         return [member for member in self.members if member.begun is not None and not member.is_alone]
 
     @property
-    def step(self) -> float | None:
-        """Seconds until the next `look`; None: nothing is to be looked at."""
-        if any(member.begun is None for member in self.members):
+    def step(self) -> float:
+        """Seconds until the next `look`."""
+        if any(member.begun is None and not member.failed for member in self.members):
             return LOOK_SECONDS
-        return self.watch.step
+        return self.watch.step or IDLE_SECONDS
 
     def begun(self, member: Member, said: Begun) -> None:
         """An actor has answered to a job.
@@ -171,11 +159,29 @@ class Team:
         Raises:
             PoolBroken: it cannot take it.
         """
+        if member not in self.members:
+            return
         if said.failure is not None:
-            self.close()
-            raise PoolBroken(decode_error(decode(said.failure)))  # type: ignore[arg-type]
+            self.cannot_begin(member, decode_error(decode(said.failure)))  # type: ignore[arg-type]
+            return
         member.begun, self._has_had, self._told = said, True, False
         self.blame.deaths.ready()
+        self._lanes.share(self.ready)
+
+    def cannot_begin(self, member: Member, error: Exception) -> None:
+        """An actor could not take its job. If others read, they go on without it.
+
+        Raises:
+            PoolBroken: no other actor reads, or the actor had begun before: then the job is to blame.
+        """
+        if member.begun is not None or not self.ready:
+            self.close()
+            raise PoolBroken(error)
+        member.failed = True
+        stop(self._actors, member.actor)
+        warnings.warn(
+            f"RayPool: worker {member.number} cannot start; the others read without it: {error}", stacklevel=2
+        )
 
     def close(self) -> None:
         """Stop the actors, and give back what belongs to them."""
@@ -184,14 +190,16 @@ class Team:
         self.requeued.clear()
         self._lanes.clear()
         self._new = self._published = None
+        self._cancelled.clear()
         self._classes = []
-        # Calls that are under way may end yet: nobody listens any more.
+        # Calls that are under way may end yet: nobody listens any more. Who waits in an outer step goes on.
+        self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
         self.blame, self._has_had, self._told = Blame(self.restarts, self.watch.timeout), False, False
 
     def closer(self) -> Callable[[], None]:
         """`close` as far as others see it, without a reference to the team."""
-        return functools.partial(stop, self._actors)
+        return functools.partial(stop_from_anywhere, self._actors)
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
@@ -199,15 +207,12 @@ class Team:
         """The actor that a task goes to; None if it has to wait."""
         alone = self.blame.travels_alone(task)
         if task.lane is None:
-            free = [member for member in self.free if not (alone and member.calls)]
+            most = 1 if alone else HELD * group
+            free = [member for member in self.free if member.load < most]
             return min(free, key=lambda member: member.load // group, default=None)
-        member = self._lanes.get(task.lane)
-        if member is None or member.begun is None or self.members[member.number] is not member:
-            held = [*self._lanes.values()]
-            member = min(self.ready, key=held.count, default=None)
-            if member is None:
-                return None
-            self._lanes[task.lane] = member
+        member = self._lanes.holder(task.lane, self.ready)
+        if member is None:
+            return None
         return None if member.is_alone or (alone and member.calls) else member
 
     def send(self, member: Member, tasks: Sequence[tuple[Task, bytes | None]]) -> None:
@@ -222,6 +227,7 @@ class Team:
 
     def cancel(self, run: int) -> None:
         """Drop the tasks of a run that have not begun. Ray's own ``cancel`` can hold up an actor for half a minute."""
+        self._cancelled.add(run)
         self.requeued = deque(task for task in self.requeued if task.run != run)
         for member in self.members:
             if any(task.run == run for task in member.tasks):
@@ -242,19 +248,20 @@ class Team:
         Raises:
             PoolBroken: actors die without having done anything.
         """
-        if not self.members or self.members[member.number] is not member:
+        if member not in self.members:
             return []
         cause = cause_of(error)
         begun = member.begun or Begun(0, "", "")
         death = Death(member.number, begun.pid, None, None, begun.host, cause)
-        is_fault = NODE_DIED not in cause and (not begun.node or begun.node in alive())
+        # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
+        is_gone = is_of_node(error) or (begun.node and begun.node not in alive())
         waiting, given_up = member.tasks, None
         try:
-            if is_fault:
+            if not is_gone:
                 given_up = self.blame.count(member, death, in_init=getattr(error, "actor_init_failed", False))
-        except PoolBroken:
-            self.close()
-            raise
+        except PoolBroken as broken:
+            self.cannot_begin(member, broken.error)
+            return []
         results: list[Result] = []
         if given_up is not None:
             assert self._new is not None  # its actors read
@@ -271,26 +278,39 @@ class Team:
             self.members[member.number] = self._ask_for(member.number)
         if not self.ready:
             self._without = time.monotonic()
-        self.requeued.extend(self.blame.marked(task) for task in waiting)
+        self.take_back(waiting)
         return results
 
+    def take_back(self, tasks: Sequence[Task]) -> None:
+        """Tasks that were under way wait again. They are older than all that wait."""
+        wanted = [self.blame.marked(task) for task in tasks if task.run not in self._cancelled]
+        self.requeued.extendleft(reversed(wanted))
+
     def look(self) -> None:
-        """What no event tells of: actors that stand still, and none that is ready.
+        """What no event tells of: actors that stand still, none that is ready, and no Ray.
 
         Raises:
-            PoolBroken: there was never room for an actor.
+            PoolBroken: there was never room for an actor, or somebody has shut Ray down.
         """
+        now = time.monotonic()
+        if now - self._looked < min(LOOK_SECONDS, self.step):
+            return
+        self._looked = now
+        if self._session != session():
+            self.close()
+            raise PoolBroken(RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()"))
         if self.watch.timeout is not None:
             self._stop_late()
         if self.ready:
             return
-        passed = time.monotonic() - self._without
+        passed = now - self._without
         if passed > PATIENCE and not self._told:
             self._told = True
             if self._has_had:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
             else:
-                fate = f"there is no room for a worker since {PATIENCE:g} s. The loader waits {self.start_timeout:g} s"
+                fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+                fate += f"{self.start_timeout:g})"
             warnings.warn(f"RayPool: {fate}: {what_there_is(self._wanted.amounts)}", stacklevel=2)
         if passed > self.start_timeout and not self._has_had:
             asked = what_there_is(self._wanted.amounts)
@@ -308,12 +328,16 @@ class Team:
 
         busy = [member for member in self.ready if member.calls and not member.hung]
         for member in busy:
-            ref = member.actor.where.options(concurrency_group="control").remote()
-            self._listen(ref, member, "where")
-        for member in self.watch.late([(member, member.words) for member in busy]):
+            if not member.asked:
+                member.asked = True
+                ref = member.actor.where.options(concurrency_group="control").remote()
+                self._listen(ref, member, "where")
+        late = self.watch.late([(member, member.words) for member in busy])
+        if late:
+            told = [member.actor.stacks.options(concurrency_group="control").remote() for member in late]
+            ray.wait(told, num_returns=len(told), timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
+        for member in late:
             member.hung = True
-            with contextlib.suppress(Exception):  # it holds the GIL: nobody sees its stacks
-                ray.get(member.actor.stacks.options(concurrency_group="control").remote(), timeout=ANSWER_SECONDS)
             stop([member.actor])
 
 

@@ -37,11 +37,11 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.cluster.actor import Group
 from sharded_loader.cluster.connect import check_address, check_installed, connect, store_bytes
 from sharded_loader.cluster.lent import Lent
-from sharded_loader.cluster.members import Member, Wanted
+from sharded_loader.cluster.members import Member, check_wanted, is_lost, is_of_call
 from sharded_loader.cluster.team import Team
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.engine.pool import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.errors import Location, add_note, as_batch_error
 from sharded_loader.memory.arena import RecentSizes, Register
 from sharded_loader.pools.translation import decode_result, own_pickle
@@ -141,7 +141,7 @@ class RayPool(Pool):
         patience = check_timeout(start_timeout)
         if patience is None:
             raise TypeError("start_timeout is None; it must be a number of seconds")
-        self._wanted = _check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
+        self._wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
         check_installed()
         self._arguments = (self.restarts, self.timeout, patience)
         self._team = Team(self.num_workers, self._wanted, *self._arguments)
@@ -233,10 +233,12 @@ class RayPool(Pool):
         if not team.members:
             return ()
         if block and not team.events and not self._refused:
-            self.waiting = True
+            bell, self.waiting = team.bell, True
             with contextlib.suppress(queue.Empty):
-                team.bell.get(timeout=team.step)
+                bell.get(timeout=team.step)
             self.waiting = False
+            if bell is not team.bell:
+                return ()  # a signal handler has closed the pool
         results, self._refused = self._refused, []
         while team.events:
             self._take(*team.events.popleft(), results)
@@ -248,25 +250,26 @@ class RayPool(Pool):
 
     def _take(self, member: Member, what: int | str, future: Future[Any], results: list[Result]) -> None:
         """Deal with a call that has ended."""
-        import ray
-
         team, error = self._team, future.exception()
+        call = member.calls.get(what) if isinstance(what, int) else None
         if what == "where":
+            member.asked = False
             member.words = member.words if error is not None else future.result()
-        elif isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-            results += team.bury(member, error)
-        elif what == "begin":
-            if error is not None:  # what it was asked for with cannot be had
-                team.close()
-                raise PoolBroken(as_batch_error(error, "while a worker started"))
-            team.begun(member, future.result())
-        elif isinstance(what, int) and (call := member.calls.pop(what, None)) is not None:
-            if error is None:
-                self._decode(future.result(), {(task.run, task.seq): task for task in call.tasks}, results)
-            elif isinstance(error, ray.exceptions.ObjectLostError):  # it lay on a node that has died
-                team.requeued.extend(call.tasks)
-            else:
+        elif error is None or is_of_call(error):
+            member.calls.pop(what, None)  # type: ignore[arg-type]
+            if what == "begin" and error is not None:
+                team.cannot_begin(member, as_batch_error(error, "while a worker started"))
+            elif what == "begin":
+                team.begun(member, future.result())
+            elif call is not None and error is not None:
                 results += [self._failed(task, error) for task in call.tasks]
+            elif call is not None:
+                self._decode(future.result(), {(task.run, task.seq): task for task in call.tasks}, results)
+        elif is_lost(error):  # it lay on a node that has died
+            member.calls.pop(what, None)  # type: ignore[arg-type]
+            team.take_back(call.tasks if call is not None else ())
+        else:  # it has died, was killed for want of memory, or is out of reach
+            results += team.bury(member, error)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
         """The results of a group, over its memory."""
@@ -277,10 +280,12 @@ class RayPool(Pool):
         content = memoryview(replies)
         while len(content):
             run, seq, wanted, count, pickled, content = unpack_reply(content)
-            self._sizes.note(wanted)
             mine = [next(buffers) for _ in range(count)]
             result = decode_result(run, seq, pickled, mine, tasks.get((run, seq)))
-            self.group = max(1, min(self._grouping.note(result.seconds), GROUP_BYTES // max(1, self._sizes.wanted)))
+            if result.seconds:  # it was not dropped
+                self._sizes.note(wanted)
+                most = GROUP_BYTES // max(1, self._sizes.wanted)
+                self.group = max(1, min(self._grouping.note(result.seconds), most))
             self._team.blame.settle(run, seq)
             results.append(result)
 
@@ -324,20 +329,3 @@ class RayPool(Pool):
     def closer(self) -> Callable[[], None]:
         close, pid = self._team.closer(), self._pid
         return lambda: close() if os.getpid() == pid else None
-
-
-def _check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
-    """What each actor is asked for with, or an error that says what is wrong."""
-    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
-        raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
-    if not 0 <= num_cpus < float("inf"):
-        raise ValueError(f"num_cpus is {num_cpus!r}; it must be at least 0")
-    for name, value in (("resources", resources), ("runtime_env", runtime_env)):
-        if value is not None and not isinstance(value, dict):
-            raise TypeError(f"{name} is {value!r}; it must be a dict, or None")
-    if scheduling_strategy is None:
-        raise TypeError(
-            "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
-            '"SPREAD", "DEFAULT" or a strategy object'
-        )
-    return Wanted(float(num_cpus), dict(resources or {}), runtime_env, scheduling_strategy)

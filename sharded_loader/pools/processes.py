@@ -301,7 +301,8 @@ class ProcessPool(Pool):
             # Also if nothing lies in it: then it comes back at once.
             buffers = self._resources.arena.lend(slot, buffers)
         result = decode_result(run, seq, pickled, buffers, task)
-        self.group = self._grouping.note(result.seconds)
+        if result.seconds:  # it was not dropped
+            self.group = self._grouping.note(result.seconds)
         deaths = self._workforce.deaths
         if deaths.unsettled:
             deaths.settle(run, seq)

@@ -35,4 +35,6 @@ def test_the_cause_of_a_death_is_one_line() -> None:
     said = "x\n\tWorker exit type: SYSTEM_ERROR Worker exit detail: It exited.\nSome common causes include: (1) many"
     assert cause_of(Exception(said)) == "SYSTEM_ERROR: It exited."
     assert cause_of(Exception("its node has died")) == "its node has died"
-    assert len(cause_of(Exception("word " * 1000))) < 410
+    lacking = cause_of(Exception("word " * 1000 + "ModuleNotFoundError: No module named 'torch'"))
+    assert len(lacking) < 410
+    assert lacking.endswith("'torch'")

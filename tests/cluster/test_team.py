@@ -131,7 +131,7 @@ def test_without_room_for_any_there_is_a_warning_and_then_an_error(
     monkeypatch.setattr("sharded_loader.cluster.team.PATIENCE", 0.5)
     with loader_of(RayPool(2, resources={"reader": 1}, start_timeout=2)) as loader:
         with (
-            pytest.warns(UserWarning, match=r"no room for a worker.*1 CPU, 1 reader.*0 reader"),
+            pytest.warns(UserWarning, match=r"no worker has begun.*1 CPU, 1 reader.*0 reader"),
             pytest.raises(TimeoutError, match=r"within 2 s \(start_timeout=\).*num_cpus="),
         ):
             next(iter(loader))

@@ -347,3 +347,25 @@ def test_inside_a_placement_group_that_captures_actors_are_placed(ray_here: Any)
     )
     assert ray_here.get(train.options(scheduling_strategy=strategy).remote(), timeout=60) == sum(range(40))
     ray_here.util.remove_placement_group(group)
+
+
+SHUT_DOWN = """
+import ray
+ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+from sharded_loader import RayPool, ShardedDataLoader
+with ShardedDataLoader(range(10**6), 4, pool=RayPool(1, num_cpus=0)) as loader:
+    batches = iter(loader)
+    next(batches)
+    ray.shutdown()
+    try:
+        for batch in batches:
+            pass
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@ON_RAY
+def test_a_ray_that_is_shut_down_in_mid_epoch_is_an_error_and_no_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", SHUT_DOWN], capture_output=True, text=True, timeout=60)
+    assert "Ray was shut down" in done.stdout, done.stderr
