@@ -113,8 +113,10 @@ def test_a_careful_task_is_told_to_the_notebook_sample_by_sample(monkeypatch: py
                 notebook.note(key, words)
                 told.append(words[3])
 
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda ref: ref))
-    read(begun(), task(0, 1, 2, careful=True), notebook=Handle, key="1-0")
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda ref, timeout: ref))
+    made = begun()
+    read(made, task(0, 1, 2, careful=True), notebook=Handle, key="1-0")
+    assert made.where() == [0, 0, 0, -3]  # who watches it sees the same
     assert told[:2] == [-5, -6]  # it begins; samples one by one
     assert {0, 1} <= set(told)
     assert notebook.last("1-0") == [0, 0, 0, -3]  # it was sending

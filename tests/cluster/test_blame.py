@@ -71,6 +71,18 @@ def test_an_actor_that_hung_was_in_the_task_that_its_board_says() -> None:
     assert given_up.error.index == 11
 
 
+def test_a_careful_task_that_had_not_begun_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    blame = Blame(1, None)
+    careful = task(4)._replace(careful=True)
+    monkeypatch.setattr(blame, "_noted", lambda member: [0, 3, 0, 1])  # the last that the actor has told was another
+    assert blame.count(member(Call([careful], alone=True)), DEATH, in_init=False) is None
+    monkeypatch.setattr(blame, "_noted", lambda member: [0, 4, 0, 1])
+    given_up = blame.count(member(Call([careful], alone=True)), DEATH, in_init=False)
+    assert given_up is not None
+    assert isinstance(given_up.error, WorkerDiedError)
+    assert given_up.error.index == 41
+
+
 def test_actors_that_die_without_a_task_again_and_again_break_the_pool() -> None:
     blame = Blame(3, None)
     for _ in range(IDLE_DEATHS - 1):

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from sharded_loader.cluster.members import Call, Member, Wanted, cause_of
+import _thread
+import queue
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from sharded_loader.cluster.members import Call, Member, Wanted, cause_of, stop, stop_from_anywhere
 from sharded_loader.engine.messages import Task
 
 
@@ -38,3 +47,39 @@ def test_the_cause_of_a_death_is_one_line() -> None:
     lacking = cause_of(Exception("word " * 1000 + "ModuleNotFoundError: No module named 'torch'"))
     assert len(lacking) < 410
     assert lacking.endswith("'torch'")
+
+
+class Ray:
+    """Notes whom it has killed, and in which kind of thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> None:
+        self.killed: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+        ray = types.SimpleNamespace(is_initialized=lambda: runs, kill=self.kill)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+
+    def kill(self, actor: str) -> None:
+        self.killed.put((actor, isinstance(threading.current_thread(), threading._DummyThread)))
+
+
+def test_actors_are_stopped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, actors = Ray(monkeypatch), ["a", "b"]
+    stop(actors, "a")
+    assert (ray.killed.get(), actors) == (("a", False), ["b"])
+    stop(actors)
+    assert (ray.killed.get(), actors) == (("b", False), [])
+
+
+def test_a_ray_that_was_shut_down_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, actors = Ray(monkeypatch, runs=False), ["a"]
+    stop(actors)
+    assert ray.killed.empty()
+    assert actors == []
+
+
+def test_in_a_thread_of_rays_own_nobody_waits_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, actors = Ray(monkeypatch), ["a"]
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # As a thread of C code calls Python: without a Thread object.
+    _thread.start_new_thread(lambda: done.put(stop_from_anywhere(actors)), ())
+    assert done.get(timeout=10) is None
+    assert ray.killed.get(timeout=10) == ("a", False)
