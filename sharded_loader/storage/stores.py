@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from sharded_loader.data import retried
 from sharded_loader.storage.redacted import redacted, shown
 
 TRIES = 6
@@ -88,7 +89,6 @@ class Store:
 
     Attributes:
         retries: how many requests were tried again.
-        retries_of_all: by all stores of this process.
         requests: how many there were.
 
     Example:
@@ -101,8 +101,6 @@ class Store:
         ...     stat.size, store.ranges(url, [1, 7], [3, 9])
         (10, [b'12', b'78'])
     """
-
-    retries_of_all = 0
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self._options = dict(options or {})
@@ -231,7 +229,7 @@ class Store:
             if number:
                 time.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1))
                 self.retries += 1
-                Store.retries_of_all += 1
+                retried.note()
             self.requests += 1
             try:
                 return request()

@@ -12,11 +12,11 @@ dataset does, torch is told that it is in a worker.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.data import retried
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_result, task_of
 from sharded_loader.engine.reader import Reader
@@ -101,9 +101,9 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
-        before = _retries()
+        before = retried.total()
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
-        if (after := _retries()) > before:
+        if (after := retried.total()) > before:
             result = result._replace(retries=after - before)
         board[SAMPLE] = SENDING
         return result, slot, task
@@ -144,12 +144,6 @@ def failed_in_start(error: BaseException, name: str) -> Exception:
     failure = as_exception(error, "while a worker started")
     add_note(failure, f"sharded_loader: while {name} started (unpickling the dataset, worker_init_fn)")
     return failure
-
-
-def _retries() -> int:
-    """How many requests this process has tried again."""
-    stores = sys.modules.get("sharded_loader.storage.stores")  # if no dataset has imported it, there are no requests
-    return 0 if stores is None else int(stores.Store.retries_of_all)
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
