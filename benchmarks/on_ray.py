@@ -1,6 +1,7 @@
 """`RayPool` measured: ``python -m benchmarks.on_ray``. Five minutes, with the extras ``bench`` and ``bench-more``.
 
-    one machine    RayPool(2), ProcessPool(2) and Ray Data open in one process and read in turns, as `benchmarks.turns`
+    one machine    RayPool(2) and ProcessPool(2) open in one process and read in turns, as `benchmarks.turns`; then Ray
+                   Data alone, because it reads on while it is not asked
     a cluster      simulated: each node is a group of Ray's processes on this machine
       scaling      samples that sleep 5 ms, read by 1 and by 16 actors on four nodes
       bandwidth    batches of 38 MB from two nodes
@@ -33,8 +34,8 @@ from benchmarks.workloads import WORKLOADS
 from sharded_loader import ProcessPool, RayPool, ShardedDataLoader
 
 WORK = ("images", "tiny", "jpeg", "large")
-TURNS = 7
-WARM, SPAN = 0.3, 1.0
+TURNS = 5
+WARM, SPAN = 0.3, 0.8
 """Seconds of a turn that do not count, and that do."""
 
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
@@ -79,33 +80,38 @@ class Numbered:
 # -- one machine -------------------------------------------------------------------------------------------------------
 
 
-def side_by_side(name: str) -> dict[str, float]:
-    """Of each loader, its rate divided by that of `ProcessPool`; and the rate of `RayPool` in samples per second."""
+def side_by_side(name: str) -> tuple[float, float]:
+    """The rate of `RayPool` divided by that of `ProcessPool`, and in samples per second."""
     workload = WORKLOADS[name]
     plan = Plan(workload, workload.build(), 2, 4 * TURNS * (WARM + SPAN))
-    streams: dict[str, Any] = {}
-    if name == "images":
-        streams["Ray Data"] = LOADERS["ray"].open(plan)
-    for pool in (ProcessPool(2), RayPool(2, num_cpus=0)):
-        streams[type(pool).__name__] = ShardedDataLoader(
-            plan.source.rows, workload.batch_size, sampler=plan.sampler, pool=pool
-        )
-    batches = {loader: iter(stream) for loader, stream in streams.items()}
-    for one in batches.values():
+    pools = ProcessPool(2), RayPool(2, num_cpus=0)
+    loaders = [
+        ShardedDataLoader(plan.source.rows, workload.batch_size, sampler=plan.sampler, pool=pool) for pool in pools
+    ]
+    batches = [iter(loader) for loader in loaders]
+    for one in batches:
         rate(one, 2 * SPAN)
-    found: dict[str, list[float]] = {loader: [] for loader in streams}
+    ratios, rates = [], []
     for turn in range(TURNS):
-        for loader in list(streams) if turn % 2 else list(streams)[::-1]:
-            rate(batches[loader], WARM)
-            found[loader].append(rate(batches[loader], SPAN))
+        found = [0.0, 0.0]
+        for which in (0, 1) if turn % 2 else (1, 0):
+            rate(batches[which], WARM)
+            found[which] = rate(batches[which], SPAN)
+        ratios.append(found[1] / found[0])
+        rates.append(found[1])
     batches.clear()
-    for stream in streams.values():
-        stream.close()
-    of = {
-        loader: statistics.median(one / base for one, base in zip(rates, found["ProcessPool"], strict=True))
-        for loader, rates in found.items()
-    }
-    return {**of, "samples": statistics.median(found["RayPool"]) * workload.batch_size}
+    for loader in loaders:
+        loader.close()
+    return statistics.median(ratios), statistics.median(rates) * workload.batch_size
+
+
+def ray_data(name: str) -> float:
+    """Samples per second of Ray Data, in the form of `benchmarks.other_loaders`. It starts a Ray of its own."""
+    workload = WORKLOADS[name]
+    plan = Plan(workload, workload.build(), 2, 4 * TURNS * (WARM + SPAN))
+    batches = iter(LOADERS["ray"].open(plan))
+    rate(batches, 4 * SPAN)
+    return statistics.median(rate(batches, SPAN) for _ in range(TURNS)) * workload.batch_size
 
 
 # -- a cluster ---------------------------------------------------------------------------------------------------------
@@ -207,11 +213,17 @@ def main() -> None:
     if part != "cluster":
         import ray
 
-        print("| two workers on one machine | of `ProcessPool(2)` | samples/s | of Ray Data |\n|---|---|---|---|")
+        ray.init(num_cpus=2, object_store_memory=1500 << 20, logging_level="ERROR", log_to_driver=False)
+        print("| two workers on one machine | of `ProcessPool(2)` | samples/s |\n|---|---|---|")
+        rates = {}
         for name in WORK:
-            of = side_by_side(name)
-            data = f"{of['RayPool'] / of['Ray Data']:.0f} x" if "Ray Data" in of else "-"
-            print(f"| `{name}` | {of['RayPool']:.2f} | {of['samples']:,.0f} | {data} |", flush=True)
+            of, rates[name] = side_by_side(name)
+            print(f"| `{name}` | {of:.2f} | {rates[name]:,.0f} |", flush=True)
+        ray.shutdown()
+        data = ray_data("images")
+        print(
+            f"\nRay Data reads {data:,.0f} `images` per second, `RayPool` {rates['images'] / data:.1f} times as many."
+        )
         ray.shutdown()
     if part != "machine":
         print("\n| a simulated cluster | measured |\n|---|---|")
