@@ -78,8 +78,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             libraries and of your own are not read ahead. None: processes do this. Threads share the dataset and the
             global random generators with you, so between epochs they leave both alone.
         thread_pool: threads instead of processes.
-        pool: ``"inline"`` (whatever ``num_workers`` says), ``"thread"``, ``"process"`` or ``"ray"`` (sized by it), or a
-            pool object, which has its own.
+        pool: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"``, whatever ``num_workers`` says; or a pool object.
         device: plain batches on this device. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
             ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
         devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.on_ray import QUICK
 from sharded_loader import RayPool, ShardedDataLoader, sample_rng
-
-QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
 
 
 class Rows:

@@ -22,7 +22,7 @@ import numpy as np
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.memory import publish
 
-CLIENT = "ray:" + "//"
+CLIENT = "ray://"
 
 
 def check_installed() -> None:

@@ -7,8 +7,8 @@ batch, so it may be written to like any other batch: the array that is handed ou
 which says so. It holds Ray's array, and Ray keeps the object until that is gone. So the last view of a batch, in any
 thread, gives its memory back. All batches of a group lie in one object, and go together.
 
-Batches are copied out instead, and the object goes at once, where the user holds `max_bytes` already, and where a
-device is to copy them: it needs page-locked memory.
+In two cases a batch is copied out, and its object goes at once: the user holds `max_bytes` already, or a device is
+going to copy the batch, from page-locked memory.
 
 Nothing here waits. What can go wrong: no memory for a copy (MemoryError).
 """
@@ -47,7 +47,7 @@ class Lent:
     """Counts what the user holds.
 
     Args:
-        max_bytes: past so many, batches are copied.
+        max_bytes: if the user holds more, batches are copied.
 
     Attributes:
         empty: gives the memory of copies.

@@ -232,14 +232,11 @@ class Pipeline:
             before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
-        turns = run.plan.takes_turns and group > 1
-        slack = SLACK if self.scale_by_group and group > 1 else 1
-        unit, share = (group * self.pool.num_workers, 2) if turns else (group, 4)
+        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group else 1
+        unit, share = (group * self.pool.num_workers, 2) if run.plan.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
-        depth = least
-        if self.pool.num_workers:
-            depth = max(least, self.prefetch * (group * slack if self.scale_by_group else 1))
+        depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
         if missing > 0 and (missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):

@@ -72,7 +72,7 @@ class Pool(ABC):
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
-            pinned: a device copies batches, so ``empty`` gives page-locked memory.
+            pinned: whether ``empty`` gives page-locked memory, because a device is going to copy the batches.
         """
         self.empty = empty
 

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from conftest import ray_environment, until
 
+from benchmarks.on_ray import QUICK
 from sharded_loader import RayPool, ShardedDataLoader, sample_rng
 
 pytestmark = pytest.mark.ray
-
-QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
-"""Ray notices a dead node after 1.5 s instead of 15."""
 
 
 class Rows:
@@ -82,22 +80,15 @@ def loader_of(pool: RayPool) -> ShardedDataLoader[Any]:
     return ShardedDataLoader(Rows(), 8, shuffle=True, seed=3, pool=pool)
 
 
-def test_a_node_that_is_killed_costs_seconds_and_no_batch(nodes: Any, expected: list[bytes]) -> None:
+def test_a_node_that_is_killed_costs_no_batch(nodes: Any, expected: list[bytes]) -> None:
     nodes(2)
-    doomed, found, longest = nodes(2), [], 0.0
+    doomed, found = nodes(2), []
     with loader_of(RayPool(4)) as loader:
-        last = time.monotonic()
         for number, batch in enumerate(loader):
-            now = time.monotonic()
-            if number:
-                longest = max(longest, now - last)
-            last = now
             found.append(batch.numpy().tobytes())
             if number == 40:
                 nodes.kill(doomed)
-                last = time.monotonic()
-    assert found == expected
-    assert longest < 20  # Ray notices the lost replies; the time itself is measured in the benchmark
+    assert found == expected  # `benchmarks.on_ray` measures the longest wait
 
 
 def test_all_nodes_are_killed_and_one_comes(nodes: Any, expected: list[bytes]) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
 import subprocess
 import sys
-import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served import serving
+from shards import write_tar
 
 RANK = """
 import json, os, sys
 import torch.distributed as dist
 from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 
-folder, out, host = sys.argv[1:]
+urls, out, host = sys.argv[1:]
 dist.init_process_group("gloo")
-cache = ShardCache(os.path.join(out, "cache-" + host), "1 MB")
-shards = ShardDataset(os.path.join(folder, "*.tar"), cache=cache)
+cache = ShardCache(os.path.join(out, "cache-" + host), 150_000)  # room for half of the shards
+shards = ShardDataset(urls.split(), cache=cache)
 dataset = shards.transform(lambda sample: int(sample["txt"]))
 order = ShardShuffleSampler(shards.lengths, window=2, lanes=4, seed=1)
 with ShardedDataLoader(dataset, 5, sampler=order, num_replicas="auto", num_workers=1) as loader:
@@ -33,16 +34,15 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    for shard in range(8):
-        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number in range(20 * shard, 20 * shard + 20):
-                member = tarfile.TarInfo(f"{number}.txt")
-                member.size = len(str(number))
-                tar.addfile(member, io.BytesIO(str(number).encode()))
-    return folder
+@pytest.fixture
+def urls(tmp_path: Path) -> Iterator[str]:
+    """Eight shards of 20 numbers, behind a server."""
+    with serving() as served:
+        for shard in range(8):
+            numbers = range(20 * shard, 20 * shard + 20)
+            write_tar(tmp_path / "one.tar", {f"{number:03}.txt": str(number).encode() for number in numbers})
+            served.files[f"/{shard}.tar"] = (tmp_path / "one.tar").read_bytes()
+        yield " ".join(f"{served.url}{name}" for name in sorted(served.files))
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def read(shards: Path, out: Path, hosts: int, ranks: int) -> list[Any]:
+def read(urls: str, out: Path, hosts: int, ranks: int) -> list[Any]:
     """What each rank reads in two epochs."""
     out.mkdir()
     script, port = out / "rank.py", free_port()
@@ -60,20 +60,18 @@ def read(shards: Path, out: Path, hosts: int, ranks: int) -> list[Any]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={ranks}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     running = [
-        subprocess.Popen(
-            [*command, f"--node-rank={host}", str(script), str(shards), str(out), str(host)], env=environment
-        )
+        subprocess.Popen([*command, f"--node-rank={host}", str(script), urls, str(out), str(host)], env=environment)
         for host in range(hosts)
     ]
     assert [one.wait(100) for one in running] == [0] * hosts
-    assert sorted(path.name for path in out.glob("cache-*")) == [f"cache-{host}" for host in range(hosts)]
+    assert all(any((out / f"cache-{host}").glob("*.shard")) for host in range(hosts))  # each host has fetched its own
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(hosts * ranks)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_four_ranks_read_the_same_on_one_two_and_four_hosts(shards: Path, tmp_path: Path) -> None:
-    one, two, four = (read(shards, tmp_path / f"{hosts}", hosts, 4 // hosts) for hosts in (1, 2, 4))
+def test_four_ranks_read_the_same_on_one_two_and_four_hosts(urls: str, tmp_path: Path) -> None:
+    one, two, four = (read(urls, tmp_path / f"{hosts}", hosts, 4 // hosts) for hosts in (1, 2, 4))
     assert one == two == four
     for epoch in range(2):
         assert sorted(index for rank in one for batch in rank[epoch] for index in batch) == list(range(160))
