@@ -245,8 +245,9 @@ class Epochs:
         if self._order.stream is not None or not can_follow(self.dataset) or self._order.facts(run.epoch) is None:
             return
         reading, held = run.reading.again(), weakref.ref(iterator)
+        following = self._order.read(run.epoch + 1)
 
-        def batch(number: int) -> Any:
+        def batch(number: int, reading: EpochReading = reading) -> Any:
             found = reading.batch(number)
             if found is None or not (self._order.given_batches and is_sharded(found[0])):
                 return found and found[0]
@@ -257,7 +258,7 @@ class Epochs:
             seen = None if reader is None else reader.run
             return None if seen is None or seen.ended or seen.dead is not None else int(seen.delivered)
 
-        follow(self.dataset, batch, position)
+        follow(self.dataset, batch, position, lambda number: batch(following.first + number, following))
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Tells the datasets that want to know it which samples come, and asks them for retries, through any stack of wrappers.
 
-    follow(dataset, batches, position) -> the ``follow`` of each dataset inside that has it, with its own indices
+    follow(dataset, batches, position, later) -> the ``follow`` of each dataset inside that has it, with its own indices
 
     batches(number) -> indices of a batch; None after the last one
     position() -> the number of the batch that the user receives next; None: nobody reads this epoch any more
+    later(number) -> indices of a batch of the next epoch, counted from 0; None after the last one
 
-`ShardDataset` fetches shards by it. Both functions are called by threads of the dataset, at any time in the epoch.
+`ShardDataset` fetches shards by it. All three functions are called by threads of the dataset, at any time in the epoch.
 Nothing goes wrong here: a dataset without ``follow`` is not told.
 """
 
@@ -46,28 +47,30 @@ def retries_of(dataset: Any) -> int:
     return own if isinstance(own, int) else sum(map(retries_of, inside))
 
 
-def follow(dataset: Any, batches: Batches, position: Position) -> None:
+def follow(dataset: Any, batches: Batches, position: Position, later: Batches) -> None:
     """Tell a dataset, and those inside it.
 
     Example:
         >>> from sharded_loader import SimpleDataset
         >>> class Told(SimpleDataset):
-        ...     def follow(self, batches, position): print(batches(0).tolist(), position())
-        >>> follow(SimpleDataset(Told(range(9))).take(5), lambda number: [4, 0], lambda: 0)
-        [4, 0] 0
+        ...     def follow(self, batches, position, later): print(batches(0).tolist(), position(), later(0).tolist())
+        >>> follow(SimpleDataset(Told(range(9))).take(5), lambda number: [4, 0], lambda: 0, lambda number: [3])
+        [4, 0] 0 [3]
     """
     own = getattr(dataset, "follow", None)
     if callable(own):
-        own(batches, position)
+        own(batches, position, later)
     elif isinstance(dataset, Joined):
         for part in dataset._parts:
             if can_follow(part):
-                follow(part, partial(_of_part, dataset, part, batches), position)
+                inner = partial(_of_part, dataset, part)
+                follow(part, partial(inner, batches), position, partial(inner, later))
     elif isinstance(dataset, View):
-        follow(dataset._dataset, partial(_inner, dataset, batches), position)
+        inner = partial(_inner, dataset)
+        follow(dataset._dataset, partial(inner, batches), position, partial(inner, later))
     elif isinstance(dataset, Outer):
         for one in dataset._inside:
-            follow(one, batches, position)
+            follow(one, batches, position, later)
 
 
 def _inner(view: View, batches: Batches, number: int) -> Any:

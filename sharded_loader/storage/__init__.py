@@ -5,6 +5,7 @@
     files.py         one shard as bytes by their place, wherever it lies
     indexes.py       where the samples of a shard lie; made once, kept, and checked
     tar.py, ...      the formats: tar, RecordIO, Parquet and Arrow, MDS
+    formats.py       which of them a file has
     cache.py         whole shards of an object store on this machine's disk: `ShardCache`
     read_ahead.py    fetches shards before they are needed
     dataset.py       `ShardDataset`

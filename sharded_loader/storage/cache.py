@@ -7,9 +7,10 @@
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
 
 A shard appears by being renamed, so nobody reads half of one. Of several processes that want the same shard, one
-fetches it and the others wait. For room, the shard goes that was not needed for the longest time, or a part whose lock
-nobody holds. Files with other names are never touched. A shard that is open somewhere can be read to its end after it
-has gone (on Windows it cannot go).
+fetches it and the others wait. For room, the shard goes that is needed last, as far as somebody has said so
+(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part whose lock nobody holds. The
+times of the files tell all this. Files with other names are never touched. A shard that is open somewhere can be read
+to its end after it has gone (on Windows it cannot go).
 
 What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk. All are a
 `ShardError` that names the folder.
@@ -38,6 +39,9 @@ POLL = 0.005
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
+
+_LONG_AGO = 10**9
+"""A time of files, in the year 2001: older than any shard that nobody has let go."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 _UNITS = {"": 1, "B": 1}
@@ -135,9 +139,15 @@ class ShardCache:
         """
         return self._touch(url, stat, None)
 
-    def let_go(self, url: str, stat: Stat) -> None:
-        """Note that a shard is not needed any more: it goes first."""
-        self._touch(url, stat, (0, 0))
+    def let_go(self, url: str, stat: Stat, batches: int | None = None) -> None:
+        """Note that a shard is not needed for some time. Such shards go first: first those that are needed last.
+
+        Args:
+            url, stat: of the shard.
+            batches: after how many batches it is needed again. None: perhaps never.
+        """
+        time_of_file = 0 if batches is None else max(1, _LONG_AGO - batches)
+        self._touch(url, stat, (time_of_file, time_of_file))
 
     def _touch(self, url: str, stat: Stat, times: tuple[int, int] | None) -> bool:
         try:

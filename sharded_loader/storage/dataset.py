@@ -21,8 +21,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,15 +31,12 @@ from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indice
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
+from sharded_loader.storage.formats import Format, format_of
 from sharded_loader.storage.indexes import Index, Indexes
 from sharded_loader.storage.listing import SUFFIX, urls_in
-from sharded_loader.storage.mds import MDS
-from sharded_loader.storage.parquet import Arrow, Parquet
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.records import Records
 from sharded_loader.storage.redacted import shown
 from sharded_loader.storage.stores import ShardError, Stat, Store
-from sharded_loader.storage.tar import Tar
 from sharded_loader.system import processes_here
 
 OPEN = 32
@@ -46,27 +44,6 @@ OPEN = 32
 
 AT_ONCE = 16
 """Shards that are indexed side by side."""
-
-
-class Format(Protocol):
-    """How the samples of one shard are found and read; see `Tar` for one.
-
-    Attributes:
-        name: of the format; part of the name of each kept index.
-        suffixes: of file names, by which the format is found.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-
-    def index(self, file: ShardFile) -> Index:
-        """Arrays that say where the samples lie; "length" says how many there are."""
-
-    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
-        """The samples at these rows, in this order."""
-
-
-FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, Records)
 
 
 class ShardDataset(Dataset):
@@ -182,21 +159,27 @@ class ShardDataset(Dataset):
         """How many requests of this process had to be tried again. `ShardedDataLoader.stats` adds those of workers."""
         return self._store.retries
 
-    def follow(self, batches: Callable[[int], Any], position: Callable[[], int | None]) -> None:
+    def follow(
+        self,
+        batches: Callable[[int], Any],
+        position: Callable[[], int | None],
+        later: Callable[[int], Any] = lambda number: None,
+    ) -> None:
         """Fetch shards into the cache ahead of the order that is read. `ShardedDataLoader` calls this for each epoch.
 
         Args:
             batches: number of a batch -> its indices; None after the last one. Called by another thread.
             position: the number of the batch that comes next; None if nobody reads this epoch any more.
+            later: as ``batches``, of the next epoch.
         """
         self._stop_following()
         cache = self._cache
         if cache is None or all(map(local_path, self._urls)):
             return
 
-        def needs(number: int) -> list[int] | None:
+        def needs(order: Callable[[int], Any], number: int) -> list[int] | None:
             try:
-                found = batches(number)
+                found = order(number)
                 if found is None:
                     return None
                 shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
@@ -204,7 +187,7 @@ class ShardDataset(Dataset):
                 return []  # an index that is none: whoever reads this batch names it
             return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
 
-        first = needs(position() or 0)
+        first = needs(batches, position() or 0)
         excess = self._excess(first or [])
         if excess is not None:
             needed = f"a batch needs {len(first or [])} shards of {excess:,} bytes together"
@@ -221,14 +204,25 @@ class ShardDataset(Dataset):
             url, stat = where[shard]
             cache.prepare(url, stat, lambda file: self._store.fetch(url, file, stat), is_needed)
 
+        def short_of(size: int) -> None:
+            room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
+            warnings.warn(
+                f"the order returns to shards that had to go: it needs {size:,} bytes of shards at once, and {room}. "
+                "So shards are fetched again and again. Give a larger max_bytes, or give ShardShuffleSampler a smaller "
+                "window",
+                stacklevel=2,
+            )
+
         self._ahead = ReadAhead(
-            needs,
+            partial(needs, batches),
             position,
             [stat.size for stat in self._stats],
             cache.max_bytes // processes_here(),
             fetch,
             lambda shard: cache.keep(*where[shard]),
-            lambda shard: cache.let_go(*where[shard]),
+            lambda shard, again: cache.let_go(*where[shard], again),
+            partial(needs, later),
+            short_of,
         )
         self._ahead.start()
 
@@ -297,28 +291,6 @@ class ShardDataset(Dataset):
                 "dataset again"
             )
         return file
-
-
-def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
-    """The format that was named, or the one of the file names.
-
-    Raises:
-        ValueError: it is unknown, or the shards are of several formats.
-    """
-    names = [kind.name for kind in FORMATS]
-    if isinstance(format, str):
-        named = next((kind for kind in FORMATS if kind.name == format), None)
-        if named is None:
-            raise ValueError(f"format {format!r} is unknown: give one of {names}, or an object with index() and read()")
-        return named()
-    if format is not None:
-        return format
-    kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
-    if len(kinds) > 1 or None in kinds:
-        raise ValueError(f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give {names}")
-    [kind] = kinds
-    assert kind is not None
-    return kind()
 
 
 def local_path(url: str) -> str | None:

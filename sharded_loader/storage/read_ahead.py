@@ -2,11 +2,18 @@
 
     batches(number) -> indices        the loader's own order, read a second time: it is a function of the epoch
     position() -> number | None       the batch that the user receives next; None: nobody reads this epoch any more
+    later(number) -> indices          the order of the next epoch
 
-A `ReadAhead` walks through the batches in front of the position, as far as their shards fit into the cache, and has
-them fetched, `CONNECTIONS` at a time. What has been passed goes first when room is needed; what is still needed is kept
-young, so that other processes that share the folder spare it. Whoever needs a shard earlier fetches it himself, and
-waits for nobody but the one that fetches it already.
+A `ReadAhead` runs a thread that looks at the batches to come and keeps three lines of them:
+
+    looked at  -->  asked for, as far as their shards fit into the cache  -->  passed by the user
+
+Other threads fetch what is asked for, `CONNECTIONS` shards at a time. The cache learns which shards are needed (they
+stay), which were passed, and when a passed shard will be needed again, in this epoch or in the next. So the cache can
+delete the shard that is needed last. That is the best rule there is (L. A. Belady, 1966). If the cache has room for all
+shards, the next epoch is not looked at.
+
+Whoever needs a shard earlier fetches it himself, and waits for nobody but the one that fetches it already.
 
 All threads are daemons, and end with `stop`, with the epoch, or when nobody reads it any more. What goes wrong here is
 not told: the one who reads the shard will meet it.
@@ -29,8 +36,28 @@ PAUSE = 0.005
 YOUNG = 1.0
 """Seconds after which the shards that are needed are kept young again."""
 
-MOST_BATCHES = 100_000
-"""How far the walk goes at most: small shards, and a large cache."""
+LOOKS = 50
+"""Batches that are looked at between two looks at the position: 0.5 to 3 ms."""
+
+MOST_USES = 200_000
+"""How far the thread looks at most: uses of shards by stretches, about 100 bytes each."""
+
+Needs = Callable[[int], "Sequence[int] | None"]
+
+
+class _Stretch:
+    """Neighbouring batches that need the same shards.
+
+    Attributes:
+        first, last: numbers of the batches. Those of the next epoch go on from those of this one.
+        next: by shard, the batch that needs it after this stretch; None: not known.
+    """
+
+    __slots__ = ("first", "last", "next")
+
+    def __init__(self, number: int, shards: Sequence[int]) -> None:
+        self.first = self.last = number
+        self.next: dict[int, int | None] = dict.fromkeys(shards)
 
 
 class ReadAhead:
@@ -43,25 +70,39 @@ class ReadAhead:
         room: how many bytes of the cache may be used.
         fetch: fetches a shard if it is not there, and if what it is given says that the shard is still needed.
         keep: tells the cache that a shard is needed; whether it is there.
-        let_go: tells the cache that it is not needed any more.
+        let_go: tells the cache that a shard is not needed before a batch, by its number; None: perhaps never.
+        later: the shards of a batch of the next epoch, from 0 on; None after the last.
+        short_of: called once, if the order comes back to shards that had to go: with the bytes that would have been
+            enough.
 
     Attributes:
-        error: the last one, of a fetch or of the walk, which it has ended; None: nothing has gone wrong.
+        error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
     """
 
     def __init__(
         self,
-        needs: Callable[[int], Sequence[int] | None],
+        needs: Needs,
         position: Callable[[], int | None],
         sizes: Sequence[int],
         room: int,
         fetch: Callable[[int, Callable[[], bool]], None],
         keep: Callable[[int], bool],
-        let_go: Callable[[int], None],
+        let_go: Callable[[int, int | None], None],
+        later: Needs = lambda number: None,
+        short_of: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._needs, self._position, self._sizes, self._room = needs, position, sizes, room
-        self._fetch, self._keep, self._let_go = fetch, keep, let_go
-        self._needed: Counter[int] = Counter()  # by how many batches; only the walk changes it
+        self._fetch, self._keep, self._let_go, self._later = fetch, keep, let_go, later
+        self._short_of, self._comes_back = short_of, 0
+        self._looked: deque[_Stretch] = deque()  # looked at, and not asked for
+        self._window: deque[_Stretch] = deque()  # asked for, and not passed
+        self._latest: dict[int, _Stretch] = {}  # by shard, the last stretch that is known to need it
+        self._uses = 0  # in both lines
+        self._next = 0  # the batch that is looked at next
+        self._end: int | None = None  # the first number of the next epoch
+        self._all_is_known = False
+        self._needed: Counter[int] = Counter()  # by how many stretches of the window; only one thread changes it
+        self._used = 0  # bytes of what is needed
         self._asked: set[int] = set()  # that wait to be fetched, or are being fetched
         self.error: Exception | None = None
         self._stopped = threading.Event()
@@ -81,6 +122,8 @@ class ReadAhead:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout)
 
+    # -- fetching ---------------------------------------------------------------------------------------------
+
     def _fetch_all(self) -> None:
         while (shard := self._wanted.get()) is not None:
             try:
@@ -93,9 +136,11 @@ class ReadAhead:
         return shard in self._needed and not self._stopped.is_set()
 
     def _ask_for(self, shard: int) -> None:
-        if shard not in self._asked:
+        if not self._keep(shard) and shard not in self._asked:
             self._asked.add(shard)
             self._wanted.put(shard)
+
+    # -- the order --------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
         try:
@@ -107,38 +152,90 @@ class ReadAhead:
                 self._wanted.put(None)
 
     def _walk_on(self) -> None:
-        window: deque[tuple[int, Sequence[int]]] = deque()
-        needed = self._needed
-        used, number, young = 0, self._position(), time.monotonic()
-        ahead: Sequence[int] | None = ()
+        number = self._position()
+        if number is None:
+            return
+        self._next, young = number, time.monotonic()
+        all_fit = sum(self._sizes) <= self._room
         while not self._stopped.is_set():
             now = self._position()
-            if now is None or number is None:
+            if now is None:
                 return
-            while window and window[0][0] < now:
-                for shard in window.popleft()[1]:
-                    needed[shard] -= 1
-                    if not needed[shard]:
-                        del needed[shard]
-                        used -= self._sizes[shard]
-                        self._let_go(shard)
-            while ahead is not None and len(window) < MOST_BATCHES:
-                ahead = ahead or self._needs(number)
-                new = [shard for shard in ahead or () if shard not in needed]
-                size = sum(self._sizes[shard] for shard in new)
-                if ahead is None or (window and used + size > self._room):
+            self._pass(now)
+            for _ in range(LOOKS):
+                if self._all_is_known or self._uses > MOST_USES or (all_fit and self._end is not None):
                     break
-                needed.update(ahead)
-                used += size
-                window.append((number, ahead))
-                for shard in new:
-                    self._ask_for(shard)
-                number, ahead = number + 1, ()
-            if ahead is None and not window:
+                self._look()
+                self._ask()
+            self._ask()
+            if not self._window and self._end is not None and (not self._looked or self._looked[0].first >= self._end):
                 return
             if time.monotonic() - young > YOUNG:
                 young = time.monotonic()
-                for shard in list(needed):
-                    if not self._keep(shard):  # others have deleted it
-                        self._ask_for(shard)
+                for shard in list(self._needed):  # others may have deleted it
+                    self._ask_for(shard)
             self._stopped.wait(PAUSE)
+
+    def _look(self) -> None:
+        """Take the next batch of the order into the line of those that were looked at."""
+        number = self._next
+        shards = self._needs(number) if self._end is None else None
+        if shards is None:
+            if self._end is None:
+                self._end = number
+            shards = self._later(number - self._end)
+            if shards is None:
+                self._all_is_known = True
+                return
+        self._next += 1
+        last = self._looked[-1] if self._looked else self._window[-1] if self._window else None
+        if last is not None and last.last == number - 1 and number != self._end and last.next.keys() == set(shards):
+            last.last = number
+            return
+        stretch = _Stretch(number, shards)
+        for shard in stretch.next:
+            before = self._latest.get(shard)
+            if before is not None:
+                before.next[shard] = number
+            elif shard not in self._needed:
+                self._let_go(shard, number)  # it may lie in the cache
+            self._latest[shard] = stretch
+        self._uses += len(stretch.next)
+        self._looked.append(stretch)
+
+    def _ask(self) -> None:
+        """Have the shards of the next stretches fetched, as far as there is room."""
+        while self._looked and (self._end is None or self._looked[0].first < self._end):
+            stretch = self._looked[0]
+            new = [shard for shard in stretch.next if shard not in self._needed]
+            size = sum(self._sizes[shard] for shard in new)
+            if self._window and self._used + size > self._room:
+                return
+            self._needed.update(stretch.next.keys())
+            self._used += size
+            self._window.append(self._looked.popleft())
+            for shard in new:
+                self._ask_for(shard)
+
+    def _pass(self, now: int) -> None:
+        """Let the shards go that were needed by batches before ``now`` alone."""
+        while self._window and self._window[0].last < now:
+            stretch = self._window.popleft()
+            self._uses -= len(stretch.next)
+            for shard, again in stretch.next.items():
+                if self._latest.get(shard) is stretch:
+                    del self._latest[shard]
+                self._needed[shard] -= 1
+                if not self._needed[shard]:
+                    del self._needed[shard]
+                    self._used -= self._sizes[shard]
+                    self._let_go(shard, again)
+                    if again is not None and (self._end is None or again < self._end):
+                        self._note_return(again)
+
+    def _note_return(self, number: int) -> None:
+        """This epoch comes back to a shard that was let go. If that goes on, the cache is too small for the order."""
+        self._comes_back += 1
+        if self._comes_back == len(self._sizes):
+            between = {shard for stretch in self._looked if stretch.first <= number for shard in stretch.next}
+            self._short_of(sum(self._sizes[shard] for shard in between | self._needed.keys()))

@@ -18,9 +18,10 @@ class Told(SimpleDataset):
         super().__init__(range(length))
         self.told: list[Any] = []
 
-    def follow(self, batches: Any, position: Any) -> None:
+    def follow(self, batches: Any, position: Any, later: Any) -> None:
         self.told = [np.asarray(batches(number)).tolist() for number in range(2)]
         assert batches(2) is None and position() == 7
+        assert [np.asarray(later(number)).tolist() for number in range(2)] == self.told[::-1]
 
 
 ORDER = ([0, 5, 3], [4, 1])
@@ -52,11 +53,12 @@ def test_a_dataset_is_told_its_own_indices(stack: str) -> None:
     told = Told(20)
     dataset = made(told)
     assert can_follow(dataset)
-    follow(dataset, lambda number: ORDER[number] if number < 2 else None, lambda: 7)
+    later = ORDER[::-1]
+    follow(dataset, lambda number: ORDER[number] if number < 2 else None, lambda: 7, lambda number: later[number])
     assert told.told == expected
 
 
 def test_who_does_not_want_to_know_is_not_told() -> None:
     for dataset in ([1, 2], SimpleDataset([1, 2]).take(1), ArrayDataset(np.arange(3)) + [4]):
         assert not can_follow(dataset)
-        follow(dataset, lambda number: None, lambda: 0)
+        follow(dataset, lambda number: None, lambda: 0, lambda number: None)

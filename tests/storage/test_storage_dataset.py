@@ -18,7 +18,7 @@ from shards import write_mds, write_tar
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ShardShuffleSampler, ThreadPool
 from sharded_loader.storage import stores
-from sharded_loader.storage.dataset import OPEN, ShardDataset, format_of, local_path
+from sharded_loader.storage.dataset import OPEN, ShardDataset, local_path
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.stores import ShardError
 
@@ -221,22 +221,7 @@ def test_a_shard_of_another_format_is_named(folder: Path) -> None:
         make(folder)
 
 
-def test_the_format_is_that_of_the_names_or_the_one_that_was_given(tmp_path: Path) -> None:
-    assert [format_of(None, [f"a{end}"]).name for end in (".tar", ".parquet", ".pq", ".arrow", ".mds", ".rec")] == [
-        "tar",
-        "parquet",
-        "parquet",
-        "arrow",
-        "mds",
-        "records",
-    ]
-    assert format_of(None, ["s3://b/a.tar?versionId=3"]).name == "tar"
-    assert format_of("mds", ["a.bin"]).name == "mds"
-    for urls_of_it in (["a.bin"], ["a.tar", "b.mds"]):
-        with pytest.raises(ValueError, match="do not tell one format"):
-            format_of(None, urls_of_it)
-    with pytest.raises(ValueError, match=r"format 'zip' is unknown: give one of \['tar'"):
-        format_of("zip", ["a.zip"])
+def test_a_format_is_found_by_the_names_of_the_shards(tmp_path: Path) -> None:
     write_mds(tmp_path / "a.mds", {"x": ("int", 8)}, [[np.int64(i).tobytes()] for i in range(3)])
     dataset = ShardDataset(tmp_path / "a.mds", index_folder=tmp_path)
     assert [one["x"] for one in dataset] == [0, 1, 2]
