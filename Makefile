@@ -6,6 +6,7 @@
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
+#   make test-stores   the tests with S3, Lance and ArrayRecord, in an environment of their own
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make clean         remove everything that the others made
@@ -23,7 +24,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -70,6 +71,13 @@ test-ray:
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
 	iterable_resume.py prefetch_epochs.py iteration.py)
 
+# A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
+STORES = .venv-stores
+
+test-stores:
+	$(MAKE) $(STORES)/stores.stamp VENV=$(STORES)
+	$(STORES)/bin/python -m pytest -m stores tests/storage
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -113,6 +121,13 @@ $(VENV)/ray.stamp: $(INPUTS) constraints-ray.txt | $(BIN)/pip
 	@echo "Installing into $(VENV) (once, a minute or two) ..."
 	$(PIP) setuptools
 	$(PIP) -c constraints-ray.txt --no-build-isolation -e ".[test,ray]" "ray[train]"
+	touch $@
+
+$(VENV)/stores.stamp: $(INPUTS) constraints-stores.txt | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[test]"
+	$(PIP) --no-deps -r constraints-stores.txt
 	touch $@
 
 $(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip

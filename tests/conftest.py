@@ -49,7 +49,7 @@ POOLS: tuple[str, ...] = ("inline", "thread", *PROCESS_POOLS)
 if WITH_RAY:
     PROCESS_POOLS, POOLS = (), ("inline", "ray")
 # Ray's own processes. Those of our actors are called ray::Loader...; what else runs there belongs to Ray.
-HELPERS = (*HELPERS, "/ray/")
+HELPERS = (*HELPERS, "/ray/", "moto.server")
 
 
 METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
@@ -66,10 +66,10 @@ SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
 
-    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks` or `ray` run where ``-m``
-    names these.
+    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks`, `ray` or `stores` run
+    where ``-m`` names these.
     """
-    for name in ("frameworks", "ray"):
+    for name in ("frameworks", "ray", "stores"):
         if name not in config.option.markexpr:
             apart = [item for item in items if item.get_closest_marker(name)]
             config.hook.pytest_deselected(items=apart)
