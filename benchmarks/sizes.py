@@ -18,7 +18,7 @@ from benchmarks.imports import HIDDEN, by_folder, circles, imports_of, levels, u
 MAX_LINES = 350
 """Lines of a file, all of them, that a module should not exceed."""
 
-APART = ("demo", "__main__")
+APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it. Levels do not count them."""
 
 FLOORS = (

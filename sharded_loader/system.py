@@ -217,7 +217,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     Returns:
         None where the kernel does not say.
     """
-    for base, group, version in _groups(root):
+    for base, group, version in groups(root):
         for folder in (group, base):
             try:
                 text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
@@ -259,8 +259,8 @@ def _machine(root: Path) -> Limit:
         return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
-    """This process's cgroups that count memory: where they are mounted, the group itself, version (1, 2).
+def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:
+    """This process's cgroups of a controller: where they are mounted, the group itself, version (1, 2).
 
     In a container the group may be a folder that only the host can see: the root of what is mounted is then the
     container's own group.
@@ -274,13 +274,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
         if controllers == "":
             base = root / "sys/fs/cgroup"
             yield base, base / path.lstrip("/"), 2
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
             yield base, base / path.lstrip("/"), 1
 
 
 def _cgroups(root: Path) -> Iterator[Limit]:
-    for base, group, version in _groups(root):
+    for base, group, version in groups(root):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit

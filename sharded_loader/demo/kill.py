@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 from sharded_loader.demo.train import Options, Report, train_and_test
 from sharded_loader.pools.processes import ProcessPool
@@ -27,11 +28,14 @@ RESTARTS = 1000
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
-def train_and_kill(options: Options) -> tuple[Report, str]:
+def train_and_kill(
+    options: Options, on_batch: Callable[[int, float], object] = lambda epoch, loss: None
+) -> tuple[Report, str]:
     """Train, while workers are killed.
 
     Args:
         options: of the training. The pool is one of processes, whatever they say.
+        on_batch: called after each step with the epoch and the loss of the batch.
 
     Returns:
         What came of it, and a text: how many workers were killed.
@@ -45,6 +49,7 @@ def train_and_kill(options: Options) -> tuple[Report, str]:
 
     def kill_one(epoch: int, loss: float) -> None:
         nonlocal killed, due
+        on_batch(epoch, loss)
         if time.monotonic() < due:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just been killed

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import multiprocess
 from sharded_loader.demo.train import BATCH_SIZE, CheckpointFile, Options, Report, load_digits_split, train_and_test
 
 
-def stop_and_resume(options: Options) -> tuple[Report, str]:
+def stop_and_resume(options: Options, on_wait: Callable[[str], object] = lambda what: None) -> tuple[Report, str]:
     """Train, be killed in the middle of an epoch, train on.
 
     Args:
         options: of the training.
+        on_wait: called now and then with what the runs do.
 
     Returns:
         What came of the run that went on, and a text: when the other one was killed.
@@ -42,12 +43,15 @@ def stop_and_resume(options: Options) -> tuple[Report, str]:
         with _training(options, CheckpointFile(path, step)) as (first, _):
             while first.is_alive() and not path.exists():
                 first.join(0.02)
+                on_wait("training until it is killed")
         if not path.exists() or first.exitcode == 0:
             raise RuntimeError(f"the training run ended by itself, exit code {first.exitcode}; see above")
         with _training(options, CheckpointFile(path)) as (second, reports):
             try:
+                while not reports.poll(0.1):
+                    on_wait("training on from the checkpoint")
                 report: Report = reports.recv()
-            except EOFError:
+            except (EOFError, BrokenPipeError):  # Windows says the second
                 second.join()
                 raise RuntimeError(f"the resumed training run failed, exit code {second.exitcode}; see above") from None
     return report, f"saved after step {step}, killed in mid-epoch, resumed in a new process"

@@ -5,7 +5,7 @@
 
 `train` takes any loader and replicas and returns the losses. `train_and_test` builds both from `Options`, owns the
 loader and closes it, and returns a `Report`. With a `CheckpointFile` both go on from where the file says. No output
-here, and no terminal: that is the part of `sharded_loader.demo.cli`.
+here, and no terminal: that is the part of `sharded_loader.cli.demo`.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
 the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit

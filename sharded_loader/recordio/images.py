@@ -124,7 +124,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("pack_img and unpack_img need Pillow: pip install 'sharded_loader[images]'") from error
+        raise ImportError("pack_img and unpack_img need Pillow: pip install pillow") from error
     return Image
 
 

@@ -878,7 +878,7 @@ def test_images_of_another_kind_are_refused() -> None:
 
 def test_missing_pillow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"pip install 'sharded_loader\[images\]'"):
+    with pytest.raises(ImportError, match=r"pip install pillow"):
         pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8))
 
 

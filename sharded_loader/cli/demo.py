@@ -1,0 +1,137 @@
+"""``sharded-loader demo``: trains with progress, then prints accuracy, speed and waiting.
+
+    options --> `sharded_loader.demo.train.train_and_test` --> Report --> lines on stdout
+
+With ``--stop-resume`` and ``--kill`` it trains again, disturbed, and compares. Exit code 1: the disturbed run ended
+with other numbers. What can go wrong: the options contradict each other, a device is absent, scikit-learn or Ray is not
+installed. Each of these is one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import click
+
+from sharded_loader.cli.output import CannotRun, Steps, quiet_option, say
+
+if TYPE_CHECKING:
+    from sharded_loader.demo.train import Report
+
+DIFFERENT = 1
+DEFAULT_WORKERS = 2
+POOLS = ("inline", "thread", "process", "ray")
+_FROM_1 = click.IntRange(1)
+
+
+@click.command(short_help="Train a small network on handwritten digits.")
+@click.option(
+    "--devices",
+    default="auto",
+    metavar="LIST",
+    help="Devices for the shards of each batch: cpu,cpu or cuda:0,cuda:1. Default: all GPUs, otherwise cpu,cpu.",
+)
+@click.option("--pool", type=click.Choice(POOLS), default="process", show_default=True, help="Who reads the samples.")
+@click.option(
+    "--workers",
+    type=_FROM_1,
+    metavar="N",
+    help=f"Number of threads, processes or actors. Default: {DEFAULT_WORKERS}; inline has none.",
+)
+@click.option("--epochs", type=_FROM_1, default=20, show_default=True, metavar="N", help="Passes over the digits.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),  # what torch takes as a seed
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The seed decides the accuracy.",
+)
+@click.option("--stop-resume", is_flag=True, help="Train again, kill that run in mid-epoch, resume it, and compare.")
+@click.option("--kill", is_flag=True, help="Train again while workers are killed at random, and compare.")
+@quiet_option
+def demo(
+    devices: str,
+    pool: str,
+    workers: int | None,
+    epochs: int,
+    seed: int,
+    stop_resume: bool,
+    kill: bool,
+    quiet: bool,
+) -> int:
+    """Train a small convolutional network on 1,797 handwritten digits, on several devices from one process."""
+    if pool == "inline" and workers is not None:
+        raise CannotRun(
+            "--pool inline reads in the training loop and has no workers: leave out --workers, "
+            "or choose --pool thread, process or ray"
+        )
+    if pool != "process" and kill:
+        raise CannotRun(
+            f"--kill kills worker processes, and --pool {pool} has none here: leave out --pool, "
+            f"or choose --pool process"
+        )
+    if pool == "ray" and importlib.util.find_spec("ray") is None:
+        raise CannotRun("--pool ray needs Ray: pip install ray")
+    try:
+        import sklearn.datasets  # noqa: F401
+    except ImportError as error:
+        raise CannotRun(f"it needs scikit-learn ({error}): pip install scikit-learn") from None
+    from sharded_loader.demo import kill as killing
+    from sharded_loader.demo import stop, train
+
+    try:
+        found = train.find_devices(devices)
+    except ValueError as error:
+        raise CannotRun(f"--devices {devices}: {error}") from None
+    count = 0 if pool == "inline" else workers or DEFAULT_WORKERS
+    options = train.Options(found, pool, count, epochs, seed)
+    if not quiet:
+        readers = "the training loop" if count == 0 else f"{count} {pool} workers"
+        say(
+            f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, found))}; "
+            f"read by {readers}; seed {seed}."
+        )
+    with Steps("training", epochs, quiet) as steps:
+        report = train.train_and_test(options, lambda epoch, loss: steps.update(epoch, f"loss {loss:.4f}"))
+    say(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
+    say(f"samples per second  {report.stats.samples_per_second:,.0f}")
+    say(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
+    if not quiet:
+        say(explain_waiting(report.stats.waiting_share))
+    code = 0
+    if stop_resume:
+        with Steps("killed and resumed", None, quiet) as steps:
+            disturbed, how = stop.stop_and_resume(options, lambda what: steps.update(0, what))
+        code |= _compare("killed and resumed", disturbed, report, how)
+    if kill:
+        with Steps("with workers killed", epochs, quiet) as steps:
+            disturbed, how = killing.train_and_kill(
+                options, lambda epoch, loss: steps.update(epoch, f"loss {loss:.4f}")
+            )
+        code |= _compare("with workers killed", disturbed, report, how)
+    return code
+
+
+def explain_waiting(share: float) -> str:
+    """What the share of waiting means, and when it matters.
+
+    Args:
+        share: part of the training time without a finished batch, from 0 to 1.
+
+    Example:
+        >>> explain_waiting(0.021)
+        '  (no batch was ready for 2.1% of the time: a faster loader saves at most that; it matters from about 10%)'
+    """
+    return (
+        f"  (no batch was ready for {share:.1%} of the time: a faster loader saves at most that; "
+        f"it matters from about 10%)"
+    )
+
+
+def _compare(name: str, disturbed: Report, report: Report, how: str) -> int:
+    same = (disturbed.accuracy, disturbed.losses) == (report.accuracy, report.losses)
+    say(f"{name:20}{disturbed.accuracy:.2%}: {how}")
+    say(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
+    return 0 if same else DIFFERENT

@@ -1,0 +1,149 @@
+"""How fast is a dataset read by each kind of pool? The measurement itself, without a terminal.
+
+    rows_of(pools, workers) -> Rows
+    measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds
+
+Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
+alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
+measures at least as many batches as it has workers, even if that takes longer than asked for.
+
+`measure` owns one loader at a time and closes it. What can go wrong: the dataset raises. In the main process that ends
+the measurement; with workers it ends only that row.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_loader.cli.target import say_error
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured: a pool (``inline``, ``thread``, ``process`` or ``ray``) and its number of workers."""
+
+    pool: str
+    workers: int
+
+    def __str__(self) -> str:
+        return "inline" if self.pool == "inline" else f"{self.workers} x {self.pool}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How fast a row was.
+
+    Attributes:
+        pool, workers: the row.
+        samples_per_second: the median over the rounds; 0 if it failed.
+        ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
+        error: why it failed; None if it did not.
+    """
+
+    pool: str
+    workers: int
+    samples_per_second: float = 0.0
+    ms_per_batch: float = 0.0
+    error: str | None = None
+
+
+class DatasetFailed(Exception):
+    """The dataset raised in the main process; the message says what and at which sample."""
+
+
+def rows_of(pools: Sequence[str], workers: Sequence[int]) -> list[Row]:
+    """The rows to measure: inline first, then each pool with each number of workers.
+
+    Example:
+        >>> [str(row) for row in rows_of(["process", "inline"], [2, 4])]
+        ['inline', '2 x process', '4 x process']
+    """
+    inline = [Row("inline", 0)] if "inline" in pools else []
+    return inline + [Row(pool, count) for pool in pools if pool != "inline" for count in workers]
+
+
+def measure(
+    dataset: Any,
+    rows: Sequence[Row],
+    *,
+    batch_size: int,
+    seconds: float,
+    shuffle: bool,
+    on_turn: Callable[[int, Row], object] = lambda number, row: None,
+) -> list[Measurement]:
+    """Measure every row in several rounds.
+
+    Args:
+        dataset: what to read.
+        rows: as from `rows_of`.
+        batch_size: samples per batch.
+        seconds: for each row, all rounds together, without what is not counted.
+        shuffle: read in random order.
+        on_turn: called before each turn with its number, from 0, and its row.
+
+    Returns:
+        A measurement for each row, in their order.
+
+    Raises:
+        DatasetFailed: the dataset raised in the main process, or it has no samples.
+    """
+    turns: dict[Row, list[tuple[float, float]]] = {row: [] for row in rows}
+    errors: dict[Row, str] = {}
+    for number in range(ROUNDS * len(rows)):
+        row = rows[number % len(rows)]
+        on_turn(number, row)
+        if row in errors:
+            continue
+        try:
+            turns[row].append(_turn(dataset, row, batch_size, seconds / ROUNDS, shuffle))
+        except DatasetFailed:
+            raise
+        except Exception as error:
+            if row.pool == "inline":
+                raise DatasetFailed(say_error(error)) from error
+            errors[row] = say_error(error)
+    return [
+        Measurement(row.pool, row.workers, error=errors[row])
+        if row in errors
+        else Measurement(row.pool, row.workers, *map(statistics.median, zip(*turns[row], strict=True)))
+        for row in rows
+    ]
+
+
+def _turn(dataset: Any, row: Row, batch_size: int, seconds: float, shuffle: bool) -> tuple[float, float]:
+    """Samples per second and milliseconds per batch."""
+    from sharded_loader import ShardedDataLoader
+
+    pool: Any = row.pool
+    with ShardedDataLoader(dataset, batch_size, shuffle=shuffle, num_workers=row.workers, pool=pool, seed=0) as loader:
+        batches = _without_end(loader)
+        for _ in range(1 + 2 * row.workers):
+            next(batches)
+        before, begin, count = loader.stats().samples, time.perf_counter(), 0
+        while count < max(2, row.workers) or time.perf_counter() - begin < seconds:
+            next(batches)
+            count += 1
+        took = time.perf_counter() - begin
+        return (loader.stats().samples - before) / took, 1000 * took / count
+
+
+def _without_end(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
+    epoch = 0
+    while True:
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise DatasetFailed(
+                "it gives no samples: give a dataset that has some"
+                if epoch == 0
+                else "it gives its samples only once: return a new iterator from __iter__"
+            )
+        epoch += 1

@@ -1,0 +1,178 @@
+"""What the verbs print: results on stdout, progress and complaints on stderr.
+
+    say(text), show_table(...), say_json(...)       --> stdout
+    complain(text)                                  --> stderr
+    with Steps("packing", total) as steps:
+        steps.update(done)                          --> stderr: a bar in a terminal, lines in a pipe
+
+`Steps` prints nothing in the first two seconds. It starts no thread: the bar moves when `update` is called. So it may
+run while workers are forked and while speed is measured. It owns the bar, and takes it away at the end.
+
+What can go wrong: the reader of a pipe goes away. That is an OSError (EPIPE), and click ends the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from typing_extensions import Self
+
+PATIENCE = 2.0
+"""Seconds without any progress shown."""
+
+LINES_EVERY = 5.0
+"""Seconds between two lines in a pipe."""
+
+FRAMES_EVERY = 0.1
+"""Seconds between two pictures of the bar."""
+
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+class CannotRun(click.UsageError):
+    """The command cannot run as typed. The message is one line that says why and what to do.
+
+    Args:
+        message: the line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, click.get_current_context(silent=True))
+
+
+def say(text: str = "") -> None:
+    """Print a line of the result."""
+    click.echo(text)
+
+
+def say_json(content: Any) -> None:
+    """Print the result as JSON."""
+    click.echo(json.dumps(content, indent=2))
+
+
+def complain(text: str) -> None:
+    """Print a line about something that is wrong."""
+    click.echo(f"{click.get_current_context().command_path}: {' '.join(text.split())}", err=True)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
+    """Print a table.
+
+    Args:
+        columns: the headings.
+        rows: the cells, as text.
+        left: how many columns are aligned to the left; the others hold numbers.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "file"), counted(1200, "file")
+        ('1 file', '1,200 files')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> size_text(64), size_text(1536), size_text(64 << 20), size_text(3 << 40)
+        ('64 bytes', '1.5 KiB', '64.0 MiB', '3,072.0 GiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes:,.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= 1024
+        if nbytes < 1024 or unit == "GiB":
+            break
+    return f"{nbytes:,.1f} {unit}"
+
+
+class Steps:
+    """Progress of one long job.
+
+    Args:
+        what: what is being done, such as ``packing``.
+        total: how many steps there are. None: unknown.
+        quiet: print nothing.
+        clock: tells the time in seconds; another one in tests.
+    """
+
+    def __init__(
+        self, what: str, total: int | None, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._total, self._quiet, self._clock = what, total, quiet, clock
+        self._next = clock() + PATIENCE
+        self._in_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._bar: Progress | None = None
+
+    def update(self, done: int, note: str = "") -> None:
+        """Show that so many steps are done, if it is time to.
+
+        Args:
+            done: the number of steps.
+            note: a few words beside it.
+        """
+        now = self._clock()
+        if self._quiet or now < self._next:
+            return
+        if not self._in_terminal:
+            self._next = now + LINES_EVERY
+            of = "" if self._total is None else f"{done:,} of {self._total:,}"
+            click.echo(f"{self._what}: {', '.join(filter(None, [of, note]))}", err=True)
+            return
+        self._next = now + FRAMES_EVERY
+        if self._bar is None:
+            self._bar = self._start_bar()
+            self._task = self._bar.add_task(self._what, total=self._total, note="")
+        self._bar.update(self._task, completed=done, note=note)
+        self._bar.refresh()
+
+    def _start_bar(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}")
+        bar = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        bar.start()
+        return bar
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

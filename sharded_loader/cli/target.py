@@ -1,0 +1,194 @@
+"""The user's dataset by its name: ``module:dataset`` or ``path/to/file.py:dataset``.
+
+    "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
+
+The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
+``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
+what to do (`CannotRun`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sharded_loader.cli.output import CannotRun
+
+
+def find_dataset(target: str) -> Any:
+    """The dataset that the user has named.
+
+    Args:
+        target: ``module:dataset`` or ``path/to/file.py:dataset``. After the colon stands a dataset, or something that
+            makes one when it is called without arguments. The name may have dots.
+
+    Raises:
+        CannotRun: there is none, or it cannot be made or read.
+
+    Example:
+        >>> find_dataset("string:digits")
+        '0123456789'
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or name.endswith(".py") or not name:
+        module = _import(target.rstrip(":") if not name else target)
+        raise CannotRun(f"{target!r} names no dataset: write {target.rstrip(':')}:NAME{_candidates(module)}")
+    if not place:
+        raise CannotRun(f"{target!r} names no module: write module{target} or path/to/file.py{target}")
+    module = _import(place)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise CannotRun(f"{place} has no {name!r}{_similar(part, found)}") from None
+    return _checked(_made(found, target), target)
+
+
+def kind_of(dataset: Any) -> str:
+    """What kind of dataset it is, in words.
+
+    Example:
+        >>> kind_of([1, 2, 3]), kind_of(iter)
+        ('list, 3 samples', 'builtin_function_or_method, iterable data')
+    """
+    from sharded_loader.data.inspection import is_stream
+
+    return f"{type(dataset).__name__}, {'iterable data' if is_stream(dataset) else f'{len(dataset):,} samples'}"
+
+
+def say_error(error: BaseException) -> str:
+    """An exception of the user's code in one line, with what the loader has noted: epoch, batch, sample.
+
+    Example:
+        >>> say_error(KeyError("label"))
+        "KeyError: 'label'"
+    """
+    from sharded_loader.cli.facts import one_line
+    from sharded_loader.errors import notes_of
+
+    where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
+    return one_line(error) + (f" (in {where[-1]})" if where else "")
+
+
+def _import(place: str) -> ModuleType:
+    if place.endswith(".py"):
+        return _import_file(Path(place))
+    if "/" in place or os.sep in place:
+        raise CannotRun(f"{place!r} is a path without .py: write path/to/file.py:NAME")
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        if importlib.util.find_spec(place) is None:
+            raise ModuleNotFoundError(name=place)
+    except (ImportError, ValueError) as error:  # also of a package that contains it
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
+            raise CannotRun(
+                f"there is no module {error.name!r} in {os.getcwd()} or among the installed ones: "
+                f"change to the folder that contains it, or write path/to/file.py:NAME"
+            ) from None
+        raise CannotRun(f"importing {place} failed: {_where(error)}") from None
+    return _run_import(place, place)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CannotRun(f"there is no file {path}: write the path of a Python file, from {os.getcwd()}")
+    name, folder = path.stem, str(path.resolve().parent)
+    if "." in name:
+        raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(path.resolve()):
+        raise CannotRun(f"{path}: {name!r} is also the name of a module that Python has imported: rename the file")
+    sys.path.insert(0, folder)
+    return _run_import(name, str(path))
+
+
+def _run_import(name: str, shown: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may exit
+        hint = ""
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            hint = ": write package.module:NAME instead of a path"
+        raise CannotRun(f"importing {shown} failed: {_where(error)}{hint}") from None
+
+
+def _where(error: BaseException) -> str:
+    """The error, and the line of the user's code that it comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    ours = os.path.dirname(__file__)
+    frames = [frame for frame in frames if not frame.filename.startswith(ours)]
+    line = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return say_error(error) + line
+
+
+def _made(found: Any, target: str) -> Any:
+    """The dataset itself, or what a function or a class makes."""
+    from sharded_loader.data.inspection import has_own, takes_part
+
+    is_dataset = not isinstance(found, type) and any(has_own(type(found), name) for name in ("__getitem__", "__iter__"))
+    if is_dataset or not callable(found):
+        return found
+    if not isinstance(found, type) and takes_part(found):
+        return found  # iterable data that is told which part to read
+    made = _call(found, target)
+    if isinstance(made, Iterator) and not isinstance(found, type):
+        return found  # a generator function is iterable data itself
+    return made
+
+
+def _call(found: Callable[[], Any], target: str) -> Any:
+    try:
+        return found()
+    except Exception as error:
+        hint = ""
+        if isinstance(error, TypeError) and "argument" in str(error):
+            hint = ": write a function without arguments that returns the dataset, and name that function"
+        raise CannotRun(f"calling {target} failed: {_where(error)}{hint}") from None
+
+
+def _checked(dataset: Any, target: str) -> Any:
+    from sharded_loader.arguments import check_dataset
+    from sharded_loader.data.inspection import is_stream
+
+    try:
+        check_dataset(dataset)
+        empty = not is_stream(dataset) and len(dataset) == 0
+    except Exception as error:
+        raise CannotRun(f"{target} is no dataset: {say_error(error).partition(': ')[2] or say_error(error)}") from None
+    if empty:
+        raise CannotRun(f"{target} is empty: its length is 0. Give a dataset with samples")
+    return dataset
+
+
+def _candidates(module: ModuleType) -> str:
+    """The names of a module that may be datasets."""
+    names = [
+        name
+        for name, one in vars(module).items()
+        if not name.startswith("_")
+        and (
+            hasattr(type(one), "__getitem__")
+            or hasattr(one, "__getitem__")
+            or getattr(one, "__module__", 0) == module.__name__
+        )
+    ]
+    return f", where NAME is one of: {', '.join(names[:8])}" if names else ""
+
+
+def _similar(name: str, owner: Any) -> str:
+    close = difflib.get_close_matches(name, dir(owner), 1)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return (_candidates(owner) if isinstance(owner, ModuleType) else "") or ": look for the name in the file"
