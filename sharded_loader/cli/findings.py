@@ -25,7 +25,7 @@ LEAST_SHM = GIB
 """Size of /dev/shm where batches lie in it. Docker gives 64 MiB."""
 
 FEW_DESCRIPTORS, SCARCE_DESCRIPTORS = 1024, 128
-"""A worker needs about five, and a program opens files of its own. 256 are the default of macOS."""
+"""A worker takes about four in the main process (measured), and a program opens files of its own. macOS gives 256."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _descriptors(facts: Facts) -> Iterator[Finding]:
     limit, most = facts.descriptors, facts.most_descriptors
     if limit is None or limit >= FEW_DESCRIPTORS:
         return
-    what = f"A process may open {limit} files at a time, and each worker needs about five."
+    what = f"A process may open {limit} files at a time, and each worker takes about four."
     more = 65536 if most is None else min(65536, most)
     change = (
         f"Run: ulimit -n {more}" if more > limit else "Ask for a higher hard limit (docker run --ulimit nofile=65536)."

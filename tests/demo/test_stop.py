@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from sharded_loader.cli.main import main
 from sharded_loader.demo import stop
-from sharded_loader.demo.cli import main
 from sharded_loader.demo.stop import stop_and_resume
 from sharded_loader.demo.train import Options, Report
 
@@ -20,7 +20,7 @@ CPU = (torch.device("cpu"),)
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--stop-resume", "--epochs", "2", "--seed", "2"]) == 0
-    *_, undisturbed, _, _, resumed, compared = capsys.readouterr().out.splitlines()
+    *_, undisturbed, _, _, _, resumed, compared = capsys.readouterr().out.splitlines()
     accuracy = undisturbed.split()[2]
     assert undisturbed.startswith("held-out accuracy")
     assert resumed.startswith(f"killed and resumed  {accuracy}: saved after step 34, killed in mid-epoch")
@@ -31,7 +31,7 @@ def test_a_resumed_run_that_differs_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Report(0.5, 359, (1.0,), None)  # type: ignore[arg-type]
-    monkeypatch.setattr(stop, "stop_and_resume", lambda options: (other, ""))
+    monkeypatch.setattr(stop, "stop_and_resume", lambda options, on_wait: (other, ""))
     assert main(["demo", "--stop-resume", "--epochs", "1", "--pool", "inline"]) == 1
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 

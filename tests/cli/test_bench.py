@@ -1,0 +1,108 @@
+"""``sharded-loader bench``: a table with a recommendation, JSON, and errors of the user's dataset."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sharded_loader.cli import bench
+from sharded_loader.cli.main import main
+
+QUICK = ["--seconds", "0.03", "--workers", "2"]
+
+
+@pytest.fixture(autouse=True)
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benched_data.py").write_text(
+        "import os\n"
+        "numbers = list(range(100))\n"
+        "class Bad:\n"
+        "    def __len__(self): return 100\n"
+        "    def __getitem__(self, index):\n"
+        "        if index == 13: raise ValueError('a broken\\nimage')\n"
+        "        return index\n"
+        "bad = Bad()\n"
+        "class Stream:\n"
+        "    def __iter__(self): return iter(range(50))\n"
+        "stream = Stream()\n"
+        "class MainOnly(Bad):\n"
+        "    pid = os.getpid()\n"
+        "    def __getitem__(self, index):\n"
+        "        if os.getpid() != self.pid: raise OSError('a closed file')\n"
+        "        return index\n"
+        "main_only = MainOnly()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "benched_data", raising=False)
+
+
+def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "benched_data:numbers", *QUICK]) == 0
+    head, columns, *rows, advice = capsys.readouterr().out.splitlines()
+    assert head == "benched_data:numbers: list, 100 samples, in random order; batches of 64."
+    assert columns.split("  ")[0] == "pool" and columns.endswith("x inline")
+    assert [row.split()[:2] for row in rows] == [["inline", "0"], ["thread", "2"], ["process", "2"]]
+    assert rows[0].endswith("1.00")
+    assert advice.startswith(("Use num_workers=2", "Inline is enough"))
+
+
+def test_json_has_the_numbers_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--pools", "inline,thread", "--batch-size", "8", "--json"]
+    assert main(["bench", "benched_data:stream", *QUICK, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["shuffle"], found["batch_size"]) == ("Stream, iterable data", False, 8)
+    assert [(row["pool"], row["workers"]) for row in found["rows"]] == [("inline", 0), ("thread", 2)]
+    assert all(row["samples_per_second"] > 0 and row["times_inline"] > 0 for row in found["rows"])
+    assert found["recommendation"].endswith(".")
+
+
+def test_a_sample_that_raises_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "benched_data:bad", "-q", "--no-shuffle", *QUICK]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == (
+        "sharded-loader bench: reading benched_data:bad failed: "
+        "ValueError: a broken image (in epoch 0, batch 0, sample 13)\n"
+    )
+    assert shown.out == ""
+
+
+def test_without_inline_a_sample_that_raises_is_named_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "benched_data:bad", "--no-shuffle", "--pools", "thread", *QUICK]) == 2
+    assert "ValueError: a broken image (in epoch 0, batch 0, sample 13, thread " in capsys.readouterr().err
+
+
+def test_a_row_that_fails_is_shown_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "benched_data:main_only", "--pools", "inline,process", *QUICK]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-2].split() == ["process", "2", "failed", "-", "-"]
+    assert "process with 2 workers failed: OSError: a closed file" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["benched_data:numbers", "--workers", "0"], "is no list of numbers from 1: write 1,2,4"),
+        (["benched_data:numbers", "--workers", "two"], "'two' is no list of numbers from 1"),
+        (["benched_data:numbers", "--pools", "inline,dask"], "'dask' is no pool: choose from inline"),
+        (["benched_data:numbers", "--seconds", "0"], "0.0 is not in the range"),
+        (["benched_data:numbers", "--batch-size", "0"], "0 is not in the range"),
+        (["benched_data:stream", "--shuffle"], "has only __iter__ and comes in its own order: leave out --shuffle"),
+        (["benched_data:numbrs"], "did you mean 'numbers'?"),
+        ([], "Missing argument"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_by_default_as_many_workers_are_measured_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, numbers in (1, [1, 2]), (6, [1, 2, 4]), (64, [1, 2, 4, 8, 16]):
+        monkeypatch.setattr(bench, "cores_for_workers", lambda cores=cores: cores)
+        assert bench._listed_numbers(None, None, None) == numbers  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""The facts about this machine are collected, whatever is missing."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sharded_loader.cli import facts
+from sharded_loader.cli.facts import collect, core_limit, cores_for_workers
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_this_machine_is_described() -> None:
+    found = collect()
+    assert found.required["torch"] == torch.__version__
+    assert None not in found.required.values()
+    assert 1 <= found.usable_cores <= found.cores
+    assert found.free_memory > 0
+    assert found.shared_memory is not None and found.shared_memory_error is None
+    assert found.start_method in found.start_methods
+    assert found.trial_error is None and found.trial is not None and found.trial > 0
+
+
+def test_without_torch_everything_else_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = collect()
+    assert found.torch_error is not None and "torch" in found.torch_error
+    assert (found.trial, found.trial_error, found.gpus) == (None, None, ())
+    assert found.start_method is not None and found.shared_memory is not None
+
+
+def test_workers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_loader(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no processes\nat all")
+
+    monkeypatch.setattr("sharded_loader.ShardedDataLoader", no_loader, raising=False)
+    found = collect()
+    assert (found.trial, found.trial_error) == (None, "OSError: no processes at all")
+
+
+def test_a_wrong_choice_of_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", "floppy")
+    found = collect()
+    assert found.shared_memory is None
+    assert found.shared_memory_error is not None and "SHARDED_LOADER_MEMORY is 'floppy'" in found.shared_memory_error
+    assert found.trial_error is not None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, memory is always named")
+def test_the_kind_of_shared_memory_is_what_the_system_gives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder, kind in ((None, "memfd"), ("/dev/shm", "shm"), (str(tmp_path), "file")):
+        opened = lambda label, kind, folder=folder: (os.open(os.devnull, os.O_RDONLY), folder)  # noqa: E731
+        monkeypatch.setattr(facts, "open_memory", opened)
+        assert facts._shared_memory() == (kind, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 0.5),
+        ({"sys/fs/cgroup/job/cpu.max": "nonsense\n"}, None),
+    ],
+)
+def test_the_tightest_limit_of_processor_time_counts(
+    files: dict[str, str], limit: float | None, tmp_path: Path
+) -> None:
+    assert core_limit(write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | files)) == limit
+
+
+@pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
+def test_the_first_kind_of_cgroups_is_read_too(quota: str, limit: float | None, tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/job\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": quota,
+        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+    }
+    assert core_limit(write(tmp_path, files)) == limit
+
+
+def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "usable_cores", lambda: 8)
+    for limit, cores in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
+        monkeypatch.setattr(facts, "core_limit", lambda limit=limit: limit)
+        assert cores_for_workers() == cores
+
+
+def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_resource(name: str, *rest: Any) -> Any:
+        if name == "resource":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_resource)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sysconf", raising=False)
+    assert facts._descriptors() == (None, None)
+    assert facts._memory() is None
+    assert facts.usable_cores() == os.cpu_count()
+
+
+def test_a_gpu_is_described_and_memory_is_pinned_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", total_memory=80 << 30)
+    pretended = SimpleNamespace(
+        version=SimpleNamespace(cuda="13.0"),
+        cuda=SimpleNamespace(get_device_properties=lambda device: properties),
+    )
+    monkeypatch.setattr("sharded_loader.devices.names.accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(facts, "_pin", lambda torch, device: f"no room for {device}")
+    found = facts._gpus(pretended)
+    assert found["gpus"] == [facts.Gpu("cuda:0", "H100", 80 << 30)]
+    assert (found["torch_cuda"], found["pinned_error"]) == ("13.0", "no room for cuda:0")
+
+
+def test_memory_that_cannot_be_pinned_is_told_in_one_line() -> None:
+    def refuses(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    pretended = SimpleNamespace(empty=refuses, uint8=torch.uint8)
+    assert facts._pin(pretended, torch.device("cpu")) == "RuntimeError: CUDA error: out of memory"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_can_be_pinned_on_this_machine(cuda: Any) -> None:
+    assert facts._pin(torch, cuda) is None

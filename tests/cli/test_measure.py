@@ -1,0 +1,114 @@
+"""What ``bench`` measures: every row in every round, whole rows that fail, datasets of every kind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sharded_loader import SimpleDataset
+from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Row, measure, rows_of
+
+INLINE, THREADS, PROCESSES = Row("inline", 0), Row("thread", 2), Row("process", 2)
+QUICK = {"batch_size": 4, "seconds": 0.03}
+
+
+class Counting:
+    """Iterable data of 30 samples."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(30))
+
+
+class Once:
+    """Iterable data that is used up."""
+
+    def __init__(self) -> None:
+        self.items = iter(range(3))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.items
+
+
+def nothing() -> list[int]:
+    return []
+
+
+class FailsInWorkers:
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if os.getpid() != self.pid:
+            raise OSError("no files here")
+        return index
+
+
+def test_rows_are_measured_in_turn_in_every_round() -> None:
+    turns: list[tuple[int, Row]] = []
+    rows = [INLINE, THREADS]
+    measured = measure(range(100), rows, shuffle=True, on_turn=lambda *turn: turns.append(turn), **QUICK)
+    assert turns == list(enumerate(rows * ROUNDS))
+    assert [(one.pool, one.workers, one.error) for one in measured] == [("inline", 0, None), ("thread", 2, None)]
+    assert all(one.samples_per_second > 0 and one.ms_per_batch > 0 for one in measured)
+
+
+@pytest.mark.parametrize("dataset", [[1, 2], Counting(), lambda: range(5)], ids=["short", "iterable", "function"])
+def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
+    measured = measure(dataset, [INLINE, THREADS, PROCESSES], shuffle=False, **QUICK)
+    assert [one.error for one in measured] == [None, None, None]
+
+
+def test_speed_and_time_per_batch_are_counted_from_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every look at the clock takes a second.
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    [one] = measure(range(1000), [INLINE], shuffle=False, batch_size=10, seconds=60)
+    assert one.samples_per_second * one.ms_per_batch / 1000 == pytest.approx(10)
+    assert one.ms_per_batch >= 1000
+
+
+def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
+    read: list[int] = []
+    data = SimpleDataset(range(10**6)).transform(lambda index: read.append(index) or index)
+    measure(data, [Row("thread", 3)], shuffle=False, batch_size=1, seconds=1e-9)
+    assert len(read) >= ROUNDS * (1 + 2 * 3 + 3)
+
+
+def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
+    with pytest.raises(DatasetFailed, match=r"^ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
+        measure(_Divides(), [INLINE, THREADS], shuffle=False, **QUICK)
+
+
+class _Divides:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return 1 / (index - 5)
+
+
+def test_what_fails_only_in_workers_ends_only_their_row() -> None:
+    inline, processes = measure(FailsInWorkers(), [INLINE, PROCESSES], shuffle=False, **QUICK)
+    assert inline.error is None
+    assert processes.error is not None and processes.error.startswith("OSError: no files here (in epoch 0, batch ")
+    assert processes.samples_per_second == 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"), [(nothing, "it gives no samples"), (Once(), "it gives its samples only once")]
+)
+def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
+    with pytest.raises(DatasetFailed, match=said):
+        measure(dataset, [INLINE], shuffle=False, **QUICK)
+
+
+def test_inline_is_one_row_and_comes_first() -> None:
+    assert rows_of(["thread", "inline"], [1, 2]) == [INLINE, Row("thread", 1), Row("thread", 2)]

@@ -1,0 +1,78 @@
+"""Progress is a bar in a terminal and lines in a pipe, and shows nothing of what is done soon."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from sharded_loader.cli.output import Steps, show_table
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(seconds_per_step: float, steps: int, quiet: bool = False) -> None:
+    clock = Clock()
+    with Steps("packing", steps, quiet, clock) as progress:
+        for done in range(1, steps + 1):
+            clock.now += seconds_per_step
+            progress.update(done, "a note")
+
+
+def test_in_a_pipe_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    work(1.0, 1200)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "packing: 2 of 1,200, a note"
+    assert lines[1] == "packing: 7 of 1,200, a note"
+    assert len(lines) == 240
+
+
+@pytest.mark.parametrize(("seconds", "quiet"), [(0.01, False), (10.0, True)])
+def test_what_is_done_soon_or_quietly_shows_nothing(
+    seconds: float, quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work(seconds, 100, quiet)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_terminal_progress_is_a_bar_that_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    work(1.0, 10)
+    shown = terminal.getvalue()
+    assert "packing" in shown and "20%" in shown and "100%" in shown and "a note" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the line is empty again
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    work(1.0, 3)
+    assert terminal.getvalue() == "packing: 2 of 3, a note\n"
+
+
+def test_a_job_of_unknown_length_shows_its_note(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Steps("resuming", None, clock=clock) as progress:
+        clock.now += 3
+        progress.update(0, "training")
+    assert capsys.readouterr().err == "resuming: training\n"
+
+
+def test_a_table_in_a_pipe_has_aligned_columns_and_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(["pool", "samples/s"], [["inline", "1,000"], ["[red]x[/red]", "20"]])
+    assert capsys.readouterr().out == ("pool          samples/s\ninline            1,000\n[red]x[/red]         20\n")
