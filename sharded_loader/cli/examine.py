@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sharded_loader.cli.output import counted
 from sharded_loader.cli.packing import index_of
 
 if TYPE_CHECKING:
@@ -187,4 +188,5 @@ def _index(idx: Path, offsets: array[int]) -> tuple[str, bool]:
     if wrong:
         return f"{idx.name}: {wrong:,} of {len(listed):,} keys lead to no whole record", True
     missing = len(known.difference(listed))
-    return f"{idx.name}: {len(listed):,} keys" + (f"; {missing:,} records have no key" if missing else ""), False
+    without = f"; {counted(missing, 'record')} {'has' if missing == 1 else 'have'} no key" if missing else ""
+    return f"{idx.name}: {counted(len(listed), 'key')}{without}", False

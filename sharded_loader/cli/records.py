@@ -90,7 +90,7 @@ def pack(
         if labels is not None and names is None:
             write_labels(labels, listing.names)
     except OSError as error:
-        raise _cannot(error) from None
+        raise _cannot(error, out) from None
     if quiet:
         return
     say(f"{out}: {counted(len(listing.entries), 'record')}, {size_text(nbytes)}; index in {index_of(out).name}")
@@ -115,7 +115,7 @@ def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
         with Steps("reading", _size_of(file), quiet) as steps:
             found = examine(file, first, steps.update)
     except OSError as error:
-        raise _cannot(error) from None
+        raise _cannot(error, file) from None
     if as_json:
         say_json(dataclasses.asdict(found))
     elif not quiet:
@@ -150,7 +150,7 @@ def index(file: Path, force: bool, quiet: bool) -> int:
         complain(f"{file} is damaged at offset {error.offset:,}, no index was written: {short(error)}")
         return DAMAGED
     except OSError as error:
-        raise _cannot(error) from None
+        raise _cannot(error, file) from None
     if not quiet:
         say(f"{idx}: {counted(len(offsets), 'key')}")
     return 0
@@ -186,9 +186,8 @@ def _check_output(*files: Path, force: bool) -> None:
         raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
 
-def _cannot(error: OSError) -> CannotRun:
-    place = f"{error.filename}: " if error.filename else ""
-    return CannotRun(f"{place}{error.strerror or error}")
+def _cannot(error: OSError, file: Path) -> CannotRun:
+    return CannotRun(f"{error.filename or file}: {error.strerror or error}")
 
 
 def _show(found: Examination) -> None:
