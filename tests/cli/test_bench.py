@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,3 +108,26 @@ def test_by_default_as_many_workers_are_measured_as_there_are_cores(monkeypatch:
     for cores, numbers in (1, [1, 2]), (6, [1, 2, 4]), (64, [1, 2, 4, 8, 16]):
         monkeypatch.setattr(bench, "cores_for_workers", lambda cores=cores: cores)
         assert bench._listed_numbers(None, None, None) == numbers  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "own_classes.py").write_text(
+        "class Numbers:\n    def __len__(self): return 100\n    def __getitem__(self, index): return index\n"
+    )
+    program = (
+        "import multiprocessing, sys\nfrom sharded_loader.cli.main import main\n"
+        "multiprocessing.set_start_method('spawn')\n"
+        f"sys.exit(main(['bench', 'inner/own_classes.py:Numbers', '--pools', 'process', *{QUICK}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Use num_workers=2" in done.stdout
