@@ -53,77 +53,82 @@ from sharded_loader.stats import Meter
 
 
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
-    """Batches of a dataset, in order, split over devices, read by workers ahead of time.
+    """Batches of a dataset, in order, split over devices, prefetched by workers.
 
     For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``batchify_fn`` says it too.
 
-    Args:
-        dataset: anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
-            dataset, one of `sharded_loader`'s. Read in bulk where it has ``get_batch`` or ``__getitems__``.
-            Or iterable data: an object with ``__iter__`` only, or a function that returns an iterable.
-        batch_size: samples per step of this process, all its shards together.
-        shuffle: a new random order every epoch.
-        sampler: the order: any sampler of `sharded_loader` or torch, or an iterable of indices.
-        last_batch: of an epoch whose length is no multiple of ``batch_size``: ``"keep"`` (default),
-            ``"discard"``, or ``"rollover"``: its samples begin the next epoch.
-        batch_sampler: yields lists of indices, or lists of such lists, which are shards; instead of the four
-            arguments before.
-        batchify_fn: list of samples -> batch. Default: `default_batchify_fn`.
-        num_workers: that many worker processes (threads with ``thread_pool``); 0 or less: read in the loop.
-        pin_memory: batches in pinned host memory. Only without devices, which see to it themselves.
-        prefetch: how many batches are read ahead. Default ``2 * num_workers``, more while a batch takes a worker less
-            than 1 ms.
-        prefetch_epochs: while the last batches of an epoch are consumed, workers read the first ones of the next, so
-            there is no gap. They are dropped if you ask for another epoch, or call `refresh`. Samplers of other
-            libraries and of your own are not read ahead. None: processes do this. Threads share the dataset and the
-            global random generators with you, so between epochs they leave both alone.
-        thread_pool: threads instead of processes.
-        pool: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"``, whatever ``num_workers`` says; or a pool object.
-        device: plain batches on this device. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
-            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
-        devices: a list, or ``"auto"`` for all accelerators: batches are lists, shard i on device i.
-        num_shards: split batches into that many shards, in host memory.
-        shard_weights: shares of the shards, e.g. ``[2, 1]``. A positive weight gets at least one sample, while there
-            are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
-        num_replicas, rank: this process is one of several, each with its part of the samples; ``"auto"``
-            asks torch.distributed, else WORLD_SIZE and RANK. ``batch_size`` is per rank. Every rank reads equally
-            many samples: if they do not divide, the first of the epoch come again at its end (so an
-            evaluation counts a few twice), or, with ``last_batch="discard"``, the last are left out.
-        seed: of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
-        on_error: ``"raise"``; ``"skip"``: leave bad samples out; ``"replace"``: put another one of the batch in
-            their place; or a callable ``(SampleError) -> sample``. A batch or shard that loses all its samples is
-            left out with a warning; with ``num_replicas`` it is an error instead, because ranks go in step. A bad
-            sample raises: one that ends its worker, or hangs, is a `WorkerDiedError` or `WorkerTimeoutError` of its
-            batch, whatever ``on_error`` says.
-            If a shard is left out, the shards after it move up before they are copied: shards[i] is on devices[i].
-        resident: keep the columns of an `ArrayDataset` on the devices, and gather batches there: no workers, no work
-            per sample. ``"auto"``: where they can be kept and there is room; True: the same, with an error if they
-            cannot be kept, and a warning if there is no room.
-
-        streams: the number of parts that iterable data is cut into. Each part sees its number as
+    Args: Data
+        dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
+            a `Dataset`. Samples are read in bulk if it has ``get_batch`` or ``__getitems__``. Or iterable data: an
+            object that only has ``__iter__``, or a function that returns an iterable.
+        batch_size: The number of samples per step of this process, in all its shards together.
+        batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
+        collate_fn: torch's name for ``batchify_fn``.
+        streams: The number of parts that iterable data is divided into. Each part sees its number as
             ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
             Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
             dataset's ``num_shards``, up to 32; otherwise one part per worker of each rank.
-        steps_per_epoch: every epoch has this number of batches on every rank. Samplers and parts that have ended start
-            over, and no batch is short. The next epoch continues where the last one ended.
-        collate_fn, drop_last, prefetch_factor, worker_init_fn, timeout: torch's names. ``collate_fn`` is
-            ``batchify_fn``, ``drop_last=True`` is ``last_batch="discard"``, ``prefetch_factor=k`` is
-            ``prefetch=k * num_workers``. The other two are arguments of the pool.
+
+    Args: Order
+        shuffle: Whether every epoch has a new random order.
+        sampler: The order of the samples: any sampler of this library or torch, or an iterable of indices.
+        batch_sampler: A sampler that yields lists of indices, or lists of such lists, which are shards. Use it without
+            ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
+        last_batch: What to do with an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or
+            ``"rollover"``: move its samples to the next epoch.
+        drop_last: torch's argument: True is ``last_batch="discard"``.
+        seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
+        steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
+            no batch is short. The next epoch continues where the last one ended.
+        num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
+            otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read equally many samples. If they do
+            not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice. With
+            ``last_batch="discard"``, the last ones are left out instead.
+        rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
+
+    Args: Workers
+        num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+        thread_pool: Whether workers are threads instead of processes.
+        pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
+            ``num_workers`` says), or a pool object.
+        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms.
+        prefetch_factor: torch's argument: k is ``prefetch=k * num_workers``.
+        prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
+            are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
+            Default: True with processes. Threads share the dataset and the global random generators with you.
+        worker_init_fn: What each worker calls when it starts, with its number. An argument of the pool.
+        timeout: The number of seconds that a worker may stand still. An argument of the pool.
         persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
 
+    Args: Devices
+        device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
+            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
+        devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
+        num_shards: The number of shards to split each batch into, in host memory.
+        shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
+            there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
+        pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
+        resident: Whether to keep the columns of an `ArrayDataset` on the devices and gather batches there, without
+            workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
+            warning if there is no room.
+
+    Args: Errors
+        on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
+            by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
+            is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
+            in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
+
     Attributes:
-        prefetch: as above. May be set while iterating.
-        prefetch_epochs: as above, True or False. May be set while iterating.
-        device_prefetch: of the batches read ahead, how many are copied to the devices ahead of the one that is handed
-            out (2; 0 without accelerators). May be set while iterating.
-        shard_weights: shares of the shards, None for equal ones. May be set while iterating.
+        prefetch: The number of batches to prefetch. You may set it while you iterate.
+        prefetch_epochs: True or False, as above. You may set it while you iterate.
+        device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
+        shard_weights: The shares of the shards; None: equal ones. You may set them while you iterate.
 
     Raises:
-        ValueError: arguments that are wrong or contradict each other.
-        TypeError: the same, where it is the kind of argument that is wrong.
+        ValueError: Arguments are wrong or contradict each other.
+        TypeError: An argument has a wrong type.
 
-    A short last batch has no empty shard: it has fewer shards. Read-only are ``epoch``, ``position``, ``skipped``,
-    ``num_skipped``, ``seed``, ``pool`` and the names that other loaders have (``batch_size``, ``sampler``, ...).
+    A short last batch has fewer shards, never an empty one. The attributes that are not listed here are read-only.
 
     Example:
         >>> loader = ShardedDataLoader(range(10), 4, num_shards=2)
@@ -191,12 +196,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._order: EpochOrder | StreamOrder
         if is_stream(dataset):
             check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
-            self._order = StreamOrder(
-                dataset,
-                streams=streams,
-                num_workers=self._workers.num_workers,
-                **common,
-            )
+            self._order = StreamOrder(dataset, streams=streams, num_workers=self._workers.num_workers, **common)
         else:
             refuse_streams(streams, dataset)
             self._order = EpochOrder(

@@ -253,7 +253,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
         ...     def __getitem__(self, i): return i + sample_rng().normal()
         >>> from sharded_loader import ShardedDataLoader
         >>> a = next(iter(ShardedDataLoader(Noisy(), 4, seed=1)))
-        >>> b = next(iter(ShardedDataLoader(Noisy(), 4, seed=1, num_workers=2, thread_pool=True)))
+        >>> b = next(iter(ShardedDataLoader(Noisy(), 4, seed=1, num_workers=2, pool="thread")))
         >>> bool((a == b).all())
         True
     """

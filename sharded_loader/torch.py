@@ -36,11 +36,12 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
 
     Args:
         dataset: A map-style or an iterable dataset.
-        batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
-            in_order: The arguments of torch's ``DataLoader``. Two have limits of their own. Without
-            ``prefetch_factor``, the loader prefetches more than two batches per worker while a batch takes less than
-            1 ms. ``timeout`` (in seconds) limits the time of each sample, and turns `restarts` off.
+        batch_size, shuffle, sampler, batch_sampler, num_workers: As in torch's ``DataLoader``.
+        collate_fn, pin_memory, pin_memory_device, drop_last, worker_init_fn: As in torch's ``DataLoader``.
+        multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
+        prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
+            than 1 ms.
+        timeout: The limit for the time of each sample, in seconds. It turns ``restarts`` off. 0: none.
         seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;

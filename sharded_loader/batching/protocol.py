@@ -25,10 +25,16 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+"""A NumPy array of any shape and dtype."""
+
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""A function ``(shape, dtype) -> array`` that gives the memory of a batch."""
+
 Assemble = Callable[[Sequence[Any], Empty], Any]
+
 # The parameter is Any, because a user's function may say list where ours say Sequence.
 BatchifyFn = Callable[[Any], Any]
+"""A collate function: list of samples -> batch."""
 
 new_array: Empty = np.empty
 """The plain allocator: memory of this process."""

@@ -36,7 +36,11 @@ from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.seeding import each_by_its_key, handed_out
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
+"""The positions of samples in a dataset: a sequence of integers, or an array of integers."""
+
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+"""An array of int64."""
+
 Gather = Callable[[Any, Empty], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 DeviceLike = str | int | torch.device
-"""What names a device."""
+"""A device: a name such as ``"cuda:1"``, the number of an accelerator, or a ``torch.device``."""
 
 
 def accelerators() -> list[torch.device]:

@@ -113,7 +113,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
 
 
 OnError = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
-"""``"raise"``, ``"skip"``, ``"replace"`` or a callable ``(SampleError) -> sample``."""
+"""What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
 class Task(NamedTuple):

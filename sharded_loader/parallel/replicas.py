@@ -152,7 +152,8 @@ class Replicas:
         Example:
             >>> model = torch.nn.Linear(1, 1, bias=False)
             >>> replicas = Replicas(model, ["cpu", "cpu"])
-            >>> _ = replicas.run(lambda m, x: m(x).mean().backward(), [torch.ones(3, 1), torch.full((1, 1), 5.0)])
+            >>> shards = [torch.ones(3, 1), torch.full((1, 1), 5.0)]
+            >>> _ = replicas.run(lambda m, x: m(x).mean().backward(), shards)
             >>> replicas.reduce_grads([3, 1])
             >>> model.weight.grad.item()
             2.0

@@ -20,9 +20,6 @@ from sharded_loader.engine.readers import reader_for
 class InlinePool(Pool):
     """Read in the thread that iterates.
 
-    Attributes:
-        reader: reads the batches, once the pool is started.
-
     Example:
         >>> from sharded_loader import InlinePool, ShardedDataLoader
         >>> [batch.tolist() for batch in ShardedDataLoader(range(4), 2, pool=InlinePool())]

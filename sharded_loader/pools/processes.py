@@ -91,7 +91,8 @@ class ProcessPool(Pool):
 
     Example:
         >>> from sharded_loader import ProcessPool, ShardedDataLoader
-        >>> with ShardedDataLoader(range(8), 4, pool=ProcessPool(2, start_method="spawn")) as loader:
+        >>> pool = ProcessPool(2, start_method="spawn")
+        >>> with ShardedDataLoader(range(8), 4, pool=pool) as loader:
         ...     print([batch.tolist() for batch in loader])
         [[0, 1, 2, 3], [4, 5, 6, 7]]
 

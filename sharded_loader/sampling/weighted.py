@@ -52,7 +52,8 @@ class WeightedRandomSampler(IndexSampler):
         >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
         {1, 3}
         >>> rare, common = 2.0, 0.5
-        >>> drawn = list(WeightedRandomSampler([rare, common], 1000, seed=7, lengths=[10, 10**12]))
+        >>> sampler = WeightedRandomSampler([rare, common], 1000, seed=7, lengths=[10, 10**12])
+        >>> drawn = list(sampler)
         >>> len(drawn), max(drawn) < 10**12 + 10
         (1000, True)
 

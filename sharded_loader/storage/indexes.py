@@ -29,6 +29,7 @@ import numpy.typing as npt
 from sharded_loader.storage.stores import Stat
 
 Index = dict[str, npt.NDArray[Any]]
+"""Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""
 
 _one_at_a_time = threading.Lock()
 """NumPy parses the head of an array as Python, which two threads cannot do at once: a SystemError in Python 3.11."""
