@@ -1,11 +1,45 @@
-"""The library's signatures and docstrings, as mkdocstrings shows them."""
+"""The library's signatures and docstrings, as mkdocstrings shows them.
+
+    "Example:"                  -> a section of code
+    `ShardDataset`, `refresh`   -> links to their entries in the reference
+    **unknown: NoReturn         -> not shown
+    size=_DEFAULT               -> the value of _DEFAULT
+
+Griffe itself makes a group of arguments with a title of "Args: Order".
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+REFERENCE = Path(__file__).with_name("reference")
+
+_NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*)(\(\))?`(?!`)")
+
+
+def documented() -> list[str]:
+    """The names that have an entry in the reference."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md"))]
+    return re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
+
+
+def linked(text: str, places: dict[str, str]) -> str:
+    """The docstring with links at the names of ``places``. The lines of examples stay as they are."""
+
+    def link(found: re.Match[str]) -> str:
+        place = places.get(found[1])
+        code = f"<code>{found[1]}{found[2] or ''}</code>"
+        return found[0] if place is None else f'<autoref identifier="{place}" optional>{code}</autoref>'
+
+    lines, example = [], False
+    for line in text.splitlines():
+        example = bool(line.strip()) and (example or line.lstrip().startswith(">>>"))
+        lines.append(line if example else _NAME.sub(link, line))
+    return "\n".join(lines)
 
 
 class Shown(griffe.Extension):
@@ -17,6 +51,25 @@ class Shown(griffe.Extension):
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
     def on_function(self, *, func: Any, **_: Any) -> None:
-        """``**unknown: NoReturn`` is there to refuse what is no argument: it is none itself."""
-        for parameter in [one for one in func.parameters if str(one.annotation) == "NoReturn"]:
-            del func.parameters[parameter.name]
+        """``**unknown: NoReturn`` is there to reject what is no argument: it is none itself. A private name as a
+        default says nothing: its value does."""
+        for parameter in list(func.parameters):
+            if str(parameter.annotation) == "NoReturn":
+                del func.parameters[parameter.name]
+            elif str(parameter.default).startswith("_") and (named := func.module.members.get(str(parameter.default))):
+                parameter.default = named.value
+
+    def on_package(self, *, pkg: Any, **_: Any) -> None:
+        """Make links of names in single backticks: the names of the reference, and the members of the same class."""
+        names = documented()
+        public = {name.rpartition(".")[2]: name for name in names}
+        done = set()
+        for name in names:
+            shown = pkg[name.partition(".")[2]]
+            members = dict(shown.all_members) if shown.is_class else {}
+            own = {member: f"{name}.{member}" for member in members}
+            for one in [shown, *members.values()]:
+                docstring = None if one.is_alias and not one.resolved else one.docstring
+                if docstring is not None and id(docstring) not in done:
+                    done.add(id(docstring))
+                    docstring.value = linked(docstring.value, own | public)
