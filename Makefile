@@ -9,6 +9,7 @@
 #   make test-stores   the tests with S3, Lance and ArrayRecord, in an environment of their own
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
+#   make test-docs     the tests of the documentation, with every page in Chromium if there is one
 #   make clean         remove everything that the others made
 # For one other Python: make test PYTHON=python3.13 VENV=.venv-python3.13
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
@@ -24,7 +25,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -88,6 +89,10 @@ docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The documentation: open site/index.html (its search needs a server: python3 -m http.server -d site)"
 
+# Chromium comes from the system's packages, from CHROMIUM=path, or from `playwright install chromium`.
+test-docs: $(VENV)/test-docs.stamp
+	$(BIN)/python -m pytest tests/docs
+
 clean:
 	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -135,3 +140,9 @@ $(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
+
+$(VENV)/test-docs.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[test,docs,browser]"
+	touch $(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/docs.stamp $@
