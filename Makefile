@@ -6,8 +6,10 @@
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
+#   make test-lowest   the core of the tests, with the lowest versions that setup.cfg allows, in an environment of its own
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
+#   make dist          sdist and wheel, in dist/, checked as a package index does
 #   make clean         remove everything that the others made
 # For one other Python: make test PYTHON=python3.13 VENV=.venv-python3.13
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
@@ -23,7 +25,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray lint docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-lowest lint docs dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -70,6 +72,13 @@ test-ray:
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
 	iterable_resume.py prefetch_epochs.py iteration.py)
 
+# NumPy 1 needs Python 3.10 or 3.11: make test-lowest PYTHON=python3.11
+LOWEST = .venv-lowest
+
+test-lowest:
+	$(MAKE) $(LOWEST)/lowest.stamp VENV=$(LOWEST)
+	$(LOWEST)/bin/python -m pytest -m "not slow" tests/promises/test_promises.py tests/pools tests/storage tests/batching tests/memory
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,8 +89,14 @@ docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The documentation: open site/index.html (its search needs a server: python3 -m http.server -d site)"
 
+# The wheel is built from the sdist. What an earlier build left would get into it.
+dist: $(VENV)/dist.stamp
+	rm -rf dist sharded_loader.egg-info
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) $(RAY) $(LOWEST) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.
@@ -119,4 +134,19 @@ $(VENV)/docs.stamp: $(INPUTS) | $(BIN)/pip
 	@echo "Installing into $(VENV) (once, a minute or two) ..."
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[docs]"
+	touch $@
+
+# First the versions of constraints.txt, then the lowest in their place; `pip check` finds whom these are too low for.
+$(VENV)/lowest.stamp: $(INPUTS) constraints-lowest.txt | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e . aiohttp hypothesis psutil pytest pytest-timeout
+	$(BIN)/python -m pip install -qq --no-deps -r constraints-lowest.txt
+	$(BIN)/python -m pip check
+	touch $@
+
+$(VENV)/dist.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[dist]"
 	touch $@
