@@ -10,6 +10,8 @@
 #   make lint          ruff and mypy
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make test-docs     the tests of the documentation, with every page in Chromium if there is one
+#   make test-lowest   the core of the tests, with the lowest versions that setup.cfg allows, in an environment of its own
+#   make dist          sdist and wheel, in dist/, checked as a package index does
 #   make clean         remove everything that the others made
 # For one other Python: make test PYTHON=python3.13 VENV=.venv-python3.13
 # The first run makes .venv and installs the versions of constraints.txt; later runs install nothing until
@@ -25,7 +27,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs clean
+.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -79,6 +81,13 @@ test-stores:
 	$(MAKE) $(STORES)/stores.stamp VENV=$(STORES)
 	$(STORES)/bin/python -m pytest -m stores tests/storage
 
+# NumPy 1 needs Python 3.10 or 3.11: make test-lowest PYTHON=python3.11
+LOWEST = .venv-lowest
+
+test-lowest:
+	$(MAKE) $(LOWEST)/lowest.stamp VENV=$(LOWEST)
+	$(LOWEST)/bin/python -m pytest -m "not slow" tests/promises/test_promises.py tests/pools tests/storage tests/batching tests/memory
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -93,8 +102,14 @@ docs: $(VENV)/docs.stamp
 test-docs: $(VENV)/test-docs.stamp
 	$(BIN)/python -m pytest tests/docs
 
+# The wheel is built from the sdist. What an earlier build left would get into it.
+dist: $(VENV)/dist.stamp
+	rm -rf dist sharded_loader.egg-info
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) $(RAY) $(STORES) $(LOWEST) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.
@@ -146,3 +161,18 @@ $(VENV)/test-docs.stamp: $(INPUTS) | $(BIN)/pip
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[test,docs,browser]"
 	touch $(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/docs.stamp $@
+
+# First the versions of constraints.txt, then the lowest in their place; `pip check` finds whom these are too low for.
+$(VENV)/lowest.stamp: $(INPUTS) constraints-lowest.txt | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e . aiohttp hypothesis psutil pytest pytest-timeout
+	$(BIN)/python -m pip install -qq --no-deps -r constraints-lowest.txt
+	$(BIN)/python -m pip check
+	touch $@
+
+$(VENV)/dist.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[dist]"
+	touch $@

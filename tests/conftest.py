@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import installed
 import psutil
 import pytest
 
@@ -330,6 +332,40 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
     monkeypatch.setattr(placement, "streams_of", made.streams_of)
     monkeypatch.setattr(placement, "indexed", lambda device: device)
+    return made
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the sdist of this checkout is unpacked into."""
+    source = installed.copy(tmp_path_factory.mktemp("source"))
+    return installed.unpack(
+        installed.build("sdist", source, tmp_path_factory.mktemp("sdist")), tmp_path_factory.mktemp("unpacked")
+    )
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built of the sdist."""
+    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
+    return installed.build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> installed.Environment:
+    """An environment with the wheel, and with nothing but what it requires."""
+    made = installed.Environment(tmp_path_factory.mktemp("normal"), installed.required(wheel))
+    made.install(wheel)
+    return made
+
+
+@pytest.fixture(scope="session")
+def editable_sdist(sdist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> installed.Environment:
+    """An environment with an editable install of the sdist and what the tests require."""
+    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
+    packages = {"setuptools", *installed.required(wheel, ["test"])}
+    made = installed.Environment(tmp_path_factory.mktemp("editable"), packages)
+    made.install("-e", f"{source}[test]")
     return made
 
 

@@ -1,13 +1,12 @@
-"""Type checkers find the package after ``pip install -e``, and know what a user's loader yields."""
+"""Type checkers find the package after ``pip install`` and ``pip install -e``, and know what a user's loader yields."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import installed
 import pytest
 
 SCRIPT = """
@@ -61,23 +60,32 @@ def lines_with_errors(output: str) -> list[str]:
     return [SCRIPT.splitlines()[number - 1].split("#")[0].strip() for number in sorted(numbers)]
 
 
-def check(command: list[str], script: Path) -> None:
+INSTALLS = pytest.mark.parametrize("how", ["installed_wheel", "editable_sdist"])
+
+
+def check(command: list[str | Path], script: Path) -> None:
     """Run a checker outside of the checkout: it has to find the package as a user's does."""
-    found = subprocess.run([*command, script.name], cwd=script.parent, capture_output=True, text=True, timeout=300)
+    found = installed.attempt(*command, script.name, where=script.parent, limit=300)
     wrong = lines_with_errors(found.stdout)
     assert len(wrong) == len(WRONG), found.stdout + found.stderr
     assert all(name in line for name, line in zip(WRONG, wrong, strict=True)), found.stdout
 
 
+@installed.ON_LINKS
+@INSTALLS
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
-def test_mypy_knows_what_a_loader_yields(script: Path) -> None:
-    check([sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", str(script.parent)], script)
+def test_mypy_knows_what_a_loader_yields(script: Path, how: str, request: pytest.FixtureRequest) -> None:
+    environment: installed.Environment = request.getfixturevalue(how)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--no-incremental"]
+    check([*mypy, "--cache-dir", script.parent, "--python-executable", environment.python], script)
 
 
+@installed.ON_LINKS
+@INSTALLS
 @pytest.mark.frameworks
 @pytest.mark.timeout(400)
-def test_pyright_knows_what_a_loader_yields(script: Path) -> None:
+def test_pyright_knows_what_a_loader_yields(script: Path, how: str, request: pytest.FixtureRequest) -> None:
+    environment: installed.Environment = request.getfixturevalue(how)
     program = Path(sysconfig.get_path("scripts")) / "basedpyright"
-    check([str(program), "--pythonpath", sys.executable, "--level", "error"], script)
+    check([program, "--pythonpath", environment.python, "--level", "error"], script)

@@ -279,6 +279,8 @@ def stack_numbers(numbers: Sequence[Any], types: set[type], empty: Empty, dtype:
             if array.dtype.hasobject:  # an int subclass beyond 64 bits
                 raise OverflowError
         except OverflowError:
+            if np.array(numbers, object).min() < 0:  # NumPy 1 would wrap it around
+                raise
             array = np.array(numbers, np.uint64)
     except OverflowError:
         raise BatchifyError(
