@@ -32,6 +32,7 @@ from sharded_loader.batching.stack import (
 )
 from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
+from sharded_loader.described import call_of
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -232,17 +233,17 @@ class Pad(Batchify):
         return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
-        given = {
-            "axis": (self._axis, 0),
-            "pad_val": (self._pad_val, 0),
-            "ret_length": (self._ret_length, False),
-            "dtype": (self._dtype and self._dtype.name, None),
-            "round_to": (self._round_to, None),
-            "max_length": (self._max_length, None),
-            "truncate": (self._truncate, "end"),
-            "mask": (self._mask, False),
-        }
-        return f"Pad({', '.join(f'{k}={value!r}' for k, (value, usual) in given.items() if value != usual)})"
+        return call_of(
+            self,
+            axis=(self._axis, 0),
+            pad_val=(self._pad_val, 0),
+            ret_length=(self._ret_length, False),
+            dtype=(self._dtype and self._dtype.name, None),
+            round_to=(self._round_to, None),
+            max_length=(self._max_length, None),
+            truncate=(self._truncate, "end"),
+            mask=(self._mask, False),
+        )
 
 
 def _join(
