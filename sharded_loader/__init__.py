@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sharded_loader.rng import sample_seed as sample_seed
     from sharded_loader.sampling import BatchSampler as BatchSampler
     from sharded_loader.sampling import BoundedBudgetSampler as BoundedBudgetSampler
+    from sharded_loader.sampling import BucketScheme as BucketScheme
     from sharded_loader.sampling import ConstWidthBucket as ConstWidthBucket
     from sharded_loader.sampling import EqualShards as EqualShards
     from sharded_loader.sampling import ExpWidthBucket as ExpWidthBucket
@@ -94,6 +95,7 @@ _HOMES = {
     "sharded_loader.sampling": [
         "BatchSampler",
         "BoundedBudgetSampler",
+        "BucketScheme",
         "ConstWidthBucket",
         "EqualShards",
         "ExpWidthBucket",

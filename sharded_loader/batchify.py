@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 from sharded_loader.batching.default import Batchify, default_batchify_fn, unlike
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
+    Assemble,
     BatchifyError,
     BatchifyFn,
     Empty,
@@ -188,30 +189,62 @@ class Tuple(_FieldWise):
 
 
 class Dict(_FieldWise):
-    """Batchify the fields of mapping samples, each with its own function; other keys are left out.
+    """Batchify the fields of mapping samples, each with its own function.
+
+    A sample with a key that has no function is rejected with an error, so that no field is lost unnoticed. ``rest``
+    says what to do with such keys instead. (GluonNLP's ``Dict`` drops them without a word. Write ``rest="drop"`` to
+    get its result.)
 
     Args:
-        fn_dict: key -> function.
+        fn_dict: The function of each key.
+        rest: What to do with all other keys. None (default): reject the sample. ``"drop"``: leave them out of the
+            batch. ``"keep"``: batchify each with `default_batchify_fn`. A function: batchify each with this function.
 
     Returns:
-        Calling it gives a dict, one batch per key of ``fn_dict``.
+        Calling it gives a dict with one batch per key: first the keys of ``fn_dict``, then the other keys in the order
+        of the first sample.
 
     Raises:
-        ValueError: ``fn_dict`` is no dict of functions; on a call, a sample lacks a key.
+        ValueError: ``fn_dict`` is not a dict of functions, or ``rest`` is unknown. On a call: a sample lacks a key of
+            ``fn_dict``, a sample has other keys and ``rest`` is None, or the samples have different other keys and
+            ``rest`` keeps them.
 
     Example:
-        >>> Dict({"x": Stack()})([{"x": 1, "id": "a"}, {"x": 2, "id": "b"}])
+        >>> samples = [{"x": 1, "id": "a"}, {"x": 2, "id": "b"}]
+        >>> Dict({"x": Stack()}, rest="drop")(samples)
         {'x': tensor([1, 2])}
+        >>> Dict({"x": Stack()}, rest="keep")(samples)
+        {'x': tensor([1, 2]), 'id': ['a', 'b']}
 
     Source of the idea: ``gluonnlp.data.batchify.Dict``.
     """
 
     _advice = "give Dict only keys that every sample has"
 
-    def __init__(self, fn_dict: Mapping[Any, BatchifyFn]) -> None:
+    def __init__(
+        self, fn_dict: Mapping[Any, BatchifyFn], *, rest: Literal["keep", "drop"] | BatchifyFn | None = None
+    ) -> None:
         if not isinstance(fn_dict, Mapping):
             raise ValueError(f"Dict was given {fn_dict!r}: give a dict of functions by key")
+        if not (rest in (None, "keep", "drop") or callable(rest)):
+            raise ValueError(f"Dict(rest={rest!r}): give 'keep', 'drop', a function, or None to reject other keys")
         super().__init__(fn_dict, "[{!r}]")
+        self._rest = rest
+        self._make_rest: Assemble | None = None
+        if rest is not None and rest != "drop":
+            self._make_rest = assembler(default_batchify_fn if rest == "keep" else rest)
+
+    def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
+        """The batch as NumPy arrays in memory from ``empty``."""
+        batch = super().assemble(samples, empty)
+        if self._make_rest is None:
+            return batch
+        if len(set(map(frozenset, samples))) > 1:
+            raise unlike(samples, frozenset, "keys", "give every sample the same keys, or write Dict(..., rest='drop')")
+        keys = [key for key in samples[0] if key not in self._fns]
+        columns = [[sample[key] for sample in samples] for key in keys]
+        fields = in_fields(keys, self._label, repeat(self._make_rest), columns, empty)
+        return batch | dict(zip(keys, fields, strict=True))
 
     def _problem(self, sample: Any) -> str | None:
         if not isinstance(sample, Mapping):
@@ -222,13 +255,25 @@ class Dict(_FieldWise):
         return None
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        if self._rest is None:
+            self._check_no_others(samples)
         return ([sample[key] for sample in samples] for key in self._fns)
+
+    def _check_no_others(self, samples: Sequence[Any]) -> None:
+        for position, sample in enumerate(samples):
+            if len(sample) > len(self._fns):
+                others = some([repr(key) for key in sample if key not in self._fns], 8)
+                raise BatchifyError(
+                    f"sample {position} of the batch has keys for which Dict has no function: {others}",
+                    "give each a function, or write Dict(..., rest='keep') to batchify them by the default rules, "
+                    "rest='drop' to leave them out",
+                )
 
     def _joined(self, fields: list[Any]) -> Any:
         return dict(zip(self._fns, fields, strict=True))
 
     def __repr__(self) -> str:
-        return f"Dict({self._fns!r})"
+        return f"Dict({self._fns!r}{'' if self._rest is None else f', rest={self._rest!r}'})"
 
 
 class NamedTuple(_FieldWise):

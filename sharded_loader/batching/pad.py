@@ -1,9 +1,10 @@
 """`Pad`: samples of different lengths become one array.
 
 Along one axis, or along every axis, the samples are filled up with ``pad_val`` to the longest of the batch (or to a
-multiple of ``round_to``); the other axes must agree. The result is written once, into memory that the caller's
-allocator gave: row by row, or, if rows are short, as the bytes of all rows and of what fills them up. A ``pad_val``
-that does not fit the dtype is rejected with an error. Samples are cast to a given ``dtype`` as NumPy casts them.
+multiple of ``round_to``); the other axes must agree. Samples longer than ``max_length`` are cut first. The result is
+written once, into memory that the caller's allocator gave: row by row, or, if rows are short, as the bytes of all rows
+and of what fills them up. A ``pad_val`` that does not fit the dtype is rejected with an error. Samples are cast to a
+given ``dtype`` as NumPy casts them. Lengths and mask are arrays from the same allocator.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import reduce
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from sharded_loader.batching.stack import (
 )
 from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
+from sharded_loader.described import call_of
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -44,18 +46,25 @@ class Pad(Batchify):
         axis: the axis of a sample along which lengths differ; negative counts from the end. None: every axis, as MXNet
             2's ``Pad`` does.
         pad_val: what to fill with.
-        ret_length: also return the lengths before padding.
+        ret_length: also return the length of each sample, without padding.
         dtype: of the result; None keeps the samples' own (Python ints are int64).
         round_to: pad up to a multiple of this (8 suits tensor cores).
+        max_length: The greatest length. Longer samples are cut. None: no limit. With ``axis=None`` it limits every
+            axis.
+        truncate: Which end of a sample is cut off if it is longer than ``max_length``: ``"end"`` or ``"start"``.
+        mask: also return a boolean mask: True where the value comes from a sample, False where it is padding.
 
     Returns:
-        Calling it gives a tensor of shape (n, *padded shape), or with ``ret_length`` a tuple of it and the
-        lengths, an int32 tensor of shape (n,); with ``axis=None`` the shapes, of shape (n, axes).
+        Calling it gives a tensor of shape (n, *padded shape). With ``ret_length`` or ``mask`` it gives a tuple of this
+        tensor, the lengths, and the mask. The lengths are an int32 tensor of shape (n,). The mask has the shape
+        (n, padded length). With ``axis=None`` the lengths are shapes, of shape (n, axes), and the mask has the shape of
+        the padded tensor. Lengths and mask count what is left after the cut.
 
     Raises:
-        TypeError: ``axis`` is neither an int nor None, or ``round_to`` is no int.
-        ValueError: ``round_to`` < 1; on a call: no samples, strings, samples without that axis or with another
-            number of axes, other axes that differ, ``pad_val`` that the dtype cannot hold.
+        TypeError: ``axis`` is neither an int nor None; ``round_to`` or ``max_length`` is no int; ``mask`` is no bool.
+        ValueError: ``round_to`` or ``max_length`` < 1, ``max_length`` is no multiple of ``round_to``, or ``truncate``
+            is unknown. On a call: no samples, strings, samples without that axis or with another number of axes, other
+            axes that differ, ``pad_val`` that the dtype cannot hold.
 
     Example:
         >>> Pad(pad_val=9)([[1, 2, 3], [4]])
@@ -63,6 +72,11 @@ class Pad(Batchify):
                 [4, 9, 9]])
         >>> Pad(ret_length=True, round_to=4)([[1, 2, 3], [4]])[0].shape
         torch.Size([2, 4])
+        >>> tokens, mask = Pad(max_length=4, mask=True)([[1, 2, 3, 4, 5], [6]])
+        >>> tokens.tolist(), mask.tolist()
+        ([[1, 2, 3, 4], [6, 0, 0, 0]], [[True, True, True, True], [True, False, False, False]])
+        >>> Pad(max_length=2, truncate="start")([[1, 2, 3], [4]]).tolist()
+        [[2, 3], [4, 0]]
         >>> Pad(axis=None)([np.zeros((2, 3)), np.zeros((3, 2))]).shape
         torch.Size([2, 3, 3])
 
@@ -76,16 +90,34 @@ class Pad(Batchify):
         ret_length: bool = False,
         dtype: Any = None,
         round_to: int | None = None,
+        *,
+        max_length: int | None = None,
+        truncate: Literal["end", "start"] = "end",
+        mask: bool = False,
     ) -> None:
         try:
             self._axis = None if axis is None else operator.index(axis)
             self._round_to = None if round_to is None else operator.index(round_to)
+            self._max_length = None if max_length is None else operator.index(max_length)
         except TypeError:
             raise TypeError(
-                f"Pad(axis={axis!r}, round_to={round_to!r}): give ints, or axis=None for every axis"
+                f"Pad(axis={axis!r}, round_to={round_to!r}, max_length={max_length!r}): give ints, axis=None for every "
+                "axis, or max_length=None for no limit"
             ) from None
         if self._round_to is not None and self._round_to < 1:
             raise ValueError(f"Pad(round_to={round_to}): give a positive int, or None for no rounding")
+        if self._max_length is not None and self._max_length < 1:
+            raise ValueError(f"Pad(max_length={max_length}): give a positive int, or None for no limit")
+        if (self._max_length or 0) % (self._round_to or 1):
+            raise ValueError(
+                f"Pad(max_length={max_length}, round_to={round_to}): padded samples would be longer than max_length: "
+                "give a max_length that is a multiple of round_to"
+            )
+        if truncate not in ("end", "start"):
+            raise ValueError(f"Pad(truncate={truncate!r}): give 'end' or 'start', the end that is cut off")
+        if not isinstance(mask, bool):
+            raise TypeError(f"Pad(mask={mask!r}): give True to get the mask of the padded batch, or False")
+        self._truncate, self._mask = truncate, mask
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
@@ -104,11 +136,12 @@ class Pad(Batchify):
             )
         if are_tensors(set(map(type, samples))) and not numpy_can(samples):
             _check_tensors(samples)
+            samples = self._cut(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
             padded = self._new_tensor(samples, (len(samples), *shape), empty)
             _write(padded, samples, self._pad_val, axis, lengths)
         else:
-            samples = _to_arrays(samples)
+            samples = self._cut(_to_arrays(samples))
             are_rows = self._axis in (0, -1) and set(map(_ndim_of, samples)) == {1}
             if are_rows:  # the same as `_plan` finds, for 64 samples in 3 us instead of 14
                 axis, lengths = 0, list(map(len, samples))
@@ -123,11 +156,32 @@ class Pad(Batchify):
             if padded is None:
                 padded = empty((len(samples), *shape), dtype)
                 _write(padded, samples, fill, axis, lengths)
-        if not self._ret_length:
+        if not (self._ret_length or self._mask):
             return padded
-        counts = empty((len(samples), *np.shape(lengths[0])), np.dtype(np.int32))
-        counts[...] = lengths
-        return padded, counts
+        made = [padded]
+        if self._ret_length:
+            counts = empty((len(samples), *np.shape(lengths[0])), np.dtype(np.int32))
+            counts[...] = lengths
+            made.append(counts)
+        if self._mask:
+            made.append(_mask(lengths, shape if axis is None else shape[axis : axis + 1], empty))
+        return tuple(made)
+
+    def _cut(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples, cut to ``max_length``."""
+        if self._max_length is None:
+            return samples
+        kept = slice(self._max_length) if self._truncate == "end" else slice(-self._max_length, None)
+        before: Any = (slice(None),) * (self._axis or 0)
+        after: Any = ()
+        if self._axis is not None and self._axis < 0:
+            before, after = (...,), (slice(None),) * (-1 - self._axis)
+        try:
+            return [
+                sample[(kept,) * sample.ndim if self._axis is None else (*before, kept, *after)] for sample in samples
+            ]
+        except IndexError:  # one has no such axis: `_plan` says so
+            return samples
 
     def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
@@ -179,14 +233,17 @@ class Pad(Batchify):
         return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
-        given = {
-            "axis": (self._axis, 0),
-            "pad_val": (self._pad_val, 0),
-            "ret_length": (self._ret_length, False),
-            "dtype": (self._dtype and self._dtype.name, None),
-            "round_to": (self._round_to, None),
-        }
-        return f"Pad({', '.join(f'{k}={value!r}' for k, (value, usual) in given.items() if value != usual)})"
+        return call_of(
+            self,
+            axis=(self._axis, 0),
+            pad_val=(self._pad_val, 0),
+            ret_length=(self._ret_length, False),
+            dtype=(self._dtype and self._dtype.name, None),
+            round_to=(self._round_to, None),
+            max_length=(self._max_length, None),
+            truncate=(self._truncate, "end"),
+            mask=(self._mask, False),
+        )
 
 
 def _join(
@@ -235,6 +292,17 @@ def _write(out: Any, samples: Sequence[Any], fill: Any, axis: int | None, length
             row[tuple(map(slice, length)) if axis is None else (*head, slice(length))] = sample
         if not small:
             row[(*head, slice(length, None))] = fill
+
+
+def _mask(lengths: Sequence[Any], padded: Sequence[int], empty: Empty) -> Array:
+    """Where the values of samples of these lengths lie in rows, or boxes, that are padded to one size."""
+    sizes = np.asarray(lengths, np.int64).reshape(len(lengths), -1)  # by sample and axis
+    out = empty((len(sizes), *padded), np.dtype(bool))
+    out[...] = True
+    for axis, size in enumerate(padded):
+        inside = np.arange(size) < sizes[:, axis, None]
+        out &= inside.reshape(len(sizes), *(size if other == axis else 1 for other in range(len(padded))))
+    return out
 
 
 def _check_tensors(tensors: Sequence[Any]) -> None:

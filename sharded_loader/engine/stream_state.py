@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from sharded_loader.described import brief
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.sampling.base import brief, check_int
+from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.state import VERSION
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"

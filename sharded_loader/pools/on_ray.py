@@ -39,6 +39,7 @@ from sharded_loader.cluster.connect import check_address, check_installed, conne
 from sharded_loader.cluster.lent import Lent
 from sharded_loader.cluster.members import Member, check_wanted, is_lost, is_of_call
 from sharded_loader.cluster.team import Team
+from sharded_loader.described import call_of
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.engine.pool import Pool, check_init_fn, check_num_workers, check_timeout
@@ -152,7 +153,21 @@ class RayPool(Pool):
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        return f"RayPool({self.num_workers})"
+        wanted, (restarts, timeout, patience) = self._wanted, self._arguments
+        return call_of(
+            self,
+            [self.num_workers],
+            num_cpus=(wanted.num_cpus, 1),
+            resources=(wanted.resources, {}),
+            address=(self.address, None),
+            runtime_env=(wanted.runtime_env, None),
+            scheduling_strategy=(wanted.scheduling_strategy, "SPREAD"),
+            restarts=(restarts, 3),
+            timeout=(timeout, None),
+            worker_init_fn=(self.worker_init_fn, None),
+            max_bytes=(self._max_bytes, None),
+            start_timeout=(patience, 600),
+        )
 
     def __reduce__(self) -> Any:
         # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.

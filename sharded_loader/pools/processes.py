@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.described import call_of
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
     CANCEL,
@@ -130,7 +131,15 @@ class ProcessPool(Pool):
         self._refused: list[Result] = []
 
     def __repr__(self) -> str:
-        return f"ProcessPool({self.num_workers}, start_method={self.start_method!r})"
+        return call_of(
+            self,
+            [self.num_workers],
+            start_method=(self.start_method, None),
+            worker_init_fn=(self.worker_init_fn, None),
+            timeout=(self.timeout, None),
+            restarts=(self.restarts, 3),
+            max_bytes=(self._resources.max_bytes, None),
+        )
 
     def __reduce__(self) -> Any:
         # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.

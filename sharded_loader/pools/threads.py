@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.described import call_of
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
@@ -164,7 +165,9 @@ class ThreadPool(Pool):
         self._running: list[_Shared] = []  # one, or none
 
     def __repr__(self) -> str:
-        return f"ThreadPool({self.num_workers})"
+        return call_of(
+            self, [self.num_workers], worker_init_fn=(self.worker_init_fn, None), timeout=(self.timeout, None)
+        )
 
     @property
     def started(self) -> bool:

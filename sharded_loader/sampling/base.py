@@ -12,8 +12,8 @@ over a sampler changes nothing in a loader. An explicit ``set_epoch`` does, as t
 sampler knows no loader: it keeps the last call, and each loader looks for calls that are new to it.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
-works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The repr of a subclass with broken
-attributes shows ``?`` for what it cannot read. The calls on a sampler with ``__slots__`` cannot be noted.
+works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The calls on a sampler with
+``__slots__`` cannot be noted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from sharded_loader.described import Described
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -60,74 +60,6 @@ def resolve_seed(seed: Any) -> int:
     if seed is None:
         return DrawnSeed(draw_seed())
     return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
-
-
-SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
-
-_limits = reprlib.Repr()
-_limits.maxstring = _limits.maxother = _limits.maxlong = 60
-
-
-class Described:
-    """Gives a class a repr: its name, its length, and what decides the order beside seed and length.
-
-    Attributes:
-        decided_by: what a state calls it, and the attribute, a number or an array.
-        shown: what the repr shows instead, in the same form. Empty: ``decided_by``.
-    """
-
-    decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
-    shown: ClassVar[tuple[tuple[str, str], ...]] = ()
-
-    def __repr__(self) -> str:
-        kind = type(self)
-        parts = [self._brief("inner")] if hasattr(kind, "inner") else []
-        if hasattr(kind, "__len__"):
-            parts.append(f"length={self._brief('_shown_length')}")
-        parts += [f"{name}={self._brief(attribute)}" for name, attribute in kind.shown or kind.decided_by]
-        if (seed := self._brief("_shown_seed")) != "None":
-            parts.append(f"seed={seed}")
-        return f"{kind.__name__}({', '.join(parts)})"
-
-    def _brief(self, attribute: str) -> str:
-        try:
-            return brief(getattr(self, attribute))
-        except Exception:  # a repr must not raise
-            return "?"
-
-    @property
-    def _shown_length(self) -> int:
-        return len(self)  # type: ignore[arg-type]
-
-    @property
-    def _shown_seed(self) -> Any:
-        return getattr(self, "seed", None)
-
-
-def brief(value: Any) -> str:
-    """A few words that tell a value, however large it is.
-
-    Example:
-        >>> brief(np.arange(1_000_000)), brief([5, 9]), brief({1: 2})
-        ('[0, 1, 2, ... 1000000 in all]', '[5, 9]', '<dict of length 1>')
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return _limits.repr(value)
-    if isinstance(value, Described):
-        return repr(value)
-    if (isinstance(value, np.ndarray) and value.ndim) or type(value) in (list, tuple, range):
-        first = [brief(one) for one in value[: SHOWN_WHOLE if len(value) <= SHOWN_WHOLE else SHOWN_FIRST]]
-        if len(value) > SHOWN_WHOLE:
-            first.append(f"... {len(value)} in all")
-        return f"[{', '.join(first)}]"
-    package = type(value).__module__.partition(".")[0]
-    name = type(value).__name__ if package == "builtins" else f"{package}.{type(value).__name__}"
-    try:
-        return f"<{name} of length {len(value)}>"
-    except Exception:
-        return f"<{name}>"
 
 
 def check_sampler(sampler: Any, name: str = "sampler") -> None:

@@ -195,7 +195,12 @@ class BoundedBudgetSampler(Sampler[list[int]]):
     """
 
     decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
-    shown = (("max_num_tokens", "_max_num_tokens"), ("max_num_sentences", "_max_num_sentences"), decided_by[-1])
+    shown = (
+        ("max_num_tokens", "_max_num_tokens"),
+        ("max_num_sentences", "_max_num_sentences"),
+        ("required_batch_size_multiple", "_multiple"),
+        ("shuffle", "_shuffle"),
+    )
 
     def __init__(
         self,
@@ -224,7 +229,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
                 f"sample {index} has {array[index]} tokens, more than max_num_tokens={tokens}: "
                 "raise the budget, cut the sample, or leave it out of the dataset"
             )
-        self._max_num_tokens, self._max_num_sentences = tokens, sentences
+        self._max_num_tokens, self._max_num_sentences, self._multiple = tokens, sentences, multiple
         self._order: Indices = np.argsort(array, kind="stable")
         self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
         self._shuffle = bool(shuffle)

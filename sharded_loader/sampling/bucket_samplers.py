@@ -11,116 +11,20 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.sampling.base import Described, Sampler, check_int, resolve_seed
+from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
 from sharded_loader.sampling.batch_samplers import length_table
+from sharded_loader.sampling.bucket_schemes import BucketScheme, ConstWidthBucket
 from sharded_loader.sampling.tables import BATCHES, Table
 from sharded_loader.shuffle import Indices, shuffled
 
 Key = int | tuple[int, ...]
-
-
-class BucketScheme(Described):
-    """Base class: override `keys`, which treats one part's lengths."""
-
-    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        """The bucket keys for lengths from ``shortest`` to ``longest``."""
-        raise NotImplementedError(f"{type(self).__name__} makes no buckets: override keys")
-
-    def __call__(
-        self, max_lengths: int | Sequence[int], min_lengths: int | Sequence[int], num_buckets: int
-    ) -> list[Any]:
-        """The bucket keys.
-
-        Args:
-            max_lengths: the greatest length, or one per part.
-            min_lengths: the smallest length, or one per part.
-            num_buckets: how many buckets.
-
-        Returns:
-            ``num_buckets`` ints, or as many tuples of them.
-
-        Raises:
-            TypeError, ValueError: if ``num_buckets`` is not an integer of at least 1.
-        """
-        check_int("num_buckets", num_buckets, 1, "give how many buckets to make")
-        if np.ndim(max_lengths) == 0:
-            return self.keys(int(max_lengths), int(min_lengths), num_buckets)  # type: ignore[arg-type]
-        pairs = zip(max_lengths, min_lengths, strict=True)  # type: ignore[arg-type]
-        return list(
-            zip(*(self.keys(int(longest), int(shortest), num_buckets) for longest, shortest in pairs), strict=True)
-        )
-
-
-class ConstWidthBucket(BucketScheme):
-    """Buckets of one width.
-
-    Example:
-        >>> ConstWidthBucket()(100, 1, 4)
-        [100, 75, 50, 25]
-    """
-
-    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        width = max((longest - shortest + 1) // num_buckets, 1)
-        return [max(longest - width * number, shortest) for number in range(num_buckets)]
-
-
-class LinearWidthBucket(BucketScheme):
-    """Buckets whose widths grow by a constant.
-
-    Example:
-        >>> LinearWidthBucket()(100, 1, 4)
-        [12, 32, 61, 100]
-    """
-
-    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        growth = 2 * float(longest - shortest - num_buckets) / (num_buckets * (num_buckets + 1))
-        return _end_at(longest, num_buckets, lambda n: shortest + growth * (n * (n + 1) / 2) + n)
-
-
-class ExpWidthBucket(BucketScheme):
-    """Buckets whose widths grow by a factor.
-
-    Args:
-        bucket_len_step: the factor, above 0.
-
-    Raises:
-        ValueError: if ``bucket_len_step`` is not above 0.
-
-    Example:
-        >>> ExpWidthBucket(bucket_len_step=2)(100, 1, 4)
-        [8, 21, 47, 100]
-    """
-
-    decided_by = (("bucket_len_step", "bucket_len_step"),)
-
-    def __init__(self, bucket_len_step: float = 1.1) -> None:
-        if not bucket_len_step > 0:
-            raise ValueError(
-                f"bucket_len_step must be above 0, got {bucket_len_step}: "
-                "it is the width of a bucket over the width of the one before"
-            )
-        self.bucket_len_step = bucket_len_step
-
-    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        step = self.bucket_len_step
-        if step == 1:
-            return _end_at(longest, num_buckets, lambda n: shortest + (longest - shortest) * n / num_buckets)
-        first = (longest - shortest) * (step - 1) / (step**num_buckets - 1)
-        return _end_at(longest, num_buckets, lambda n: shortest + first * (step**n - 1) / (step - 1))
-
-
-def _end_at(longest: int, num_buckets: int, edge: Callable[[int], float]) -> list[int]:
-    """The rounded edges of buckets 1 to ``num_buckets``; the last takes the longest whatever the rounding."""
-    keys = [round(edge(number)) for number in range(1, num_buckets + 1)]
-    keys[-1] = max(keys[-1], longest)
-    return keys
 
 
 LAST_GROUP = ("keep", "discard", "overlap")
@@ -143,7 +47,7 @@ class FixedBucketSampler(Sampler[Any]):
         use_average_length: make the batches of each bucket hold about ``batch_size`` tokens
             (mean length plus one standard deviation, per sample).
         num_shards: 0 for plain batches; above, each item is a group of that many batches.
-        bucket_scheme: how to make bucket keys.
+        bucket_scheme: how to make bucket keys: a `BucketScheme`.
         last_group: what to do with a last group of fewer batches. ``"keep"`` it, ``"discard"`` it, or
             ``"overlap"``: fill it with the batches before, which then come twice (as GluonNLP did).
         seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
@@ -177,6 +81,7 @@ class FixedBucketSampler(Sampler[Any]):
         ("shuffle", "_shuffle"),
     )
     shown = (
+        ("batch_size", "_batch_size"),
         ("bucket_keys", "bucket_keys"),
         ("bucket_batch_sizes", "bucket_batch_sizes"),
         ("num_shards", "_num_shards"),
@@ -203,7 +108,7 @@ class FixedBucketSampler(Sampler[Any]):
             index = int(np.flatnonzero((table <= 0).any(axis=1))[0])
             length = np.asarray(lengths)[index]
             raise ValueError(f"lengths must be above 0, but lengths[{index}] is {length}: leave that sample out")
-        check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
+        self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
             raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
@@ -225,7 +130,7 @@ class FixedBucketSampler(Sampler[Any]):
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
             warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
         self._fill(table, _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1]))
-        self._choose_batch_sizes(table, int(batch_size), float(ratio), use_average_length)
+        self._choose_batch_sizes(table, self._batch_size, float(ratio), use_average_length)
         self._plan()
 
     def _fill(self, table: Indices, keys: list[tuple[int, ...]]) -> None:

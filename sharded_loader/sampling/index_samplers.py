@@ -215,6 +215,7 @@ class IntervalSampler(IndexSampler):
     """
 
     decided_by = (("interval", "_interval"), ("rollover", "_rollover"))
+    shown = (("total", "_length"), *decided_by)
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
         self._length = _check_length(length)
@@ -257,7 +258,8 @@ class SortedSampler(_ListedSampler):
     """
 
     decided_by = (("order of the keys", "_indices"),)
-    shown = (("indices", "_indices"),)
+    shown = (("indices", "_indices"), ("reverse", "_reverse"))
 
     def __init__(self, sort_keys: Sequence[Any] | npt.NDArray[Any], reverse: bool = True) -> None:
+        self._reverse = bool(reverse)
         self._indices = sort_order(sortable(sort_keys), reverse)

@@ -196,7 +196,7 @@ class SplitSampler(Sampler[int]):
         ("repeat", "_repeat"),
         ("shuffle", "_shuffle"),
     )
-    shown = (("part_index", "_part"), *decided_by)
+    shown = (("total", "_total"), ("part_index", "_part"), *decided_by)
 
     def __init__(
         self,

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sharded_loader.sampling.base import Sampler, brief, check_int, is_own, nested
+from sharded_loader.described import brief
+from sharded_loader.sampling.base import Sampler, check_int, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
 VERSION = 1

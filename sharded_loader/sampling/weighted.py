@@ -62,7 +62,7 @@ class WeightedRandomSampler(IndexSampler):
     """
 
     decided_by = (("weights", "_told"), ("replacement", "_replacement"))
-    shown = (("weights", "_weights"), ("replacement", "_replacement"))
+    shown = (("weights", "_weights"), ("replacement", "_replacement"), ("lengths", "_lengths"))
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.batchify import Dict, List, NamedTuple, Pad, Stack, Tuple, default_batchify_fn
 from sharded_loader.batching.protocol import assembler
 from sharded_loader.batching.tree import map_leaves
@@ -102,6 +103,9 @@ def test_answers_are_gluons(case):
         (lambda: Tuple(Stack(), 3), "not callable"),
         (lambda: Dict({"a": Stack()})([{"a": 1}, {"b": 1}]), "sample 1.*'a'.*'b'"),
         (lambda: Dict([Stack()]), "give a dict"),
+        (lambda: Dict({"a": Stack()})([3]), "sample 0.*is a int.*'a'"),
+        (lambda: Dict({}, rest="all"), r"rest='all'.*'keep', 'drop', a function, or None"),
+        (lambda: Dict({}, rest=True), "rest=True"),
         (lambda: NamedTuple(MyNT, [Stack()]), "2 fields, 1 functions"),
         (lambda: NamedTuple(tuple, [Stack()]), "namedtuple class"),
         (lambda: Tuple(Stack(), Dict({"k": Stack()}))([(0, {"k": [1]}), (0, {"k": [1, 2]})]), r"\[1\]\['k'\]"),
@@ -117,6 +121,71 @@ def test_stack_also_takes_strings_and_mappings():
     assert Stack()([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
     assert Stack()([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
     assert Stack("int32")([np.array([1.7]), np.array([2.2])]).tolist() == [[1], [2]]
+
+
+# -- keys without a function -------------------------------------------------------------------------------------------
+
+NAMED = [{"tokens": [1, 2], "id": "a", "w": 0.5}, {"tokens": [3], "w": 1.5, "id": "b"}]
+
+
+def test_keys_without_a_function_are_refused_by_name_with_what_to_write():
+    with pytest.raises(ValueError, match=r"sample 0 of the batch has keys.*: 'id', 'w': .*rest='keep'.*rest='drop'"):
+        Dict({"tokens": Pad()})(NAMED)
+    with pytest.raises(ValueError, match=r"sample 1 .*: 'extra'"):
+        Dict({"x": Stack()})([{"x": 1}, {"x": 2, "extra": 3}])
+    with pytest.raises(ValueError, match=r"has no function: 'id', 'w', in field \[1\]"):
+        Tuple(Stack(), Dict({"tokens": Pad()}))([(0, one) for one in NAMED])
+
+
+def test_keys_without_a_function_are_dropped_if_asked():
+    batch = Dict({"tokens": Pad()}, rest="drop")([*NAMED, {"tokens": []}])
+    assert list(batch) == ["tokens"] and batch["tokens"].tolist() == [[1, 2], [3, 0], [0, 0]]
+
+
+def test_keys_without_a_function_are_kept_in_order_behind_the_others():
+    batch = Dict({"tokens": Pad()}, rest="keep")(NAMED)
+    assert list(batch) == ["tokens", "id", "w"]
+    assert batch["id"] == ["a", "b"] and torch.equal(batch["w"], torch.tensor([0.5, 1.5], dtype=torch.float64))
+
+
+def test_keys_without_a_function_go_through_the_function_for_the_rest():
+    assert Dict({"tokens": Pad()}, rest=List())(NAMED)["w"] == [0.5, 1.5]
+    assert Dict({"tokens": Pad()}, rest=len)(NAMED)["id"] == 2
+    with pytest.raises(ValueError, match=r"cannot become an array.*in field \['id'\]"):
+        Dict({"tokens": Pad()}, rest=Stack("int8"))([{"tokens": [1], "id": object()}])
+
+
+def test_samples_that_differ_in_their_other_keys_are_refused_where_the_keys_are_kept():
+    for rest in ("keep", List()):
+        for other in ({"x": 2}, {"x": 2, "z": 3}, {"x": 2, "y": 3, "z": 4}):
+            with pytest.raises(
+                ValueError, match=r"different keys: \{'x', 'y'\} in sample 0, .* in sample 1.*rest='drop'"
+            ):
+                Dict({"x": Stack()}, rest=rest)([{"x": 1, "y": 1}, other])
+
+
+def test_the_function_for_the_rest_writes_into_the_memory_that_the_caller_gives():
+    given = []
+
+    def empty(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    batch = Dict({"tokens": Pad()}, rest="keep").assemble(NAMED, empty)
+    assert batch["w"] is given[1] and len(given) == 2
+
+
+def test_other_keys_are_treated_alike_in_every_pool(pool):
+    fn = Dict({"tokens": Pad(pad_val=-1)}, rest="keep")
+    with ShardedDataLoader(NAMED, 2, batchify_fn=fn, pool=pool) as loader:
+        (batch,) = loader
+    assert batch["tokens"].tolist() == [[1, 2], [3, -1]] and batch["id"] == ["a", "b"]
+
+
+def test_a_key_without_a_function_is_the_error_of_the_batch_in_every_pool(pool):
+    with ShardedDataLoader(NAMED, 2, batchify_fn=Dict({"tokens": Pad()}), pool=pool) as loader:
+        with pytest.raises(ValueError, match=r"has no function: 'id', 'w'.*rest='drop'"):
+            next(iter(loader))
 
 
 def test_own_and_user_functions_compose_in_both_ways():
@@ -153,6 +222,8 @@ def test_every_array_comes_from_the_allocator_once():
 
 
 def test_functions_pickle_and_say_what_they_are():
+    rest = Dict({"a": List()}, rest="keep")
+    assert repr(pickle.loads(pickle.dumps(rest))) == repr(rest) == "Dict({'a': List()}, rest='keep')"
     fn = Tuple(Pad(axis=1, round_to=8), Dict({"a": Stack("float16")}), NamedTuple(MyNT, [List(), default_batchify_fn]))
     assert repr(pickle.loads(pickle.dumps(fn))) == repr(fn)
     assert repr(fn).startswith("Tuple(Pad(axis=1, round_to=8), Dict({'a': Stack(float16)}), NamedTuple(MyNT, {'data'")

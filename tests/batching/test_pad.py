@@ -1,5 +1,7 @@
 """`Pad`: every value is kept, the rest is filled."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.batchify import Pad
 from sharded_loader.batching.stack import COPIED_AT_ONCE, JOINED_BYTES
 
@@ -67,6 +70,117 @@ def test_pad_of_every_axis_refuses_other_numbers_of_axes():
         Pad(axis=None)([1, 2])
     with pytest.raises(ValueError, match=r"along every axis with Pad\(axis=None\)"):
         Pad()([np.zeros((2, 3)), np.zeros((3, 2))])
+
+
+# -- cut to a greatest length, and with a mask -------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(-9, 9), max_size=9), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.sampled_from(["end", "start"]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["list", "numpy", "torch", "bfloat16"]),
+)
+def test_no_sample_is_longer_than_the_limit_and_the_mask_marks_its_values(lists, limit, truncate, round_to, kind):
+    make = {
+        "list": list,
+        "numpy": lambda x: np.array(x, np.int64),
+        "torch": lambda x: torch.tensor(x, dtype=torch.int64),
+        "bfloat16": lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    }[kind]
+    fn = Pad(pad_val=99, ret_length=True, round_to=round_to, max_length=limit * round_to, truncate=truncate, mask=True)
+    padded, lengths, mask = fn(list(map(make, lists)))
+    kept = [x[: limit * round_to] if truncate == "end" else x[-limit * round_to :] for x in lists]
+    assert padded.shape == mask.shape and padded.shape[1] <= limit * round_to and padded.shape[1] % round_to == 0
+    assert mask.dtype == torch.bool and lengths.tolist() == [len(x) for x in kept] == mask.sum(1).tolist()
+    for row, marked, original in zip(padded, mask, kept, strict=True):
+        assert row[marked].tolist() == original
+        assert set(row[~marked].tolist()) <= {99}
+        assert marked.tolist() == sorted(marked.tolist(), reverse=True), "values come first"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("truncate", ["end", "start"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_axis_that_is_padded_is_cut(axis, truncate, dtype):
+    shape = [3, 3, 3]
+    samples = []
+    for length in (2, 5):
+        shape[axis] = length
+        samples.append(torch.arange(1, 1 + np.prod(shape)).reshape(shape).to(dtype))
+    padded, mask = Pad(axis, max_length=4, truncate=truncate, mask=True)(samples)
+    shape[axis] = 4
+    assert list(padded.shape) == [2, *shape] and mask.tolist() == [[True, True, False, False], [True] * 4]
+    begin = 0 if truncate == "end" else 1
+    assert torch.equal(padded[1], samples[1].narrow(axis, begin, 4))
+    assert torch.equal(padded[0].narrow(axis, 0, 2), samples[0]) and not padded[0].narrow(axis, 2, 2).any()
+
+
+@pytest.mark.parametrize("truncate", ["end", "start"])
+def test_every_axis_is_cut_and_masked_where_every_axis_is_padded(truncate):
+    samples = [np.arange(1, 13).reshape(2, 6), np.arange(1, 13).reshape(4, 3)]
+    padded, shapes, mask = Pad(None, ret_length=True, max_length=3, truncate=truncate, mask=True)(samples)
+    assert padded.shape == mask.shape == (2, 3, 3) and shapes.tolist() == [[2, 3], [3, 3]]
+    first, second = (samples[0][:, :3], samples[1][:3]) if truncate == "end" else (samples[0][:, 3:], samples[1][1:])
+    assert padded[0][mask[0]].tolist() == first.ravel().tolist() and padded[1].tolist() == second.tolist()
+    assert mask[0].tolist() == [[True] * 3, [True] * 3, [False] * 3] and mask[1].all()
+
+
+def test_the_mask_alone_comes_second_and_empty_samples_have_none():
+    padded, mask = Pad(mask=True)([[], [1]])
+    assert padded.tolist() == [[0], [1]] and mask.tolist() == [[False], [True]]
+    padded, mask = Pad(mask=True)([[], []])
+    assert padded.shape == mask.shape == (2, 0)
+    assert Pad(max_length=9)([[1], [2, 3]]).tolist() == [[1, 0], [2, 3]]
+
+
+def test_batch_lengths_and_mask_lie_in_the_memory_that_the_caller_gives():
+    given = []
+
+    def empty(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    made = Pad(ret_length=True, max_length=2, mask=True).assemble([[1, 2, 3], [4]], empty)
+    assert type(made) is tuple and len(made) == len(given) == 3
+    assert all(one is array for one, array in zip(made, given, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Pad(max_length=0), ValueError, r"max_length=0\): give a positive int"),
+        (lambda: Pad(max_length=-3), ValueError, "max_length=-3"),
+        (lambda: Pad(max_length=2.5), TypeError, "max_length=2.5.*give ints"),
+        (lambda: Pad(max_length="long"), TypeError, "max_length='long'"),
+        (lambda: Pad(max_length=10, round_to=8), ValueError, "max_length=10, round_to=8.*multiple of round_to"),
+        (lambda: Pad(max_length=4, truncate="left"), ValueError, "truncate='left'.*'end' or 'start'"),
+        (lambda: Pad(mask=1), TypeError, "mask=1.*True"),
+        (lambda: Pad(max_length=4)([1, 2]), ValueError, "no axis 0.*Stack"),
+        (lambda: Pad(2, max_length=4)([np.zeros((1, 2))]), ValueError, "no axis 2"),
+        (lambda: Pad(-3, max_length=4)([np.zeros((1, 2))]), ValueError, "no axis -3"),
+        (lambda: Pad(None, max_length=4)([1, 2]), ValueError, "no axis to pad"),
+        (lambda: Pad(max_length=1)([np.zeros((2, 2)), np.zeros((2, 3))]), ValueError, "different shapes"),
+    ],
+)
+def test_bad_limits_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_padder_says_its_limit_and_its_mask():
+    fn = Pad(max_length=8, truncate="start", mask=True)
+    assert repr(pickle.loads(pickle.dumps(fn))) == repr(fn) == "Pad(max_length=8, truncate='start', mask=True)"
+
+
+def test_limit_and_mask_are_alike_in_every_pool(pool):
+    samples = [list(range(1, length + 1)) for length in (1, 5, 3, 9)]
+    fn = Pad(pad_val=-1, ret_length=True, max_length=4, mask=True)
+    expected = [fn(samples[:2]), fn(samples[2:])]
+    with ShardedDataLoader(samples, 2, batchify_fn=fn, pool=pool) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert type(batch) is tuple and all(map(torch.equal, batch, wanted))
 
 
 # -- rows joined as bytes, and rows written one by one -------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import sharded_loader
 from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
+    BucketScheme,
     ConstWidthBucket,
     EqualShards,
     ExpWidthBucket,
@@ -34,8 +36,7 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.sampling.base import Described
-from sharded_loader.sampling.bucket_samplers import BucketScheme
+from sharded_loader.described import Described
 from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.tables import Table
 
@@ -45,18 +46,19 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     (lambda: SubsetRandomSampler([2, 30, 5], seed=7), "SubsetRandomSampler(length=3, indices=[2, 30, 5], seed=7)"),
     (
         lambda: WeightedRandomSampler(np.ones(10**6), 5, seed=3),
-        "WeightedRandomSampler(length=5, weights=[1.0, 1.0, 1.0, ... 1000000 in all], replacement=True, seed=3)",
+        "WeightedRandomSampler(length=5, weights=[1.0, 1.0, 1.0, ... 1000000 in all], replacement=True, lengths=None, "
+        "seed=3)",
     ),
     (
         lambda: ShardShuffleSampler(EqualShards(10**6, 10**4), lanes=2, seed=3),
         "ShardShuffleSampler(length=1000000, shards=100, window=16, lanes=2, seed=3)",
     ),
     (lambda: FilterSampler(lambda sample: sample > 2, [1, 5, 2, 3]), "FilterSampler(length=2, indices=[1, 3])"),
-    (lambda: IntervalSampler(7, 3), "IntervalSampler(length=7, interval=3, rollover=True)"),
-    (lambda: SortedSampler([3, 1, 2]), "SortedSampler(length=3, indices=[0, 2, 1])"),
+    (lambda: IntervalSampler(7, 3), "IntervalSampler(length=7, total=7, interval=3, rollover=True)"),
+    (lambda: SortedSampler([3, 1, 2]), "SortedSampler(length=3, indices=[0, 2, 1], reverse=True)"),
     (
         lambda: SplitSampler(7, 3, 1, seed=5),
-        "SplitSampler(length=2, part_index=1, num_parts=3, even_size=False, repeat=1, shuffle=True, seed=5)",
+        "SplitSampler(length=2, total=7, part_index=1, num_parts=3, even_size=False, repeat=1, shuffle=True, seed=5)",
     ),
     (
         lambda: BatchSampler(RandomSampler(10, seed=1), 4),
@@ -78,12 +80,13 @@ EVERY_KIND: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: FixedBucketSampler([1, 8, 2, 7, 9], 2, num_buckets=2),
-        "FixedBucketSampler(length=3, bucket_keys=[5, 9], bucket_batch_sizes=[2, 2], num_shards=0, "
+        "FixedBucketSampler(length=3, batch_size=2, bucket_keys=[5, 9], bucket_batch_sizes=[2, 2], num_shards=0, "
         "last_group='keep', shuffle=False)",
     ),
     (
         lambda: BoundedBudgetSampler([5, 1, 2, 4, 2], max_num_tokens=6, seed=1),
-        "BoundedBudgetSampler(length=3, max_num_tokens=6, max_num_sentences=-1, shuffle=True, seed=1)",
+        "BoundedBudgetSampler(length=3, max_num_tokens=6, max_num_sentences=-1, "
+        "required_batch_size_multiple=1, shuffle=True, seed=1)",
     ),
     (
         lambda: ReplicaSampler(RandomSampler(10, seed=1), partial(resolve_replicas, 4, 2)),
@@ -110,6 +113,42 @@ def test_every_sampler_and_scheme_of_the_library_has_its_repr_from_one_place() -
     found = [one for one in found if isinstance(one, type) and issubclass(one, (Sampler, BucketScheme))]
     assert {one.__name__ for one in found} - {"Sampler", "BucketScheme"} <= shown
     assert all(one.__repr__ is Described.__repr__ for one in found)
+
+
+SHOWN_AS = {
+    # What the repr shows instead of an argument: what follows from it, where that is shorter or says more.
+    "sampler": "Sampler(",
+    "batch_sampler": "Sampler(",
+    "num_samples": "length",
+    "fn": "indices",
+    "dataset": "indices",
+    "mult": "bucket_size",
+    "num_buckets": "bucket_keys",
+    "bucket_scheme": "bucket_keys",
+    "ratio": "bucket_batch_sizes",
+    "use_average_length": "bucket_batch_sizes",
+    ("SortedSampler", "sort_keys"): "indices",
+    ("SplitSampler", "length"): "total",
+    ("IntervalSampler", "length"): "total",
+    ("ShardShuffleSampler", "lengths"): "shards",
+    ("FixedBucketSampler", "lengths"): "length",
+    ("BoundedBudgetSampler", "lengths"): "length",
+}
+
+
+@pytest.mark.parametrize(("make", "shown"), EVERY_KIND, ids=[shown.partition("(")[0] for _, shown in EVERY_KIND])
+def test_a_repr_shows_every_argument_of_the_constructor(make: Callable[[], Any], shown: str) -> None:
+    one = make()
+    if isinstance(one, ReplicaSampler):
+        return  # a loader makes it
+    arguments = [name for name in inspect.signature(type(one)).parameters if name != "seed"]
+    assert [
+        name
+        for name in arguments
+        if SHOWN_AS.get((type(one).__name__, name), SHOWN_AS.get(name, f"{name}=")) not in shown
+    ] == []
+    if getattr(one, "seed", None) is not None and not isinstance(one, (BatchSampler, ShardedBatchSampler)):
+        assert f"seed={one.seed}" in shown
 
 
 @pytest.mark.parametrize(("make", "shown"), EVERY_KIND, ids=[shown.partition("(")[0] for _, shown in EVERY_KIND])
