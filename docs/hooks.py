@@ -17,7 +17,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = "tutorials/"
+TUTORIALS = "tutorials.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
 _log = logging.getLogger("mkdocs.hooks.sharded_loader")
@@ -35,9 +35,13 @@ def linked(page: Path) -> list[Path]:
 
 
 def on_config(config: Any) -> Any:
-    """Put the notebooks into the navigation."""
+    """Put the notebooks into the navigation, below their landing page."""
     config.nav = [
-        {title: [path.relative_to(ROOT).as_posix() for path in notebooks()]} if target == TUTORIALS else {title: target}
+        {
+            title: [target, *(path.relative_to(ROOT).as_posix() for path in notebooks())]
+            if target == TUTORIALS
+            else target
+        }
         for entry in config.nav
         for title, target in entry.items()
     ]

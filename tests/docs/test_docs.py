@@ -233,3 +233,6 @@ def test_the_site_is_built_without_a_warning_and_has_every_tutorial(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     tutorials = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
     assert {path.stem for path in (tmp_path / "tutorials").glob("*.html")} == tutorials
+    landing = (tmp_path / "tutorials.html").read_text(encoding="utf-8")
+    assert [name for name in sorted(tutorials) if f'<a href="tutorials/{name}.html"><img' not in landing] == []
+    assert {path.stem for path in (tmp_path / "tutorials").glob("*.png")} == tutorials
