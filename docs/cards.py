@@ -25,7 +25,7 @@ class Card(NamedTuple):
     Attributes:
         name: the file, without its ending.
         title: the first heading.
-        promise: the sentence that says what you can do afterwards.
+        promise: what you can do afterwards, as a sentence.
         minutes: to read it.
         picture: the first picture of the outputs, a PNG.
     """
@@ -40,9 +40,9 @@ class Card(NamedTuple):
         """The card, as an item of a list."""
         page = f"tutorials/{self.name}.ipynb"
         return (
-            f"-   [![](tutorials/{self.name}.png)]({page})\n\n"
+            f"-   [![{self.title}](tutorials/{self.name}.png)]({page})\n\n"
             f"    **{int(self.name[:2])}. [{self.title}]({page})**\n\n"
-            f"    {self.minutes} minutes. {self.promise}\n"
+            f"    {self.promise} *{self.minutes} minutes*\n"
         )
 
 
@@ -51,14 +51,20 @@ def card(path: Path) -> Card:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     opening = "".join(cells[0]["source"])
     found = re.match(
-        r"# (.+)\n\n(After this notebook you can .+?\.)\n\nIt takes about (\d+) minutes", opening, re.DOTALL
+        r"# (.+)\n\nAfter this notebook you can (.+?\.)\n\nIt takes about (\d+) minutes", opening, re.DOTALL
     )
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     pictures = [data["image/png"] for data in outputs if "image/png" in data]
     if found is None or not pictures:
         raise ValueError(f"{path.name}: no title, promise or minutes in the first cell, or no picture")
     title, promise, minutes = found.groups()
-    return Card(path.stem, title, " ".join(promise.split()), int(minutes), base64.b64decode("".join(pictures[0])))
+    return Card(
+        path.stem,
+        title,
+        " ".join((promise[0].upper() + promise[1:]).split()),
+        int(minutes),
+        base64.b64decode("".join(pictures[0])),
+    )
 
 
 def cards() -> list[Card]:

@@ -36,14 +36,9 @@ def linked(page: Path) -> list[Path]:
 
 def on_config(config: Any) -> Any:
     """Put the notebooks into the navigation, below their landing page."""
+    pages = [{"Overview": TUTORIALS}, *(path.relative_to(ROOT).as_posix() for path in notebooks())]
     config.nav = [
-        {
-            title: [target, *(path.relative_to(ROOT).as_posix() for path in notebooks())]
-            if target == TUTORIALS
-            else target
-        }
-        for entry in config.nav
-        for title, target in entry.items()
+        {title: pages if target == TUTORIALS else target} for entry in config.nav for title, target in entry.items()
     ]
     return config
 
