@@ -23,7 +23,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = "tutorials/"
+TUTORIALS = "tutorials.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 PACKAGE = ROOT / "sharded_loader" / "__init__.py"
@@ -56,12 +56,11 @@ def version() -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Put the notebooks into the navigation, and the version beside the name."""
+    """Put the notebooks into the navigation, below their landing page, and the version beside the name."""
     config.site_name = f"{config.site_name} {version()}"
+    pages = [{"Overview": TUTORIALS}, *(path.relative_to(ROOT).as_posix() for path in notebooks())]
     config.nav = [
-        {title: [path.relative_to(ROOT).as_posix() for path in notebooks()]} if target == TUTORIALS else {title: target}
-        for entry in config.nav
-        for title, target in entry.items()
+        {title: pages if target == TUTORIALS else target} for entry in config.nav for title, target in entry.items()
     ]
     return config
 

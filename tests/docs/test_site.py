@@ -51,7 +51,10 @@ def page(site: Path, name: str) -> str:
 
 def test_the_site_is_built_without_a_warning_and_has_every_tutorial(site: Path) -> None:
     tutorials = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
-    assert tutorials <= {path.stem for path in (site / "tutorials").glob("*.html")}
+    assert tutorials == {path.stem for path in (site / "tutorials").glob("*.html")}
+    landing = (site / "tutorials.html").read_text(encoding="utf-8")
+    assert [name for name in sorted(tutorials) if f'<a href="tutorials/{name}.html"><img' not in landing] == []
+    assert {path.stem for path in (site / "tutorials").glob("*.png")} == tutorials
 
 
 @browser
