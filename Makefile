@@ -72,7 +72,7 @@ test-ray:
 	$(RAY)/bin/python -m pytest -m ray tests/cluster/test_ray_train.py tests/cluster/test_machines_page.py
 
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
-	iterable_resume.py prefetch_epochs.py iteration.py)
+	iterable_resume.py iteration.py)
 
 # A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
 STORES = .venv-stores
