@@ -109,7 +109,7 @@ class Prepared:
 
 
 class RankBatches(BatchSamplerShard):  # type: ignore[misc]
-    """The batches of one rank. Whoever sets an epoch here sets it for the sampler inside: transformers' `Trainer` does."""
+    """The batches of one rank. `set_epoch` reaches the sampler inside: transformers' `Trainer` calls it here."""
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins."""
