@@ -29,7 +29,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.loader import ShardedDataLoader
-from sharded_loader.sampling.base import nested
+from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.torch import DataLoader
 
 
@@ -106,6 +106,14 @@ class Prepared:
         for one in nested(self.batch_sampler):  # type: ignore[attr-defined]
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
+
+
+class RankBatches(BatchSamplerShard):  # type: ignore[misc]
+    """The batches of one rank. `set_epoch` reaches the sampler inside: transformers' `Trainer` calls it here."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that the next ``iter()`` begins."""
+        tell_epoch(self.batch_sampler, epoch)
 
 
 class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
@@ -266,7 +274,7 @@ def _made(kind: Any, given: dict[str, Any], like: Any) -> Any:
 
 
 def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> Any:
-    shard = BatchSamplerShard(
+    shard = RankBatches(
         batch_sampler,
         accelerator.num_processes,
         accelerator.process_index,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate import skip_first_batches as accelerate_skip
 from accelerate.utils import broadcast_object_list
 
 from sharded_loader import ShardedDataLoader
@@ -75,6 +76,12 @@ def main() -> None:
         shuffled.set_epoch(1)
         assert look(skip_first_batches(shuffled, 1), accelerator)[0] == second[0][1:]
         say("skipped, shuffled")
+        rest = accelerate_skip(shuffled, 1)  # as transformers' Trainer reads the rest of a resumed epoch
+        inside = rest.batch_sampler.batch_sampler
+        if hasattr(inside, "set_epoch"):
+            inside.set_epoch(1)
+        assert [batch.tolist() for batch in rest] == second[0][1:]
+        say("skipped by Trainer")
         dropped = prepare(make(name, drop_last=True), accelerator)
         assert all(len(batch) == SIZE for batch in look(dropped, accelerator)[0])
         say("uneven")

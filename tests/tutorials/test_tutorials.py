@@ -1,4 +1,4 @@
-"""What the README, the documentation and the tutorials show is what happens.
+"""What the tutorials show is what happens.
 
 ``python tests/tutorials/test_tutorials.py`` executes the notebooks, writes their outputs into them, and prints the
 seconds that each takes. With ``02 05`` behind it, it executes only these two. Run it on a machine that does nothing
@@ -7,21 +7,17 @@ else, because some outputs are measurements.
 
 from __future__ import annotations
 
-import ast
 import base64
 import io
-import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-import torch
 from PIL import Image
 
 # Creates the font cache. If a notebook on a slow machine creates it, matplotlib says so on stderr.
@@ -183,107 +179,6 @@ def test_links_between_notebooks_lead_somewhere() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_is_light_to_download(path: Path) -> None:
     assert path.stat().st_size < 150_000
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The code blocks of a Markdown page."""
-    text = page.read_text(encoding="utf-8")
-    return [textwrap.dedent(block) for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
-
-
-def is_script(block: str) -> bool:
-    """Whether a block runs as it stands: nothing in it is left out as ``...``."""
-    return not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(block)))
-
-
-def promised(script: str) -> list[str]:
-    """What a script prints: the comment below a print says it."""
-    return re.findall(r"^ *# -> (.*)$", script, re.MULTILINE)
-
-
-README = blocks(ROOT / "README.md", "python")
-SCRIPTS = [block for block in README if is_script(block)]
-SKETCHES = [block for block in README if not is_script(block)]
-DOCS = {
-    f"{page.relative_to(ROOT / 'docs').with_suffix('').as_posix()}-{number}": block
-    for page in sorted((ROOT / "docs").rglob("*.md"))
-    if page.name != "integrations.md"  # tests/frameworks/test_integrations_page.py runs that with other libraries
-    for number, block in enumerate(blocks(page, "python"))
-    if not re.search(
-        "import (ray$|pyarrow$|ArrayRecord)", block, re.MULTILINE
-    )  # test_machines_page.py, test_shards_page.py
-}
-
-
-def test_the_readme_has_scripts_and_loops() -> None:
-    assert SCRIPTS
-    assert SKETCHES
-
-
-@pytest.mark.parametrize(
-    "script", [pytest.param(one, marks=pytest.mark.slow) if number else one for number, one in enumerate(SCRIPTS)]
-)
-def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == promised(script)
-
-
-@pytest.mark.parametrize("loops", SKETCHES)
-def test_loops_of_the_readme_run_on_any_dataset(loops: str) -> None:
-    names: dict[str, Any] = {"dataset": [(torch.zeros(3), 0)] * 300}
-    exec(loops.replace('"cuda"', '"cpu"').replace("num_workers=8", "num_workers=0"), names)
-
-
-# All blocks in one process, each as its own ``__main__``: to import torch for every one would take a minute.
-RUN = """
-import contextlib, io, json, sys, traceback, types
-ours = sys.modules["__main__"]
-done = []
-for block in json.load(sys.stdin):
-    sys.modules["__main__"] = module = types.ModuleType("__main__")
-    printed, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        try:
-            exec(block, module.__dict__)
-        except BaseException:
-            traceback.print_exc()
-    done.append([printed.getvalue(), errors.getvalue()])
-print(json.dumps(done))
-"""
-
-
-def run_blocks(folder: Path) -> dict[str, tuple[str, str]]:
-    """What each block of the documentation wrote to stdout and to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        cwd=folder,
-        input=json.dumps(list(DOCS.values())),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "written by a worker"
-    return {name: (out, err) for name, (out, err) in zip(DOCS, json.loads(done.stdout), strict=True)}
-
-
-def test_nothing_is_left_out_in_blocks_of_the_documentation() -> None:
-    assert DOCS
-    assert [name for name, block in DOCS.items() if not is_script(block)] == []
-    assert [name for name, block in DOCS.items() if not promised(block)] == []
-
-
-@pytest.mark.slow
-def test_blocks_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
-    ran = run_blocks(tmp_path)
-    assert {name: err for name, (_, err) in ran.items() if err} == {}
-    assert {name: out.splitlines() for name, (out, _) in ran.items()} == {n: promised(DOCS[n]) for n in DOCS}
 
 
 if __name__ == "__main__":
