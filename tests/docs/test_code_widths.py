@@ -1,12 +1,12 @@
 """Code in the documentation fits: nobody scrolls sideways to read a line of it.
 
 `tests/docs/render.py` measures the boxes. This test counts columns, so it needs no browser and names the lines.
+`tests/tutorials/test_tutorials.py` does so for notebooks.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,8 @@ from tests.docs.test_docs import documented, find
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
-NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 
 COLUMNS = 88  # of pages and docstrings: at 1,300 px a few more fit, see docs/assets/extra.css
-CELL_COLUMNS = 80  # of notebooks, which are also read beside a file browser
 
 
 def wide(lines: list[str], columns: int) -> list[str]:
@@ -51,14 +49,6 @@ def test_examples_of_docstrings_fit() -> None:
             lines += re.findall(r"^ *((?:>>>|\.\.\.) .*)$", text or "", re.MULTILINE)
     assert len(lines) > 100
     assert wide(lines, COLUMNS) == []
-
-
-@pytest.mark.slow  # with the other tests of the finished site
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
-def test_code_of_a_tutorial_fits(notebook: Path) -> None:
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    lines = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
-    assert wide(lines, CELL_COLUMNS) == []
 
 
 def test_a_wide_line_is_found() -> None:
