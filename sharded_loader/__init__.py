@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sharded_loader.errors import SampleReadError as SampleReadError
     from sharded_loader.errors import WorkerDiedError as WorkerDiedError
     from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
+    from sharded_loader.indices import IndexView as IndexView
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
     from sharded_loader.parallel import Replicas as Replicas
     from sharded_loader.parallel import split_and_load as split_and_load
@@ -84,6 +85,7 @@ _HOMES = {
         "WorkerDiedError",
         "WorkerTimeoutError",
     ],
+    "sharded_loader.indices": ["IndexView"],
     "sharded_loader.pools.inline": ["InlinePool"],
     "sharded_loader.pools.on_ray": ["RayPool"],
     "sharded_loader.pools.processes": ["ProcessPool"],

@@ -11,7 +11,6 @@ and in which order, is read-only.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
+from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Meter
 
@@ -274,18 +274,37 @@ class LoaderAttributes:
 
     # -- what it has done ----------------------------------------------------------------------------------
 
-    def stats(self) -> LoaderStats:
+    def stats(self, epoch: int | None = None) -> LoaderStats:
         """Samples per second, the share of time spent waiting for data, where the time went.
+
+        You can call it at any time: in the middle of an epoch, after its end, from another thread.
+
+        Args:
+            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
+                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
+                keeps the numbers of the last 1,000 epochs.
+
+        Returns:
+            The numbers, zeros for an epoch that has given no batch. `LoaderStats.as_dict` makes a dict of them.
+
+        Raises:
+            TypeError, ValueError: ``epoch`` is not an integer of at least 0.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
             >>> loader = ShardedDataLoader(range(10), 4)
-            >>> for batch in loader: pass
+            >>> for epoch in range(2):
+            ...     for batch in loader: pass
+            ...     print(loader.stats(epoch).as_dict("batches", "samples"))
+            {'batches': 3.0, 'samples': 10.0}
+            {'batches': 3.0, 'samples': 10.0}
             >>> loader.stats().samples
-            10
+            20
         """
-        found = self._meter.report()
-        return dataclasses.replace(found, retries=found.retries + retries_of(self.dataset))
+        own = retries_of(self.dataset)
+        if epoch is None:
+            return self._meter.report(own)
+        return self._meter.report_epoch(check_int("epoch", epoch, 0, "epochs count from 0"), own)
 
     def __repr__(self) -> str:
         if self._pipeline.closed:

@@ -94,10 +94,7 @@ def brief(value: Any) -> str:
     if str(getattr(type(value).__repr__, "__module__", "")).startswith("sharded_loader."):
         return repr(value)  # of this library: it is short
     if (isinstance(value, np.ndarray) and value.ndim) or type(value) in (list, tuple, range):
-        first = [brief(one) for one in value[: SHOWN_WHOLE if len(value) <= SHOWN_WHOLE else SHOWN_FIRST]]
-        if len(value) > SHOWN_WHOLE:
-            first.append(f"... {len(value)} in all")
-        return f"[{', '.join(first)}]"
+        return f"[{', '.join(briefs(value))}]"
     if isinstance(getattr(value, "__qualname__", None), str):  # a function or a class
         return f"<{value.__qualname__}>"
     package = type(value).__module__.partition(".")[0]
@@ -106,3 +103,15 @@ def brief(value: Any) -> str:
         return f"<{name} of length {len(value)}>"
     except Exception:
         return f"<{name}>"
+
+
+def briefs(values: Any) -> list[str]:
+    """What `brief` says of each item of a sequence; of a long one of the first few, and the length.
+
+    Example:
+        >>> briefs([1, "a"]), briefs(range(100))
+        (['1', "'a'"], ['0', '1', '2', '... 100 in all'])
+    """
+    if len(values) <= SHOWN_WHOLE:
+        return [brief(one) for one in values]
+    return [*map(brief, values[:SHOWN_FIRST]), f"... {len(values)} in all"]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 from sharded_loader.batching.tree import to_torch
+from sharded_loader.data.following import retries_of
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
@@ -33,7 +34,7 @@ from sharded_loader.epochs import Epochs
 from sharded_loader.errors import LoaderClosedError, as_batch_error
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.progress import Mark, Progress
-from sharded_loader.stats import Meter
+from sharded_loader.stats import Counts, Meter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -74,6 +75,9 @@ class EpochIterator(Iterator[Batch]):
         self._meter = meter
         self._progress = progress
         self._last_ended: float | None = None
+        self._counted: Run | None = None  # the run that `_counts` belongs to
+        self._counts: Counts
+        self._retries = 0  # of this process, when the epoch began
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
@@ -135,6 +139,7 @@ class EpochIterator(Iterator[Batch]):
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
+            self._retries = retries_of(self._epochs.dataset)
             self._epochs.choose(self)
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
@@ -191,16 +196,12 @@ class EpochIterator(Iterator[Batch]):
                 continue
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
-            meter.waiting_seconds += self._last_ended - began
-            meter.seconds += self._last_ended - began + working
-            if result.error is None:
-                meter.batches += 1
-                meter.samples += result.samples
-                meter.reading_seconds += result.seconds
-                meter.retries += result.retries
-                meter.placing_seconds += placed - arrived
-                if meter.looks is None:
-                    meter.look(batch)
+            if self._counted is not run:
+                self._counted, self._counts = run, meter.begin(run.epoch, self._retries)
+            waiting = self._last_ended - began
+            meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
+            if result.error is None and meter.looks is None:
+                meter.look(batch)
             try:
                 return batch, result.error
             finally:

@@ -25,6 +25,8 @@ random numbers. A test compares this table with the code.
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
+    stratified split               Dataset.split with stratify
+    stratified classes             and which class gets a part's extra sample first
     interleave                     interleave(): which dataset comes first where several may
     sample                         sample_rng() of a sample
     sample of batchify_fn          sample_rng() in batchify_fn

@@ -4,8 +4,6 @@
     shuffle(n, *key)                    positions -> indices: that array up to 2**24 (16 M) indices, a bijection above
     Bijection(n, *key)(positions)       positions -> indices, each computed by itself
     Bijections(*key)(positions, n, by)  the same for many small shuffles at once, each with an n and a number of its own
-    shuffled_parts(n, sizes, *key)      a shuffle cut into parts: sequences of indices, of any length
-    taken(indices, positions)           the indices at these positions, of an array, a range or such a part
 
 Up to `IN_MEMORY` indices a shuffle is an array of random keys, sorted. Above, position p holds ``bijection(p)``. That
 takes constant memory and the same time for any position, so resuming at sample 10**12 costs nothing. The bijection
@@ -26,8 +24,7 @@ multiply and xor-shift rounds of integer hash finalisers (Steele et al., SplitMi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -204,72 +201,3 @@ def shuffle(length: int, *key: Hashable) -> Callable[[Indices], Indices]:
     if length <= IN_MEMORY:
         return shuffled(length, *key).take
     return Bijection(length, *key)
-
-
-class ShuffledPart(Sequence[int]):
-    """The indices at some positions of a shuffle. They are computed when somebody asks for them.
-
-    Args:
-        length, key: of the whole shuffle; see `Bijection`.
-        positions: which of it.
-
-    Example:
-        >>> part = ShuffledPart(10**12, (7, "split"), range(10**6, 10**11))
-        >>> len(part), 0 <= part[-1] < 10**12, len(part[::3])
-        (99999000000, True, 33333000000)
-    """
-
-    def __init__(self, length: int, key: tuple[Hashable, ...], positions: range) -> None:
-        self.length, self._key, self._positions = length, key, positions
-        self._order = Bijection(length, *key)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, np.ndarray):
-            return self.at(index)
-        found = self._positions[index]
-        if isinstance(found, range):
-            return ShuffledPart(self.length, self._key, found)
-        return int(self._order(np.array([found]))[0])
-
-    def at(self, positions: Indices) -> Indices:
-        """The indices at these positions, which are not checked."""
-        return self._order(taken(self._positions, positions))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.at(np.arange(len(self))).astype(np.int64 if dtype is None else dtype, copy=False)
-
-    def __repr__(self) -> str:
-        return f"ShuffledPart({self.length}, {self._key}, {self._positions})"
-
-
-def shuffled_parts(length: int, sizes: Sequence[int], *key: Hashable) -> list[Indices | ShuffledPart]:
-    """A shuffle of ``range(length)``, cut into parts: arrays up to `IN_MEMORY` indices, `ShuffledPart` above.
-
-    Example:
-        >>> [len(part) for part in shuffled_parts(10, [7, 3], 7, "split")]
-        [7, 3]
-    """
-    ends = list(accumulate(sizes))
-    if length <= IN_MEMORY:
-        return [*np.split(shuffled(length, *key), ends[:-1])]
-    return [ShuffledPart(length, key, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-
-
-def is_computed(indices: Any) -> bool:
-    """Whether these are indices that take no memory, and must not become an array: a range, or a `ShuffledPart`."""
-    return isinstance(indices, range | ShuffledPart)
-
-
-def taken(indices: Indices | range | ShuffledPart, positions: Indices) -> Indices:
-    """The indices at these positions, which are not checked.
-
-    Example:
-        >>> taken(range(10**12, 0, -2), np.array([0, 3]))
-        array([1000000000000,  999999999994])
-    """
-    if isinstance(indices, range):
-        return indices.start + indices.step * positions
-    return indices.at(positions) if isinstance(indices, ShuffledPart) else indices[positions]

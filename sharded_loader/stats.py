@@ -1,9 +1,13 @@
 """Where the time of a training loop goes: waiting for data, or the loop itself.
 
-    the iterator adds to a Meter for each batch -> Meter.report() -> LoaderStats, what the user sees
+    the iterator adds to a Meter for each batch -> Counts, of all epochs and of each one
+    Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
 
 Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
-times of several iterators add up.
+times of several iterators add up in the sum. In the counts of one epoch only the newest iterator of this epoch counts.
+
+Iterators add one at a time, under the pipeline's lock. Readers take no lock: `stats` may be called in a signal handler.
+What can go wrong: numbers read in the middle of a ``next`` of another thread may be one batch apart from each other.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sharded_loader.engine.messages import Result
+
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What a loader has done so far.
+    """What a loader has done so far, in all epochs or in one: what `ShardedDataLoader.stats` returns.
 
     Attributes:
         batches: batches delivered.
@@ -31,6 +37,8 @@ class LoaderStats:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
         >>> print(stats)
         640 samples in 10 batches, 320 samples/s, 25% of the time waiting for data
+        >>> stats.as_dict("samples_per_second", "waiting_share")
+        {'samples_per_second': 320.0, 'waiting_share': 0.25}
     """
 
     batches: int = 0
@@ -51,6 +59,29 @@ class LoaderStats:
         """Share of the epochs' time that the loop waited for data, from 0 (never) to 1."""
         return self.waiting_seconds / self.seconds if self.seconds else 0.0
 
+    def as_dict(self, *names: str, prefix: str = "") -> dict[str, float]:
+        """The numbers by name, as floats: for TensorBoard, Weights & Biases, a progress bar, or a log file.
+
+        Args:
+            *names: Which numbers: attributes and properties of this class. None given: all of them.
+            prefix: A text to put before each name.
+
+        Returns:
+            A new dict. The names never change: the attributes, then ``samples_per_second`` and ``waiting_share``.
+
+        Raises:
+            ValueError: There is no number of this name.
+
+        Example:
+            >>> list(LoaderStats(batches=10, samples=640).as_dict("batches", "samples", prefix="data/").items())
+            [('data/batches', 10.0), ('data/samples', 640.0)]
+        """
+        known = (*(field.name for field in dataclasses.fields(self)), "samples_per_second", "waiting_share")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"as_dict: there is no number {unknown[0]!r}: choose from {', '.join(known)}")
+        return {f"{prefix}{name}": float(getattr(self, name)) for name in names or known}
+
     def __str__(self) -> str:
         return (
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:,.0f} samples/s, "
@@ -58,24 +89,82 @@ class LoaderStats:
         )
 
 
-class Meter:
-    """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
+class Counts:
+    """What iterators have delivered: of all epochs, or in one of them.
 
     Attributes:
         batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries: as in `LoaderStats`.
+        began, ended: how many requests this process had tried again when the epoch began, and when the next one began.
+    """
+
+    began = 0
+    ended: int | None = None
+
+    def __init__(self) -> None:
+        self.batches = self.samples = self.retries = 0
+        self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
+
+    def report(self, own_retries: int = 0) -> LoaderStats:
+        """The counts so far.
+
+        Args:
+            own_retries: how many requests this process has tried again, since it began.
+        """
+        counts = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderStats)}
+        counts["retries"] += (own_retries if self.ended is None else self.ended) - self.began
+        return LoaderStats(**counts)
+
+
+class Meter(Counts):
+    """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
+
+    Attributes:
+        epochs: the counts of the last epochs, by their numbers.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
         num_skipped: how many samples in all.
         looks: what the first batch looked like; None before it.
     """
 
-    KEPT = 1000
+    KEPT = KEPT_EPOCHS = 1000
 
     def __init__(self) -> None:
-        self.batches = self.samples = self.retries = 0
-        self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
+        super().__init__()
+        self.epochs: dict[int, Counts] = {}
+        self._newest = Counts()
         self.skipped: list[tuple[Any, BaseException]] = []
         self.num_skipped = 0
         self.looks: str | None = None
+
+    def begin(self, epoch: int, own_retries: int) -> Counts:
+        """An iterator delivers its first batch of an epoch: the counts to `add` to."""
+        self._newest.ended = own_retries
+        self._newest = counts = Counts()
+        counts.began = own_retries
+        self.epochs.pop(epoch, None)
+        self.epochs[epoch] = counts
+        if len(self.epochs) > self.KEPT_EPOCHS:
+            del self.epochs[next(iter(self.epochs))]
+        return counts
+
+    def add(self, epoch: Counts, waiting: float, seconds: float, placing: float, result: Result) -> None:
+        """An iterator has come to a batch, or to an error in its place.
+
+        Args:
+            epoch: what `begin` returned.
+            waiting: seconds in ``next``.
+            seconds: of these and of the loop since the batch before.
+            placing: seconds of conversion and of copies.
+            result: of the batch.
+        """
+        for counts in (self, epoch):
+            counts.waiting_seconds += waiting
+            counts.seconds += seconds
+            if result.error is None:
+                counts.batches += 1
+                counts.samples += result.samples
+                counts.reading_seconds += result.seconds
+                counts.retries += result.retries
+                counts.placing_seconds += placing
 
     def look(self, batch: Any) -> None:
         """Note what the first batch looks like."""
@@ -90,9 +179,10 @@ class Meter:
         self.num_skipped += len(skipped)
         del self.skipped[: -self.KEPT]
 
-    def report(self) -> LoaderStats:
-        """The counts so far."""
-        return LoaderStats(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderStats)})
+    def report_epoch(self, epoch: int, own_retries: int) -> LoaderStats:
+        """The counts of an epoch; zeros if it has given nothing yet."""
+        counts = self.epochs.get(epoch)
+        return LoaderStats() if counts is None else counts.report(own_retries)
 
 
 def describe(batch: Any) -> str:

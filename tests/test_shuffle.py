@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -148,40 +147,6 @@ def test_windows_show_no_structure_between_neighbours(length: int) -> None:
         difference = (place[distance:] - place[:-distance]) % 1
         assert abs(chi_square_z(np.histogram(difference, bins=64, range=(0, 1))[0])) < 6
         assert abs(np.corrcoef(place[distance:], place[:-distance])[0, 1]) < 0.12
-
-
-# -- parts of a shuffle ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_memory", [2**24, 0])
-def test_parts_of_a_shuffle_are_disjoint_and_complete(monkeypatch: pytest.MonkeyPatch, in_memory: int) -> None:
-    monkeypatch.setattr(shuffle, "IN_MEMORY", in_memory)
-    parts = shuffle.shuffled_parts(100, [50, 0, 20, 30], 7, "split")
-    assert [len(part) for part in parts] == [50, 0, 20, 30]
-    found = [list(map(int, part)) for part in parts]
-    assert sorted(index for part in found for index in part) == list(range(100))
-    assert found == [list(map(int, part)) for part in shuffle.shuffled_parts(100, [50, 0, 20, 30], 7, "split")]
-
-
-def test_a_part_of_a_huge_shuffle_is_a_sequence_that_takes_no_memory() -> None:
-    length = 10**15
-    first, second = shuffle.shuffled_parts(length, [10**14, length - 10**14], 3)
-    assert isinstance(second, shuffle.ShuffledPart) and shuffle.is_computed(second)
-    assert (len(first), len(second)) == (10**14, 9 * 10**14)
-    some = [second[i] for i in (0, 5, -1)]
-    assert len({*some, first[0]}) == 4 and all(0 <= index < length for index in some)
-    assert shuffle.taken(second, np.array([0, 5, len(second) - 1])).tolist() == some
-    assert [second[5 :: 10**13][i] for i in (0, 1)] == [second[5], second[5 + 10**13]]
-    assert pickle.loads(pickle.dumps(second))[5] == some[1]
-    assert np.asarray(second[3:7]).tolist() == [second[i] for i in range(3, 7)]
-    with pytest.raises(IndexError):
-        second[len(second)]
-
-
-def test_taken_is_plain_indexing() -> None:
-    where = np.array([3, 0, 3])
-    for indices in (np.array([5, 6, 7, 8]), range(5, 9), range(20, 0, -5)):
-        assert shuffle.taken(indices, where).tolist() == [indices[3], indices[0], indices[3]]
 
 
 def test_uniforms_fill_the_unit_interval() -> None:

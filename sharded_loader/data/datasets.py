@@ -19,11 +19,9 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,11 +30,11 @@ from sharded_loader import rng
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.splits import split_sizes, stratified_parts
+from sharded_loader.data.subsets import Chosen
 from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
-from sharded_loader.shuffle import ShuffledPart, shuffled_parts
+from sharded_loader.indices import Selection, shuffled_parts
 from sharded_loader.system import check_fits
-
-Selection = range | ShuffledPart | Int64s
 
 
 class Dataset:
@@ -139,23 +137,44 @@ class Dataset:
         except TypeError:
             raise TypeError(f"{type(sampler).__name__} yields no single indices: give a sampler of samples") from None
 
-    def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
+    def split(
+        self, sizes_or_ratios: Sequence[float], seed: int | None = None, stratify: Any = None
+    ) -> list[SubsetDataset]:
         """Random parts, disjoint and together complete. They take no memory beyond 2**24 (16 M) samples.
 
         Args:
             sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
                 remainder).
             seed: the same seed gives the same parts; None draws one from torch's default generator.
+            stratify: The class of each sample, so that all parts have the classes in equal shares. Give a sequence
+                with one label per sample (a list, an array, a tensor, a Series), the name of a field of the samples,
+                or a function of a sample. Functions read every sample once, now. So do names, except those of the
+                columns of an `ArrayDataset`.
+
+        Returns:
+            The parts. With ``stratify``, each part has its share of each class to within one sample. Example: with
+            ``[0.8, 0.2]``, 10 samples of a class are 8 and 2, and 11 are 9 and 2, or 8 and 3. A class with fewer
+            samples than parts is missing in some parts: a single sample goes to the part that lacks most, which is
+            mostly the largest one. The seed decides which samples a part gets.
+
+        Raises:
+            ValueError: The sizes or ratios do not sum to the whole, or there is not one label per sample.
+            TypeError: Labels that cannot be compared, such as arrays.
 
         Example:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
             >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
             (8, 2, True)
+            >>> train, test = SimpleDataset(range(100)).split([0.8, 0.2], seed=1, stratify=lambda x: x < 10)
+            >>> sum(x < 10 for x in train), sum(x < 10 for x in test)
+            (8, 2)
 
-        Source of the idea: ``torch.utils.data.random_split``.
+        Source of the idea: ``torch.utils.data.random_split``; ``stratify`` of scikit-learn's ``train_test_split``.
         """
-        sizes = _split_sizes(len(self), list(sizes_or_ratios))
+        sizes = split_sizes(len(self), list(sizes_or_ratios))
         key = rng.draw_seed() if seed is None else operator.index(seed)
+        if stratify is not None:
+            return [SubsetDataset(self, part) for part in stratified_parts(self, stratify, sizes, key)]
         return [SubsetDataset(self, part) for part in shuffled_parts(len(self), sizes, key, "split")]
 
     def cache(self, max_bytes: int | None = None) -> CachedDataset:
@@ -201,27 +220,11 @@ class Dataset:
         """The samples in order."""
         return (self[index] for index in range(len(self)))
 
-
-def _split_sizes(length: int, parts: list[Any]) -> list[int]:
-    """Sizes of parts that sum to ``length``, from sizes or ratios."""
-    if not parts:
-        raise ValueError("split([]): give at least one size or ratio")
-    if any(isinstance(part, (bool, np.bool_)) or not 0 <= part < math.inf for part in parts):
-        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
-    if all(isinstance(part, (int, np.integer)) for part in parts):
-        if sum(parts) == length:
-            return parts
-        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
-        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
-    total = math.fsum(parts)
-    if abs(total - 1) > 1e-6:
-        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
-    exact = [Fraction(float(part)) for part in parts]
-    shares = [part * length / sum(exact) for part in exact]
-    sizes = list(map(math.floor, shares))
-    # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
-    order = sorted(range(len(parts)), key=lambda i: round(float(sizes[i] - shares[i]), 9))
-    return [size + (i in order[: length - sum(sizes)]) for i, size in enumerate(sizes)]
+    def __repr__(self) -> str:
+        try:
+            return f"{type(self).__name__}({len(self)} samples)"
+        except Exception:  # a repr must not raise
+            return f"{type(self).__name__}(? samples)"
 
 
 class SimpleDataset(View, Dataset):
@@ -253,8 +256,11 @@ class SimpleDataset(View, Dataset):
         return f"SimpleDataset({len(self)} samples of {type(self._dataset).__name__})"
 
 
-class SubsetDataset(View, Dataset):
+class SubsetDataset(Chosen, Dataset):
     """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
+
+    A part of a part is a part of the dataset: `dataset` is never a `SubsetDataset`, and `indices` always count the
+    samples of `dataset`.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -266,41 +272,15 @@ class SubsetDataset(View, Dataset):
     Example:
         >>> list(SubsetDataset("abc", [2, 0]))
         ['c', 'a']
+        >>> part = SimpleDataset("abcdefgh").take(5)[1:].filter(lambda letter: letter != "c")
+        >>> list(part), part.indices
+        (['b', 'd', 'e'], array([1, 3, 4]))
 
     Source of the idea: ``torch.utils.data.Subset``.
     """
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
-        self._dataset = dataset = check_dataset(dataset, "SubsetDataset")
-        if isinstance(indices, range | ShuffledPart):
-            if len(indices):
-                checked_indices([indices[0], indices[-1], getattr(indices, "length", 1) - 1], len(dataset))
-            self._indices: Selection = indices
-        else:
-            # A copy: the caller may shuffle an array of indices again, for another subset.
-            self._indices = np.array(checked_indices(indices, len(dataset)))
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @property
-    def indices(self) -> Selection:
-        """Where the samples stand in the wrapped dataset."""
-        return self._indices
-
-    def _one(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
-
-    def _inner(self, indices: Indices) -> Int64s:
-        where = checked_indices(indices, len(self._indices))
-        if isinstance(self._indices, range):
-            return self._indices.start + self._indices.step * where
-        return self._indices[where]
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} of {self._dataset!r}>"
+        super().__init__(dataset, indices, looks_through=type(dataset) is SubsetDataset)
 
 
 class TransformDataset(Transformed, Dataset):

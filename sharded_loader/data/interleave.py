@@ -30,6 +30,7 @@ from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, this_worker
 from sharded_loader.data.wrappers import View
+from sharded_loader.described import brief
 from sharded_loader.process_hooks import call_after_import
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -170,7 +171,7 @@ class InterleavedDataset(View, Dataset):
         return self._begins[sources] + numbers % self._sizes[sources]
 
     def __repr__(self) -> str:
-        return f"interleave({self._dataset!r}, weights={self._schedule.weights}; {self._length} samples)"
+        return f"interleave({self._dataset!r}, weights={brief(self._schedule.weights)}; {self._length} samples)"
 
 
 def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
@@ -279,7 +280,7 @@ class InterleavedIterable:
         return facts | {"position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
 
     def __repr__(self) -> str:
-        return f"interleave({self._datasets!r}, weights={self._schedule.weights}, stop={self._stop!r})"
+        return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
 
 
 def _tell_torch() -> None:

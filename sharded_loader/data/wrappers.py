@@ -50,6 +50,7 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
+from sharded_loader.described import brief, briefs
 
 
 class Outer:
@@ -138,7 +139,7 @@ class Transformed(Wrapper):
         return samples
 
     def __repr__(self) -> str:
-        return f"{self._dataset!r}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
+        return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
 
 
 def _level_of(dataset: Any) -> int | None:
@@ -233,7 +234,7 @@ class Remembered(Wrapper):
         return [read[index] if index in read else entries[index] for index in where]
 
     def __repr__(self) -> str:
-        return f"{self._dataset!r}.cache({'' if self._max_bytes is None else self._max_bytes})"
+        return f"{brief(self._dataset)}.cache({'' if self._max_bytes is None else self._max_bytes})"
 
 
 def own_copy(sample: Any) -> tuple[Any, float]:
@@ -315,7 +316,7 @@ class Joined(Outer):
         return default_batchify_fn.assemble(Joined.__getitems__(self, indices), empty) if batch is None else batch
 
     def __repr__(self) -> str:
-        return " + ".join(map(repr, self._parts))
+        return " + ".join(briefs(self._parts))
 
 
 def _merged(batches: Sequence[Any], places: Sequence[Int64s], empty: Empty) -> Any:

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.data.columns import as_dataset
+from sharded_loader.indices import IndexView, Selection, taken
 from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
 from sharded_loader.sampling.sorting import sort_order, sortable
 from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
-from sharded_loader.shuffle import MAX_LENGTH, Indices, ShuffledPart, shuffle, taken
+from sharded_loader.shuffle import MAX_LENGTH, Indices, shuffle
 
 
 def _check_length(length: Any) -> int:
@@ -143,8 +144,8 @@ class SubsetRandomSampler(IndexSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Sequence[int] | npt.NDArray[Any], seed: int | None = None) -> None:
-        self._indices: Indices | range | ShuffledPart
-        if isinstance(indices, range | ShuffledPart):
+        self._indices: Selection
+        if isinstance(indices, range | IndexView):
             if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
                 raise ValueError(
                     f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range"

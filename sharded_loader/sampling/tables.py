@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.shuffle import IN_MEMORY, Indices, is_computed
+from sharded_loader.indices import is_computed, recipe_of
+from sharded_loader.shuffle import IN_MEMORY, Indices
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
@@ -59,7 +60,7 @@ def checksum_of(numbers: Any, before: int = 0) -> int:
         True
     """
     if is_computed(numbers) and len(numbers) > IN_MEMORY:
-        return zlib.crc32(repr(numbers).encode(), before)
+        return zlib.crc32(recipe_of(numbers).encode(), before)
     array = np.asarray(numbers)
     return zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), before)
 

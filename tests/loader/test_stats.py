@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader.engine.pool import Pool
 from sharded_loader.stats import LoaderStats, Meter, describe
 
 
@@ -77,3 +82,202 @@ def test_a_batch_that_does_not_want_to_be_looked_at_is_told_by_its_class() -> No
 )
 def test_a_batch_is_described_in_one_line(batch: Any, text: str) -> None:
     assert describe(batch) == text
+
+
+# -- as numbers by name ------------------------------------------------------------------------------------------------
+
+NAMES = [
+    "batches",
+    "samples",
+    "seconds",
+    "waiting_seconds",
+    "reading_seconds",
+    "placing_seconds",
+    "retries",
+    "samples_per_second",
+    "waiting_share",
+]
+
+
+def test_the_numbers_have_names_that_stay_and_are_floats() -> None:
+    stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5, retries=3)
+    found = stats.as_dict()
+    assert list(found) == NAMES, "dashboards of users depend on the names"
+    assert {type(value) for value in found.values()} == {float}
+    assert found["samples"] == 640 and found["samples_per_second"] == 320 and found["waiting_share"] == 0.25
+    json.dumps(found)
+
+
+def test_some_numbers_can_be_chosen_and_named_otherwise() -> None:
+    stats = LoaderStats(batches=2, samples=8)
+    assert stats.as_dict("samples", "batches") == {"samples": 8.0, "batches": 2.0}
+    assert stats.as_dict("samples", prefix="train/") == {"train/samples": 8.0}
+    with pytest.raises(ValueError, match=r"no number 'speed': choose from batches, samples, .* waiting_share"):
+        stats.as_dict("samples", "speed")
+
+
+# -- of one epoch ------------------------------------------------------------------------------------------------------
+
+
+def counts(loader: ShardedDataLoader[Any], epoch: int | None = None) -> tuple[int, int]:
+    stats = loader.stats(epoch)
+    assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
+    return stats.batches, stats.samples
+
+
+def test_each_epoch_has_its_own_numbers_and_they_add_up(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 4, pool=pool) as loader:
+        assert counts(loader, 0) == (0, 0)
+        for epoch in range(3):
+            for number, _batch in enumerate(loader, 1):
+                assert counts(loader, epoch)[0] == number
+                assert counts(loader, epoch + 1) == (0, 0)
+            assert counts(loader, epoch) == (3, 10)
+        every = [loader.stats(epoch) for epoch in range(3)]
+        total = loader.stats()
+    for name in NAMES[:7]:
+        assert sum(one.as_dict()[name] for one in every) == pytest.approx(total.as_dict()[name])
+
+
+def test_an_epoch_that_was_broken_off_counts_what_was_delivered(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 2, pool=pool) as loader:
+        for number, _batch in enumerate(loader):
+            if number == 1:
+                break
+        list(loader)
+        assert [counts(loader, epoch) for epoch in range(3)] == [(2, 4), (5, 10), (0, 0)]
+
+
+def test_iterators_side_by_side_count_for_their_own_epochs(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 2, pool=pool) as loader:
+        first, second = iter(loader), iter(loader)
+        for _ in range(2):
+            next(first), next(second)
+        next(second)
+        assert [counts(loader, epoch) for epoch in range(2)] == [(2, 4), (3, 6)]
+        list(first)
+        assert [counts(loader, epoch) for epoch in range(2)] == [(5, 10), (3, 6)]
+        assert counts(loader) == (8, 16)
+
+
+def test_the_newest_iterator_of_an_epoch_counts() -> None:
+    loader = ShardedDataLoader(range(10), 2)
+    older = iter(loader)
+    next(older)
+    loader.set_epoch(0)
+    newer = iter(loader)
+    assert counts(loader, 0) == (1, 2), "an epoch begins with its first batch"
+    next(newer)
+    next(older)
+    assert (counts(loader, 0), counts(loader)) == ((1, 2), (3, 6))
+
+
+def test_after_a_resume_an_epoch_counts_from_there(pool: Pool) -> None:
+    with ShardedDataLoader(range(10), 2) as before:
+        iterator = iter(before)
+        next(iterator), next(iterator)
+        state = before.state_dict()
+    with ShardedDataLoader(range(10), 2, pool=pool) as loader:
+        loader.load_state_dict(state)
+        list(loader)
+        assert (counts(loader, 0), counts(loader)) == ((3, 6), (3, 6))
+        list(loader)
+        assert counts(loader, 1) == (5, 10)
+
+
+def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
+    class Interrupted:
+        struck = False
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if not self.struck:
+                self.struck = True
+                raise KeyboardInterrupt
+            return index
+
+    loader = ShardedDataLoader(Interrupted(), 2)
+    iterator = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert loader.stats(0) == LoaderStats()
+    next(iterator)
+    assert counts(loader, 0) == (1, 2)
+
+
+def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
+    loader = ShardedDataLoader([0, "a", 2, 3], batch_sampler=[[0], [0, 1], [2, 3]])
+    iterator, raised = iter(loader), 0
+    for _ in range(3):
+        try:
+            next(iterator)
+        except ValueError:
+            raised += 1
+    assert (raised, counts(loader, 0)) == (1, (2, 3))
+
+
+def test_iterable_data_has_numbers_of_each_epoch_too(pool: Pool) -> None:
+    with ShardedDataLoader(partial(range, 10), 2, streams=2, pool=pool) as loader:
+        sizes = [sum(map(len, loader)) for _ in range(2)]
+        assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
+
+
+def test_another_thread_can_ask_at_any_time() -> None:
+    with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader:
+        seen: list[int] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                seen.append(counts(loader, 0)[0])
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        list(loader)
+        over.set()
+        asker.join()
+    assert seen == sorted(seen)
+    assert counts(loader, 0) == (1000, 2000), "also after the loader was closed"
+
+
+class Retrying:
+    """A dataset that tries a request again for some samples, in this process."""
+
+    retries = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        self.retries += index % 2
+        return index
+
+    def follow(self, *args: Any) -> None:
+        """It wants to know what comes."""
+
+
+def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
+    dataset = Retrying()
+    loader = ShardedDataLoader(dataset, 2)
+    assert loader.stats(0).retries == 0
+    list(loader)
+    assert (loader.stats(0).retries, loader.stats().retries) == (3, 3)
+    dataset.retries += 1  # between epochs
+    list(loader)
+    assert [loader.stats(epoch).retries for epoch in (0, 1, None)] == [4, 3, 7]
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "0", True])
+def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="epochs count from 0"):
+        ShardedDataLoader(range(4), 2).stats(epoch)
+
+
+def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
+    meter = Meter()
+    for epoch in range(Meter.KEPT_EPOCHS + 5):
+        meter.begin(epoch, 0).batches = 1
+    assert len(meter.epochs) == Meter.KEPT_EPOCHS
+    assert [meter.report_epoch(epoch, 0).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]

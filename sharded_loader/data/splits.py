@@ -1,0 +1,174 @@
+"""How a dataset is split into parts: their sizes, and which samples of each class belong to which part.
+
+    split_sizes(length, ratios)                       -> a size per part
+    stratified_parts(dataset, labels, sizes, seed)    -> the indices of each part, a pure function of labels and seed
+
+A part of s out of n samples should have ``c * s / n`` of the c samples of a class. That number is rounded down first.
+What is left over is handed out one by one, so that all classes and all parts get exactly what they must have, and no
+part more than one of a class.
+
+Nothing is kept. What can go wrong: sizes that do not sum to the whole, not one label per sample, labels that cannot be
+compared. All are rejected with an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.batching.protocol import known_to
+from sharded_loader.batching.tensors import as_numpy, is_column
+from sharded_loader.data.columns import as_column
+from sharded_loader.shuffle import Indices, shuffled
+
+
+def split_sizes(length: int, parts: list[Any]) -> list[int]:
+    """Sizes of parts that sum to ``length``, from sizes or ratios.
+
+    Raises:
+        ValueError: they do not sum to the whole, or one is not a number of at least 0.
+
+    Example:
+        >>> split_sizes(11, [0.8, 0.2]), split_sizes(11, [8, 3])
+        ([9, 2], [8, 3])
+    """
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_)) or not 0 <= part < math.inf for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        if sum(parts) == length:
+            return parts
+        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
+        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    exact = [Fraction(float(part)) for part in parts]
+    shares = [part * length / sum(exact) for part in exact]
+    sizes = list(map(math.floor, shares))
+    # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
+    order = sorted(range(len(parts)), key=lambda i: round(float(sizes[i] - shares[i]), 9))
+    return [size + (i in order[: length - sum(sizes)]) for i, size in enumerate(sizes)]
+
+
+def stratified_parts(dataset: Any, labels: Any, sizes: Sequence[int], seed: int) -> list[Indices]:
+    """The indices of parts of these sizes, each with its share of every class to within one sample.
+
+    Args:
+        dataset: what is split.
+        labels: see `Dataset.split`.
+        sizes: of the parts; they sum to the length of the dataset.
+        seed: decides the rest.
+
+    Returns:
+        An array of indices per part, in random order.
+
+    Raises:
+        TypeError: labels that cannot be compared.
+        ValueError: there is not one label per sample.
+
+    Example:
+        >>> [sorted(part.tolist()) for part in stratified_parts("aaabbb", list("aaabbb"), [2, 4], seed=1)]
+        [[1, 5], [0, 2, 3, 4]]
+    """
+    classes = _classes(dataset, labels)
+    counts = _counts(np.bincount(classes), np.array(sizes, np.int64), seed)
+    order = shuffled(len(classes), seed, "stratified split")
+    by_class = order[np.argsort(classes[order], kind="stable")]
+    owners = np.empty(len(classes), np.int64)
+    owners[by_class] = np.repeat(np.tile(np.arange(len(sizes)), len(counts)), counts.ravel())
+    return [order[owners[order] == part] for part in range(len(sizes))]
+
+
+def _counts(classes: Indices, sizes: Indices, seed: int) -> Indices:
+    """How many samples of each class (row) go to each part (column).
+
+    Rows sum to the classes and columns to the sizes, exactly. Each number is the exact share rounded down, or one more.
+    """
+    total = max(int(sizes.sum()), 1)
+    exact = np.outer(classes.astype(object), sizes.astype(object))  # Python's ints: no product overflows
+    counts = np.array(exact // total, np.int64).reshape(len(classes), len(sizes))
+    remainders = np.array(exact % total, np.int64).reshape(counts.shape)
+    wanted = sizes - counts.sum(axis=0)
+    # The parts that want most go first: then it always comes out even (Gale and Ryser, 1957, on 0-1 matrices).
+    for row in shuffled(len(classes), seed, "stratified classes").tolist():
+        extra = int(classes[row] - counts[row].sum())
+        first = np.lexsort((-remainders[row], -wanted))[:extra]
+        counts[row, first] += 1
+        wanted[first] -= 1
+    return counts
+
+
+def _classes(dataset: Any, labels: Any) -> Indices:
+    """The class of each sample as a number; classes count in the order in which they come first."""
+    name = "split(stratify=...)"
+    if isinstance(labels, str):
+        labels = _field(dataset, labels)
+    elif callable(labels) and not hasattr(labels, "__getitem__"):
+        labels = [labels(dataset[index]) for index in range(len(dataset))]
+    labels = as_column(labels, name)
+    if is_column(labels):
+        labels = as_numpy(labels)
+    if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) != 1:
+        shape = getattr(labels, "shape", None)
+        found = f"an array of shape {tuple(shape)}" if shape is not None else f"a {type(labels).__name__}"
+        raise TypeError(f"{name} was given {found}: give one label per sample, the name of a field, or a function")
+    if len(labels) != len(dataset):
+        raise ValueError(f"{name} was given {len(labels)} labels for {len(dataset)} samples: give one label per sample")
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biufUSmM":
+        _, first, classes = np.unique(labels, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first))[classes].astype(np.int64)
+    known: dict[Any, int] = {}
+    try:
+        return np.array([known.setdefault(_plain(label), len(known)) for label in labels], np.int64)
+    except TypeError as error:
+        raise TypeError(f"{name}: a label cannot be compared ({error}): give numbers, strings or tuples") from None
+
+
+def _plain(label: Any) -> Any:
+    """A label that equals others of its value: NumPy's numbers do, but tensors do not."""
+    if hasattr(label, "ndim") and hasattr(label, "item"):
+        if label.ndim:
+            raise TypeError(f"it is an array of shape {tuple(label.shape)}")
+        return label.item()
+    return label
+
+
+def _field(dataset: Any, name: str) -> Any:
+    """One field of all samples: a column, if the dataset reads from columns; otherwise read from each sample."""
+    column = _column(dataset, name)
+    if column is not None:
+        return column
+    found = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        try:
+            found.append(sample[name])
+        except (TypeError, KeyError, IndexError):
+            raise TypeError(
+                f"split(stratify={name!r}): sample {index}, a {type(sample).__name__}, has no field {name!r}: "
+                "give a function of a sample, such as stratify=lambda sample: sample[1]"
+            ) from None
+    return found
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """A column of an `ArrayDataset` or a Hugging Face dataset, or of a part of one; None if there is none."""
+    kind = type(dataset)
+    if known_to(kind, "columns", ["__getitem__"]) is not None and isinstance(dataset.columns, Mapping):
+        return dataset.columns.get(name)
+    if name in (getattr(dataset, "column_names", None) or ()):
+        return dataset[name]
+    if known_to(kind, "_inner", ["__getitem__", "_one"]) is None:
+        return None
+    column = _column(dataset._dataset, name)
+    if column is None:
+        return None
+    where = dataset._inner(np.arange(len(dataset)))
+    column = as_numpy(column) if is_column(column) else as_column(column, f"column {name}")
+    return column[where] if isinstance(column, np.ndarray) else [column[index] for index in where.tolist()]

@@ -1,0 +1,121 @@
+"""Parts of datasets: which samples they have, and that parts of parts are parts."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import IndexView, ShardedDataLoader, SimpleDataset, SubsetDataset, SubsetRandomSampler, shuffle
+from sharded_loader.batching.default import default_batchify_fn
+
+
+class Plain:
+    """Samples that say their index; no class of this library."""
+
+    def __init__(self, length: int = 100) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        assert isinstance(index, int)
+        return index
+
+
+DERIVED: dict[str, Any] = {
+    "take": lambda dataset: dataset.take(7),
+    "shard": lambda dataset: dataset.shard(3, 1),
+    "slice": lambda dataset: dataset.take(None)[2:-1],
+    "backwards": lambda dataset: dataset.take(None)[::-2],
+    "filter": lambda dataset: dataset.filter(lambda sample: sample % 3),
+    "split": lambda dataset: dataset.split([0.5, 0.5], seed=1)[1],
+    "stratified": lambda dataset: dataset.split([0.5, 0.5], seed=1, stratify=lambda sample: sample % 2)[0],
+    "sample": lambda dataset: dataset.sample(SubsetRandomSampler(range(0, len(dataset), 2), seed=1)),
+    "subset": lambda dataset: SubsetDataset(dataset, [-1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("in_memory", [2**24, 0], ids=["arrays", "computed"])
+@pytest.mark.parametrize("second", DERIVED)
+@pytest.mark.parametrize("first", DERIVED)
+def test_indices_say_which_samples_of_the_dataset_a_part_of_a_part_has(
+    first: str, second: str, in_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shuffle, "IN_MEMORY", in_memory)
+    dataset = SimpleDataset(Plain())
+    part = DERIVED[first](dataset)
+    inner = DERIVED[second](part)
+    for one in (part, inner):
+        assert type(one) is SubsetDataset and one.dataset is dataset
+        assert [dataset[int(index)] for index in one.indices] == list(one) == list(map(int, one.indices))
+        assert np.asarray(one.indices).tolist() == list(one)
+        assert list(pickle.loads(pickle.dumps(one))) == list(one)
+    assert list(inner) == list(DERIVED[second](SimpleDataset(list(part))))
+
+
+def test_arrays_of_indices_are_read_only_and_copies() -> None:
+    given = np.array([3, 1])
+    part: Any = SubsetDataset("abcde", given)
+    given[0] = 0
+    assert part.indices.tolist() == [3, 1]
+    for one in (part, part.take(1), SimpleDataset("abcde").split([2, 3], seed=1)[0]):
+        with pytest.raises(ValueError, match="read-only"):
+            one.indices[0] = 2
+    with pytest.raises(AttributeError):
+        part.indices = [1]
+    with pytest.raises(AttributeError):
+        part.dataset = "abc"
+
+
+def test_labels_of_a_part_are_found_by_its_indices() -> None:
+    labels = np.arange(100) % 7
+    train, _ = SimpleDataset(Plain()).split([0.8, 0.2], seed=1)
+    assert labels[train.take(9).indices].tolist() == [sample % 7 for sample in train.take(9)]
+
+
+def test_parts_of_a_huge_dataset_take_no_memory() -> None:
+    train, test = SimpleDataset(Plain(10**15)).split([0.9, 0.1], seed=1)
+    inner, _ = test.take(10**13).split([0.5, 0.5], seed=2)
+    assert isinstance(inner.indices, IndexView) and inner.dataset is train.dataset
+    assert inner[-1] == inner.indices[-1] == test[SimpleDataset(Plain(10**13)).split([0.5, 0.5], seed=2)[0][-1]]
+    assert len(pickle.dumps(inner)) < 2000
+    with pytest.raises(IndexError):
+        SubsetDataset(Plain(10**14), inner.indices)
+    again = SubsetDataset(Plain(10**15), inner.indices)
+    assert again[5] == inner[5]
+
+
+def test_a_class_of_ones_own_is_not_looked_through() -> None:
+    class Negative(SubsetDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return -super().__getitem__(index)
+
+    part = Negative(Plain(), range(10, 20)).take(3)
+    assert list(part) == [-10, -11, -12] and part.indices == range(3) and isinstance(part.dataset, Negative)
+    own: Any = SubsetDataset(Plain(), range(10, 20))
+    own.get_batch = lambda indices: [0 for _ in indices]
+    assert SubsetDataset(own, [1]).dataset is own
+
+
+@pytest.mark.parametrize("indices", [[5], [-6], range(6), range(5, 4, -1), np.array([0, 5]), [0.5]])
+def test_indices_that_do_not_fit_are_refused(indices: Any) -> None:
+    part = SimpleDataset("abcdefgh").take(5)
+    with pytest.raises((IndexError, TypeError)):
+        SubsetDataset(part, indices)
+
+
+def test_parts_of_parts_are_read_alike_in_every_pool(pool: Any) -> None:
+    part = SimpleDataset(np.arange(100)).split([0.5, 0.5], seed=1)[0][::-1].filter(lambda sample: sample % 3).take(8)
+    with ShardedDataLoader(part, 4, pool=pool) as loader:
+        found = [batch.tolist() for batch in loader]
+    samples = list(part)
+    assert found == [default_batchify_fn(samples[:4]).tolist(), default_batchify_fn(samples[4:]).tolist()]
+
+
+def test_a_part_shows_how_many_samples_it_has_of_what() -> None:
+    assert repr(SimpleDataset(Plain()).take(9)[2:]) == "<7 of SimpleDataset(100 samples of Plain)>"
+    assert repr(SubsetDataset(list(range(10**6)), [0])) == "<1 of [0, 1, 2, ... 1000000 in all]>"
