@@ -33,7 +33,8 @@ class BucketScheme(Described):
         ...         return [2 ** max(top - number, 0) for number in range(num_buckets)]
         >>> PowersOfTwo()(100, 1, 4)
         [128, 64, 32, 16]
-        >>> sampler = FixedBucketSampler([3, 90, 40, 20], 2, num_buckets=3, bucket_scheme=PowersOfTwo())
+        >>> scheme = PowersOfTwo()
+        >>> sampler = FixedBucketSampler([3, 90, 40, 20], 2, num_buckets=3, bucket_scheme=scheme)
         >>> sampler.bucket_keys
         [32, 64, 128]
 

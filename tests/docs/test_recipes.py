@@ -41,7 +41,7 @@ def commands(name: str) -> list[list[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    here = PAGES[name].replace("10.0.0.1", "127.0.0.1").replace("29500", port)
+    here = PAGES[name].replace("--master-addr 10.0.0.1", f"--master-addr 127.0.0.1 --master-port {port}")
     found = [line[2:] for block in blocks(here, "console") for line in block.splitlines() if line.startswith("$ ")]
     return [shlex.split(command) for command in found] or [["python", "train.py"]]
 

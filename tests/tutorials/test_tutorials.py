@@ -7,6 +7,7 @@ else, because some outputs are measurements.
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import os
