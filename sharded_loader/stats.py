@@ -73,7 +73,8 @@ class LoaderStats:
             ValueError: There is no number of this name.
 
         Example:
-            >>> list(LoaderStats(batches=10, samples=640).as_dict("batches", "samples", prefix="data/").items())
+            >>> stats = LoaderStats(batches=10, samples=640)
+            >>> list(stats.as_dict("batches", "samples", prefix="data/").items())
             [('data/batches', 10.0), ('data/samples', 640.0)]
         """
         known = (*(field.name for field in dataclasses.fields(self)), "samples_per_second", "waiting_share")

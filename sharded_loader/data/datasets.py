@@ -165,7 +165,8 @@ class Dataset:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
             >>> len(train), len(test), sorted([*train, *test]) == list(range(10))
             (8, 2, True)
-            >>> train, test = SimpleDataset(range(100)).split([0.8, 0.2], seed=1, stratify=lambda x: x < 10)
+            >>> data = SimpleDataset(range(100))
+            >>> train, test = data.split([0.8, 0.2], seed=1, stratify=lambda x: x < 10)
             >>> sum(x < 10 for x in train), sum(x < 10 for x in test)
             (8, 2)
 

@@ -34,7 +34,8 @@ class BucketScheme(Described):
         >>> PowersOfTwo()(100, 1, 4)
         [128, 64, 32, 16]
         >>> scheme = PowersOfTwo()
-        >>> sampler = FixedBucketSampler([3, 90, 40, 20], 2, num_buckets=3, bucket_scheme=scheme)
+        >>> lengths = [3, 90, 40, 20]
+        >>> sampler = FixedBucketSampler(lengths, 2, num_buckets=3, bucket_scheme=scheme)
         >>> sampler.bucket_keys
         [32, 64, 128]
 
