@@ -1,0 +1,78 @@
+"""TensorBoard and tqdm take the numbers of an epoch as they are."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from indices import IN_FRAMEWORKS
+
+from sharded_loader import LoaderStats, ShardedDataLoader
+
+pytestmark = IN_FRAMEWORKS
+
+
+def epochs(loader: ShardedDataLoader[Any], count: int = 2) -> Any:
+    """The numbers of each epoch after it."""
+    for epoch in range(count):
+        for _batch in loader:
+            pass
+        yield epoch, loader.stats(epoch)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All scalars below a folder, as TensorBoard itself reads them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted({file.parent for file in folder.rglob("*tfevents*")}):
+        events = reader.EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            name = tag if path == folder else f"{path.name}:{tag}"
+            found[name] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return found
+
+
+@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "tensorboardX"])
+def test_tensorboard_has_every_number_of_every_epoch(module: str, tmp_path: Path) -> None:
+    if module == "torch.utils.tensorboard":
+        pytest.importorskip("tensorboard")
+    loader = ShardedDataLoader(range(10), 4)
+    writer = pytest.importorskip(module).SummaryWriter(str(tmp_path))
+    for epoch, stats in epochs(loader):
+        for name, value in stats.as_dict(prefix="data/").items():
+            writer.add_scalar(name, value, epoch)
+    writer.close()
+    found = scalars(tmp_path)
+    assert set(found) == set(LoaderStats().as_dict(prefix="data/"))
+    assert found["data/samples"] == [(0, 10.0), (1, 10.0)]
+    for name, values in found.items():
+        for epoch, value in values:
+            assert value == pytest.approx(loader.stats(epoch).as_dict(prefix="data/")[name])
+
+
+def test_tensorboard_takes_the_dict_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(tmp_path))
+    for epoch, stats in epochs(ShardedDataLoader(range(10), 4)):
+        writer.add_scalars("data", stats.as_dict(), epoch)
+    writer.close()
+    found = scalars(tmp_path)
+    assert found["data_samples:data"] == [(0, 10.0), (1, 10.0)]
+    assert len(found) == len(LoaderStats().as_dict())
+
+
+def test_a_progress_bar_shows_the_numbers_while_the_epoch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that stays
+    screen, shown = io.StringIO(), []
+    loader = ShardedDataLoader(range(10), 4)
+    with tqdm(loader, file=screen, mininterval=0, miniters=1) as bar:
+        assert bar.total == 3
+        for _batch in bar:
+            bar.set_postfix(loader.stats(0).as_dict("batches", "waiting_share"))
+            shown.append(bar.postfix)
+    assert [text.partition(",")[0] for text in shown] == ["batches=1", "batches=2", "batches=3"]
+    assert "waiting_share=" in screen.getvalue()
