@@ -17,7 +17,6 @@ from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.data.following import retries_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
@@ -301,10 +300,7 @@ class LoaderAttributes:
             >>> loader.stats().samples
             20
         """
-        own = retries_of(self.dataset)
-        if epoch is None:
-            return self._meter.report(own)
-        return self._meter.report_epoch(check_int("epoch", epoch, 0, "epochs count from 0"), own)
+        return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
     def __repr__(self) -> str:
         if self._pipeline.closed:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.data.following import retries_of
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
@@ -139,7 +138,7 @@ class EpochIterator(Iterator[Batch]):
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
-            self._retries = retries_of(self._epochs.dataset)
+            self._retries = meter.own_retries()
             self._epochs.choose(self)
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen

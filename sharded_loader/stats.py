@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
 
 
@@ -119,6 +120,9 @@ class Counts:
 class Meter(Counts):
     """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
 
+    Args:
+        dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
+
     Attributes:
         epochs: the counts of the last epochs, by their numbers.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
@@ -128,8 +132,9 @@ class Meter(Counts):
 
     KEPT = KEPT_EPOCHS = 1000
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: Any = None) -> None:
         super().__init__()
+        self._dataset = dataset
         self.epochs: dict[int, Counts] = {}
         self._newest = Counts()
         self.skipped: list[tuple[Any, BaseException]] = []
@@ -180,10 +185,14 @@ class Meter(Counts):
         self.num_skipped += len(skipped)
         del self.skipped[: -self.KEPT]
 
-    def report_epoch(self, epoch: int, own_retries: int) -> LoaderStats:
-        """The counts of an epoch; zeros if it has given nothing yet."""
-        counts = self.epochs.get(epoch)
-        return LoaderStats() if counts is None else counts.report(own_retries)
+    def own_retries(self) -> int:
+        """How many requests this process has tried again for the dataset."""
+        return retries_of(self._dataset)
+
+    def stats(self, epoch: int | None = None) -> LoaderStats:
+        """The counts of all epochs, or of one; zeros if it has given nothing yet."""
+        counts = self if epoch is None else self.epochs.get(epoch)
+        return LoaderStats() if counts is None else counts.report(self.own_retries())
 
 
 def describe(batch: Any) -> str:

@@ -280,4 +280,4 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     for epoch in range(Meter.KEPT_EPOCHS + 5):
         meter.begin(epoch, 0).batches = 1
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
-    assert [meter.report_epoch(epoch, 0).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
+    assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
