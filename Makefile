@@ -102,7 +102,7 @@ docs: $(VENV)/docs.stamp
 test-docs: $(VENV)/test-docs.stamp
 	$(BIN)/python -m pytest tests/docs
 
-# The wheel is built from the sdist. What an earlier build left would get into it.
+# build makes the wheel from the sdist. The list of files of an earlier build would get into the sdist.
 dist: $(VENV)/dist.stamp
 	rm -rf dist sharded_loader.egg-info
 	$(BIN)/python -m build --no-isolation
@@ -162,7 +162,7 @@ $(VENV)/test-docs.stamp: $(INPUTS) | $(BIN)/pip
 	$(PIP) --no-build-isolation -e ".[test,docs,browser]"
 	touch $(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/docs.stamp $@
 
-# First the versions of constraints.txt, then the lowest in their place; `pip check` finds whom these are too low for.
+# pip installs the versions of constraints.txt, then the lowest in their place. `pip check` fails if a package needs more.
 $(VENV)/lowest.stamp: $(INPUTS) constraints-lowest.txt | $(BIN)/pip
 	@echo "Installing into $(VENV) (once, a minute or two) ..."
 	$(PIP) setuptools

@@ -256,7 +256,7 @@ def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: in
     some = [
         "tests/test_structure.py",
         "tests/sampling/test_golden_sampling.py",
-        "tests/docs",
+        "tests/docs/test_docs.py",
         "tests/test_packaging.py",
     ]
     said = installed.run(editable_sdist.python, "-m", "pytest", "-q", "-m", "not slow", *some, where=root, limit=300)
