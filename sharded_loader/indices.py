@@ -93,7 +93,7 @@ class IndexView(Sequence[int]):
 
 
 Selection = range | IndexView | Indices
-"""The indices of a part of a dataset."""
+"""The indices of a part of a dataset: a ``range``, an `IndexView`, or an array of int64."""
 
 
 def shuffled_parts(length: int, sizes: Sequence[int], *key: Hashable) -> list[Indices | IndexView]:
