@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader import InlinePool, PackedList, ProcessPool, RandomSampler, RayPool, SimpleDataset, ThreadPool
+from sharded_loader import InlinePool, PackedList, ProcessPool, RandomSampler, SimpleDataset, ThreadPool
 from sharded_loader.described import brief, call_of
 
 
@@ -57,9 +57,3 @@ def test_a_call_shows_the_options_that_are_not_the_usual_ones() -> None:
 )
 def test_a_pool_shows_what_it_was_made_with(pool: Any, text: str) -> None:
     assert repr(pool) == text
-
-
-@pytest.mark.ray
-def test_a_pool_of_ray_shows_what_it_was_made_with() -> None:
-    assert repr(RayPool(2)) == "RayPool(2)"
-    assert repr(RayPool(2, num_cpus=0, restarts=1, timeout=9)) == "RayPool(2, num_cpus=0, restarts=1, timeout=9.0)"

@@ -365,3 +365,9 @@ with ShardedDataLoader(range(10**6), 4, pool=RayPool(1, num_cpus=0)) as loader:
 def test_a_ray_that_is_shut_down_in_mid_epoch_is_an_error_and_no_hang() -> None:
     done = subprocess.run([sys.executable, "-c", SHUT_DOWN], capture_output=True, text=True, timeout=60)
     assert "Ray was shut down" in done.stdout, done.stderr
+
+
+@ON_RAY
+def test_a_pool_shows_what_it_was_made_with() -> None:
+    assert repr(RayPool(2)) == "RayPool(2)"
+    assert repr(RayPool(2, num_cpus=0, restarts=1, timeout=9)) == "RayPool(2, num_cpus=0.0, restarts=1, timeout=9.0)"
