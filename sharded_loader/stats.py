@@ -1,6 +1,6 @@
 """Where the time of a training loop goes: waiting for data, or the loop itself.
 
-    the iterator adds to a Meter for each batch -> Counts, of all epochs and of each one
+    the iterator adds to a Meter for each batch -> Counts, of each epoch; the sum of all is made when it is asked for
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
 
 Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
@@ -13,6 +13,7 @@ What can go wrong: numbers read in the middle of a ``next`` of another thread ma
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,19 +93,26 @@ class LoaderStats:
 
 
 class Counts:
-    """What iterators have delivered: of all epochs, or in one of them.
+    """What one iterator has delivered in its epoch.
 
     Attributes:
         batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries: as in `LoaderStats`.
         began, ended: how many requests this process had tried again when the epoch began, and when the next one began.
+        sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
 
     began = 0
     ended: int | None = None
+    sum: Counts | None = None
 
     def __init__(self) -> None:
         self.batches = self.samples = self.retries = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
+
+    def merge(self, other: Counts) -> None:
+        """Add what another one has counted."""
+        for field in dataclasses.fields(LoaderStats):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def report(self, own_retries: int = 0) -> LoaderStats:
         """The counts so far.
@@ -117,8 +125,11 @@ class Counts:
         return LoaderStats(**counts)
 
 
-class Meter(Counts):
+class Meter:
     """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
+
+    A batch is counted once, for its epoch: that takes half the time of counting it for the loader too. The sum over all
+    epochs is made when somebody asks for it.
 
     Args:
         dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
@@ -133,23 +144,27 @@ class Meter(Counts):
     KEPT = KEPT_EPOCHS = 1000
 
     def __init__(self, dataset: Any = None) -> None:
-        super().__init__()
         self._dataset = dataset
         self.epochs: dict[int, Counts] = {}
-        self._newest = Counts()
+        self._sum = Counts()  # of the iterators before the last ones
+        self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.skipped: list[tuple[Any, BaseException]] = []
         self.num_skipped = 0
         self.looks: str | None = None
 
     def begin(self, epoch: int, own_retries: int) -> Counts:
         """An iterator delivers its first batch of an epoch: the counts to `add` to."""
-        self._newest.ended = own_retries
-        self._newest = counts = Counts()
+        self._last[-1][1].ended = own_retries
+        counts = Counts()
         counts.began = own_retries
-        self.epochs.pop(epoch, None)
         self.epochs[epoch] = counts
-        if len(self.epochs) > self.KEPT_EPOCHS:
-            del self.epochs[next(iter(self.epochs))]
+        self._last.append((epoch, counts))
+        if len(self._last) > self.KEPT_EPOCHS:
+            number, old = self._last.popleft()
+            self._sum.merge(old)
+            old.sum = self._sum
+            if self.epochs.get(number) is old:
+                del self.epochs[number]
         return counts
 
     def add(self, epoch: Counts, waiting: float, seconds: float, placing: float, result: Result) -> None:
@@ -162,15 +177,16 @@ class Meter(Counts):
             placing: seconds of conversion and of copies.
             result: of the batch.
         """
-        for counts in (self, epoch):
-            counts.waiting_seconds += waiting
-            counts.seconds += seconds
-            if result.error is None:
-                counts.batches += 1
-                counts.samples += result.samples
-                counts.reading_seconds += result.seconds
-                counts.retries += result.retries
-                counts.placing_seconds += placing
+        epoch.waiting_seconds += waiting
+        epoch.seconds += seconds
+        if result.error is None:
+            epoch.batches += 1
+            epoch.samples += result.samples
+            epoch.reading_seconds += result.seconds
+            epoch.retries += result.retries
+            epoch.placing_seconds += placing
+        if epoch.sum is not None:
+            self.add(epoch.sum, waiting, seconds, placing, result)
 
     def look(self, batch: Any) -> None:
         """Note what the first batch looks like."""
@@ -191,8 +207,13 @@ class Meter(Counts):
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; zeros if it has given nothing yet."""
-        counts = self if epoch is None else self.epochs.get(epoch)
-        return LoaderStats() if counts is None else counts.report(self.own_retries())
+        if epoch is not None:
+            counts = self.epochs.get(epoch)
+            return LoaderStats() if counts is None else counts.report(self.own_retries())
+        total = Counts()
+        for one in (self._sum, *(counts for _, counts in tuple(self._last))):
+            total.merge(one)
+        return total.report(self.own_retries())
 
 
 def describe(batch: Any) -> str:

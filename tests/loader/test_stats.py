@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
-from sharded_loader.stats import LoaderStats, Meter, describe
+from sharded_loader.stats import Counts, LoaderStats, Meter, describe
 
 
 class Pair(NamedTuple):
@@ -28,12 +29,12 @@ class Fields:
     x: Any
 
 
-def test_a_meter_reports_what_was_added_to_it() -> None:
-    meter = Meter()
+def test_counts_report_what_was_added_to_them() -> None:
+    counts = Counts()
     names = [field.name for field in dataclasses.fields(LoaderStats)]
     for number, name in enumerate(names):
-        setattr(meter, name, getattr(meter, name) + number)
-    assert meter.report() == LoaderStats(*range(len(names)))
+        setattr(counts, name, getattr(counts, name) + number)
+    assert counts.report() == LoaderStats(*range(len(names)))
 
 
 def test_rates_and_shares_are_of_the_time_in_epochs() -> None:
@@ -281,3 +282,13 @@ def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
         meter.begin(epoch, 0).batches = 1
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
+
+
+def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
+    meter, result = Meter(), Result(0, 0, samples=3)
+    iterators = [meter.begin(epoch, 0) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
+    for counts in iterators:
+        meter.add(counts, 1.0, 2.0, 0.0, result)
+    stats = meter.stats()
+    assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
+    assert (stats.waiting_seconds, stats.seconds) == (len(iterators), 2 * len(iterators))
