@@ -130,6 +130,9 @@ class StreamReading:
             before = self._known[planned.number]
             self._given_up[planned.number] = planned.batch
             point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
+        elif point.ended and result.error is not None:
+            # A later batch may be on its way in another worker, which opens the part again and meets the error again.
+            self._given_up[planned.number] = planned.batch
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:
