@@ -179,14 +179,13 @@ class ReadAhead:
     def _look(self) -> None:
         """Take the next batch of the order into the line of those that were looked at."""
         number = self._next
-        shards = self._needs(number) if self._end is None else None
+        shards = self._needs(number) if self._end is None else self._later(number - self._end)
         if shards is None:
             if self._end is None:
                 self._end = number
-            shards = self._later(number - self._end)
-            if shards is None:
+            else:
                 self._all_is_known = True
-                return
+            return
         self._next += 1
         last = self._looked[-1] if self._looked else self._window[-1] if self._window else None
         if last is not None and last.last == number - 1 and number != self._end and last.next.keys() == set(shards):

@@ -119,6 +119,24 @@ def test_the_cache_learns_when_a_shard_is_needed_again_in_this_epoch_or_the_next
     walk.ahead.stop()
 
 
+def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() -> None:
+    asked: list[int] = []
+    ahead = ReadAhead(
+        lambda number: [number] if number < 3 else None,
+        lambda: 0,
+        [1] * 3,
+        3,
+        lambda shard, is_needed: None,
+        lambda shard: True,
+        lambda shard, again: None,
+        asked.append,
+    )
+    ahead.start()
+    until(lambda: ahead._end == 3 and len(ahead._window) == 3)
+    ahead.stop()
+    assert asked == [] and ahead.error is None
+
+
 def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     batches = [[number % 5] for number in range(300)]
     walk = Walk(batches, room=3)
