@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from interrupted import interrupt
 
 from sharded_loader.cli.demo import explain_waiting
 from sharded_loader.cli.main import main
@@ -94,27 +91,12 @@ def test_what_the_demo_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process group")
 def test_ctrl_c_stops_the_demo_and_its_workers() -> None:
-    # stdout to nowhere: a pipe that nobody reads could fill up.
-    running = subprocess.Popen(
-        [*DEMO, "--epochs", "100000", "-q"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while len(workers := psutil.Process(running.pid).children(recursive=True)) < 2:
-            assert running.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(0.5)
-        os.killpg(running.pid, signal.SIGINT)
-        _, said = running.communicate(timeout=30)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    # A shell sees 130 either way: Python ends itself by the signal where it struck inside an exec().
-    assert running.returncode in (130, -signal.SIGINT)
-    assert said.strip() == "sharded-loader: stopped by Ctrl-C"
+    def workers_that_train(running: subprocess.Popen[str]) -> list[psutil.Process]:
+        assert running.stderr is not None
+        while not running.stderr.readline().startswith("training: "):  # said after two seconds
+            assert running.poll() is None
+        return psutil.Process(running.pid).children(recursive=True)
+
+    workers, _ = interrupt([*DEMO, "--epochs", "100000"], workers_that_train)
+    assert len(workers) >= 2
     assert not any(worker.is_running() for worker in workers)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupted import interrupt
 
 from sharded_loader import __version__
 from sharded_loader.cli.main import main
@@ -110,27 +109,16 @@ def test_ctrl_c_stops_bench_and_its_workers_without_a_traceback(tmp_path: Path) 
         "        return index\n"
         "slow = Slow()\n"
     )
-    running = subprocess.Popen(
-        [*COMMAND, "bench", "data_to_stop:slow", "--pools", "process", "--workers", "2", "--seconds", "999", "-q"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **at(tmp_path),
-    )
-    try:
+
+    def workers_that_read(running: subprocess.Popen[str]) -> list[Path]:
         deadline = time.monotonic() + 60
         while len(readers := list(tmp_path.glob("read-by-*"))) < 2:
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(running.pid, signal.SIGINT)
-        out, said = running.communicate(timeout=30)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    assert running.returncode in (130, -signal.SIGINT)
-    assert said.strip() == "sharded-loader: stopped by Ctrl-C"
+        return readers
+
+    arguments = ["bench", "data_to_stop:slow", "--pools", "process", "--workers", "2", "--seconds", "999", "-q"]
+    readers, out = interrupt([*COMMAND, *arguments], workers_that_read, **at(tmp_path))
     assert out == ""
     for reader in readers:
         with pytest.raises(ProcessLookupError):
