@@ -64,7 +64,8 @@ class Team:
         restarts, timeout, start_timeout: of the `RayPool`.
 
     Attributes:
-        members: the actors, by number.
+        members: the workers, by number.
+        actors: all actors that run; empty after `close`, and after a finalizer has stopped them.
         requeued: tasks that wait for an actor that may read them.
         events: the calls that have ended.
         bell: rings when one has.
@@ -87,7 +88,7 @@ class Team:
         self._wanted = wanted
         self._lanes = Lanes()
         self._numbers = itertools.count()
-        self._actors: list[Any] = []  # all that run, for `closer`
+        self.actors: list[Any] = []
         self._new: NewJob | None = None
         self._published: Any = None
         self._classes: list[type] = []
@@ -101,8 +102,8 @@ class Team:
 
     def start(self, new: NewJob) -> None:
         """Ask for actors. Those that are there are sent the new job before any later task."""
-        if self.members and self._session != session():
-            self.close()  # Ray was started again meanwhile
+        if self.members and (not self.actors or self._session != session()):
+            self.close()  # a finalizer has stopped the actors, or Ray was started again
         self._session = session()
         self._new, self._classes = new, classes_of_main()
         self._published = put_job(new)
@@ -125,7 +126,7 @@ class Team:
 
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
-        self._actors.append(actor)
+        self.actors.append(actor)
         member = Member(number, f"{number}-{next(self._numbers)}", actor)
         self._begin(member)
         return member
@@ -178,7 +179,7 @@ class Team:
             self.close()
             raise PoolBroken(error)
         member.failed = True
-        stop(self._actors, member.actor)
+        stop(self.actors, member.actor)
         warnings.warn(
             f"RayPool: worker {member.number} cannot start; the others read without it: {error}", stacklevel=2
         )
@@ -186,12 +187,11 @@ class Team:
     def close(self) -> None:
         """Stop the actors, and give back what belongs to them."""
         self.members = []
-        stop(self._actors)
+        stop(self.actors)
         self.requeued.clear()
         self._lanes.clear()
-        self._new = self._published = None
+        self._new, self._published, self._classes = None, None, []
         self._cancelled.clear()
-        self._classes = []
         # Calls that are under way may end yet: nobody listens any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
@@ -199,7 +199,7 @@ class Team:
 
     def closer(self) -> Callable[[], None]:
         """`close` as far as others see it, without a reference to the team."""
-        return functools.partial(stop_from_anywhere, self._actors)
+        return functools.partial(stop_from_anywhere, self.actors)
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Team:
         content, alone = pack_tasks([(None, task, own) for task, own in tasks]), self.blame.travels_alone(only)
         arguments: tuple[Any, ...] = (content,)
         if only.careful:
-            arguments = content, self.blame.notebook(self._actors.append), member.key
+            arguments = content, self.blame.notebook(self.actors.append), member.key
         member.calls[number] = Call([task for task, _ in tasks], alone)
         self._listen(member.actor.read.remote(*arguments), member, number)
 
@@ -274,7 +274,7 @@ class Team:
         for one in results:
             self.blame.settle(one.run, one.seq)
         with uninterrupted():
-            stop(self._actors, member.actor)
+            stop(self.actors, member.actor)
             self.members[member.number] = self._ask_for(member.number)
         if not self.ready:
             self._without = time.monotonic()

@@ -190,7 +190,7 @@ class RayPool(Pool):
 
     @property
     def started(self) -> bool:
-        return bool(self._team.members)
+        return bool(self._team.actors)
 
     @property
     def workers(self) -> tuple[RayWorker, ...]:

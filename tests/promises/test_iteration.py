@@ -207,6 +207,8 @@ def test_a_loader_is_freed_without_the_garbage_collector(new_pool: Callable[...,
         assert not (pool.num_workers and pool.started)
     finally:
         gc.enable()
+    with ShardedDataLoader(range(10), 4, pool=pool) as again:
+        assert [batch.tolist() for batch in again] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_break_cancels_what_has_not_begun() -> None:
