@@ -29,21 +29,17 @@ from sharded_loader.pools.threads import ThreadPool
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.shards import check_shares
 
-TORCH_SPELLING = {
-    "generator": "seed= (an int)",
-    "multiprocessing_context": 'pool=ProcessPool(n, start_method="spawn")',
-    "pin_memory_device": "device= or devices=",
-    "in_order": "no argument for it: batches always come in order",
-    "snapshot_every_n_steps": "no argument for it: state_dict() is exact after every batch",
+INSTEAD = {
+    "generator": "write seed= (an int) instead",
+    "multiprocessing_context": 'write pool=ProcessPool(n, start_method="spawn") instead',
+    "pin_memory_device": "write device= or devices= instead",
+    "in_order": "leave it out, because batches always come in order",
+    "snapshot_every_n_steps": "leave it out, because state_dict() is exact after every batch",
+    "pin_device_id": "write device= or devices= instead",
+    "try_nopython": "leave it out",
+    "auto_reload": "write prefetch_epochs= instead, or leave it out: worker processes prefetch the next epoch",
 }
-"""What torch's DataLoader calls it, and what to write here."""
-
-GLUON_SPELLING = {
-    "pin_device_id": "device= or devices=; pinning is the loader's affair",
-    "try_nopython": "no argument for it",
-    "auto_reload": "prefetch_epochs= (by default worker processes do this)",
-}
-"""Likewise of MXNet Gluon's."""
+"""Arguments of the loaders of PyTorch, torchdata and MXNet Gluon, and what to do about them here."""
 
 
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -126,13 +122,13 @@ def refuse_unknown_of_torch(unknown: Mapping[str, Any], owner: Callable[..., Any
 
 
 def _advice(name: str, known: Iterable[str]) -> str:
-    for whose, spelling in ("torch's", TORCH_SPELLING), ("Gluon's", GLUON_SPELLING):
-        if name in spelling:
-            return f"{name!r}, which is {whose}; here: {spelling[name]}"
-    close = difflib.get_close_matches(name, [*known, *TORCH_SPELLING, *GLUON_SPELLING], 1)
-    if close and close[0] not in known:
-        return f"{name!r}; did you mean {_advice(close[0], ())}"
-    return f"{name!r}; {f'did you mean {close[0]!r}?' if close else 'see help(ShardedDataLoader) for those it has'}"
+    if name in INSTEAD:
+        return f"{name!r}: {INSTEAD[name]}"
+    close = difflib.get_close_matches(name, [*known, *INSTEAD], 1)
+    if not close:
+        return f"{name!r}; see help(ShardedDataLoader) for those it has"
+    then = f" Here {INSTEAD[close[0]]}" if close[0] in INSTEAD else ""
+    return f"{name!r}; did you mean {close[0]!r}?{then}"
 
 
 def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:

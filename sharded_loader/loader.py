@@ -341,7 +341,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied: "
-            "make it from the same arguments where it is needed; state_dict() takes its place along"
+            "make it from the same arguments where it is needed; state_dict() holds its position"
         )
 
 

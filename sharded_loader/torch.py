@@ -193,7 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         """One sample, read here and now, with its random generator: where a debugger works.
 
         Args:
-            index: as the sampler yields it. Of iterable data, as an error names it: (part, place).
+            index: as the sampler yields it. Of iterable data, as an error names it: (part, position).
             epoch: as an error names it.
 
         Raises:

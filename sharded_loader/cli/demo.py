@@ -133,5 +133,5 @@ def explain_waiting(share: float) -> str:
 def _compare(name: str, disturbed: Report, report: Report, how: str) -> int:
     same = (disturbed.accuracy, disturbed.losses) == (report.accuracy, report.losses)
     say(f"{name:20}{disturbed.accuracy:.2%}: {how}")
-    say(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as undisturbed")
+    say(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as in the first run")
     return 0 if same else DIFFERENT

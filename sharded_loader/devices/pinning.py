@@ -82,7 +82,7 @@ class Registrar:
                 return undo
         self._rejected = True
         warnings.warn(
-            f"{nbytes:,} bytes of shared memory could not be page-locked ({reason}): batches are copied once more on "
+            f"{nbytes:,} bytes of shared memory could not be pinned ({reason}): batches are copied once more on "
             f"their way to the device. Free host memory, raise the memory limit of the container, or give the loader "
             f"less with ProcessPool(max_bytes=). WSL and confidential computing allow little pinned memory, or none",
             stacklevel=2,

@@ -65,7 +65,7 @@ class StreamReader(Reader):
         try:
             part, place = map(operator.index, index)
         except (TypeError, ValueError):
-            raise TypeError(f"a sample of iterable data is read as (part, place), not as {index!r}") from None
+            raise TypeError(f"a sample of iterable data is read as (part, position), not as {index!r}") from None
         stream, passes = self._stream, 0 if self._stream.endless else epoch
         missing = IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {stream.parts} parts")
         if not 0 <= part < stream.parts or place < 0:

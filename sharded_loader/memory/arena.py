@@ -307,7 +307,7 @@ class Arena:
             warnings.warn(
                 f"{len(self._out)} batches are held, and with them all of the {have:,} bytes of shared memory that "
                 f"this pool may use: batches are copied out from here on, which is slower. If they are not meant to be "
-                f"held, look for a list or a graph that keeps them; else raise ProcessPool(max_bytes=)",
+                f"held, look for a list or a graph that keeps them; otherwise raise ProcessPool(max_bytes=)",
                 stacklevel=2,
             )
 

@@ -261,7 +261,7 @@ class MXIndexedRecordIO(MXRecordIO):
         if len(self.idx) < len(self.keys):
             twice = next(key for key, times in Counter(self.keys).items() if times > 1)
             warnings.warn(
-                f"{self.idx_path}: {len(self.keys) - len(self.idx)} keys stand there again, the first is {twice!r}: "
+                f"{self.idx_path}: {len(self.keys) - len(self.idx)} keys occur more than once, the first is {twice!r}: "
                 "read_idx gives the last record of a key, as MXNet does. RecordFileDataset reads every record.",
                 stacklevel=5,
             )

@@ -216,7 +216,7 @@ class RecordFile:
             raise self._damaged(begin, f"no record at {offset}: 0x{magic:08x} stands for the magic 0x{MAGIC_NUMBER:x}")
         flag, length = word >> _LENGTH_BITS, word & MAX_LENGTH
         if flag > _LAST or (flag in (_WHOLE, _FIRST)) != (offset == begin):
-            raise self._damaged(begin, f"the part at {offset} has flag {flag}, which cannot stand there")
+            raise self._damaged(begin, f"the part at {offset} has flag {flag}, which is not allowed there")
         end = offset + HEAD_SIZE + padded(length)
         if end > size and end > self.size:
             raise self._damaged(begin, f"the part at {offset} says {length} bytes, the file ends at {self.size}")

@@ -17,7 +17,7 @@ def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: 
     found = re.fullmatch(r"with workers killed ([\d.]+%): (\d+) killed at random while it trained", disturbed)
     assert found and int(found[2]) >= 1
     assert undisturbed.split()[2] == found[1]
-    assert compared.strip() == "the same accuracy and losses as undisturbed"
+    assert compared.strip() == "the same accuracy and losses as in the first run"
 
 
 def test_a_disturbed_run_that_differs_is_an_exit_code(

@@ -83,7 +83,7 @@ def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_register
 def test_a_segment_that_is_registered_already_by_somebody_else_is_refused(machine: Machine) -> None:
     machine.refuse = 712
     made = Arena(None, registrar(machine).register)
-    with pytest.warns(UserWarning, match="could not be page-locked .*error 712"):
+    with pytest.warns(UserWarning, match="could not be pinned .*error 712"):
         slot = made.take(1 << 20)
     assert slot is not None and not made.segments[slot.segment].unregister is not None
     made.close()

@@ -69,7 +69,7 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
     machine.refuse = code
     pool = ProcessPool(2)
     with (
-        pytest.warns(UserWarning, match=rf"could not be page-locked .*error {code}.*ProcessPool") as caught,
+        pytest.warns(UserWarning, match=rf"could not be pinned .*error {code}.*ProcessPool") as caught,
         ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool) as loader,
     ):
         for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_runtime_that_cannot_be_had_is_the_same(machine: Machine, monkeypatch:
 
     monkeypatch.setattr(SimulatedStreams, "runtime", runtime)
     with (
-        pytest.warns(UserWarning, match=r"could not be page-locked \(no driver\)"),
+        pytest.warns(UserWarning, match=r"could not be pinned \(no driver\)"),
         ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(2)) as loader,
     ):
         read_all(machine, loader)

@@ -88,12 +88,12 @@ def test_a_refusal_is_one_warning_and_batches_arrive(
     runtime = Cudart(torch.cuda.cudart(), refuse=code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with (
-        pytest.warns(UserWarning, match=rf"could not be page-locked .*error {code}") as caught,
+        pytest.warns(UserWarning, match=rf"could not be pinned .*error {code}") as caught,
         ShardedDataLoader(dataset(), 32, device=cuda, pool=ProcessPool(2)) as loader,
     ):
         for _ in range(3):
             read_all(loader)
-    assert sum("page-locked" in str(warning.message) for warning in caught) == 1
+    assert sum("could not be pinned" in str(warning.message) for warning in caught) == 1
     assert runtime.calls == 1
 
 
@@ -123,7 +123,7 @@ def test_the_error_of_a_refused_segment_does_not_come_up_elsewhere(cuda: torch.d
     undo = registrar.register(segment.mapping)
     assert undo is not None
     assert registrar.register(segment.mapping) is undo  # who asks again, after an interruption, gets it again
-    with pytest.warns(UserWarning, match="could not be page-locked"):
+    with pytest.warns(UserWarning, match="could not be pinned"):
         assert Registrar(Streams(cuda), lambda: None).register(segment.mapping) is None
     assert (torch.arange(1000, device=cuda) * 2).sum().item() == 999_000
     undo()

@@ -338,7 +338,7 @@ def test_duplicate_key_is_not_written(tmp_path: Path) -> None:
 def test_duplicate_keys_in_a_file_are_told_and_lose_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.rec", [b"a", b"b", b"c"])
     (tmp_path / "a.idx").write_text("4\t0\n4\t12\n5\t24\n")
-    with pytest.warns(UserWarning, match="1 keys stand there again, the first is 4") as caught:
+    with pytest.warns(UserWarning, match="1 keys occur more than once, the first is 4") as caught:
         file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
     assert caught[0].filename == __file__
     with file:
