@@ -199,6 +199,8 @@ def wrong_copy(language: str, text: str | None) -> str | None:
             return f"{error.msg}: {(error.text or text).strip()!r}"
     elif found := re.search(r"^ *(?:>>>|\$|In \[\d*\]:)(?: .*)?$", text, re.MULTILINE):
         return repr(found[0])
+    elif text.rstrip("\n").endswith("\\"):
+        return "the last line ends with a backslash, and the line after it is missing"
     return None
 
 
