@@ -66,16 +66,37 @@ SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
-
-    A test that is marked `also_spawned` is quick under spawn too. Tests marked `frameworks`, `ray` or `stores` run
-    where ``-m`` names these.
-    """
+    """Choose the quick tests. Tests marked `frameworks`, `ray` or `stores` run where ``-m`` names these."""
     for name in ("frameworks", "ray", "stores"):
         if name not in config.option.markexpr:
             apart = [item for item in items if item.get_closest_marker(name)]
             config.hook.pytest_deselected(items=apart)
             items[:] = [item for item in items if not item.get_closest_marker(name)]
+    _choose_methods(items)
+    if not WITH_RAY:
+        _choose_costly(items)
+
+
+def _choose_costly(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `costly`, as many combinations stay quick as the mark says, evenly spread."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("costly") and not item.get_closest_marker("slow"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for alike in found.values():
+        mark = alike[0].get_closest_marker("costly")
+        keep = mark.args[0] if mark is not None and mark.args else 1
+        quick = {len(alike) * (2 * number + 1) // (2 * keep) for number in range(keep)}
+        for number, item in enumerate(alike):
+            if number not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def _choose_methods(items: list[pytest.Item]) -> None:
+    """Mark a test of several start methods as slow under all but its first one. Starting an interpreter takes long.
+
+    A test that is marked `also_spawned` is quick under spawn too.
+    """
     first: dict[tuple[str, str], str] = {}
     for item in items:
         test, _, names = item.nodeid.partition("[")

@@ -109,7 +109,7 @@ def main(orders: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text)
         raise SystemExit(1) from None
-    worker.main(conn, orders["number"], orders["num_workers"], None, fresh=True, held=orders["alive"])
+    worker.main(conn, orders["number"], orders["num_workers"], None, limited=True, held=orders["alive"])
 
 
 def _close_stdin() -> None:

@@ -286,6 +286,7 @@ class _Serving:
         theirs.close()
         self.control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
         self._ignore_signals()
+        worker.limit_threads()
         try:
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.control, _REQUEST.size, 2)
@@ -343,7 +344,7 @@ class _Serving:
         for signal_number, handler in self.handlers.items():
             signal.signal(signal_number, handler)
         try:
-            worker.main(Connection(fd), number, self.num_workers, self.new_job, held=held)
+            worker.main(Connection(fd), number, self.num_workers, self.new_job, limited=True, held=held)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -61,6 +61,7 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
 
 
 @pytest.mark.parametrize("dataset", [[1, 2], Counting(), lambda: range(5)], ids=["short", "iterable", "function"])
+@pytest.mark.costly
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
     measured = measure(dataset, [INLINE, THREADS, PROCESSES], shuffle=False, **QUICK)
     assert [one.error for one in measured] == [None, None, None]

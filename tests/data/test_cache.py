@@ -122,6 +122,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.costly(3)
 def test_a_bounded_cache_holds_no_more_memory_than_it_may(view):
     tracemalloc.start()
     try:

@@ -65,6 +65,7 @@ def test_without_devices_nothing_is_locked(machine: Machine, process_pool: Proce
 
 
 @pytest.mark.parametrize("code", [1, 2, 712, 801])
+@pytest.mark.costly
 def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: Machine, code: int) -> None:
     machine.refuse = code
     pool = ProcessPool(2)

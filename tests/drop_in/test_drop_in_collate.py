@@ -225,6 +225,7 @@ THROUGH_A_PIPE = [kind for kind in SAMPLES if kind not in HERE_ONLY]
 )
 @pytest.mark.parametrize("in_tuples", [False, True])
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.costly(6)
 def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples: bool) -> None:
     samples = SAMPLES[kind]()
     if in_tuples:

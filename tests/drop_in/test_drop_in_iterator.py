@@ -50,6 +50,7 @@ def until_nothing_remains(before: Any) -> None:
 
 @METHODS
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.costly
 def test_nothing_is_left_of_an_iterator_that_is_dropped(method: str, persistent: bool) -> None:
     before = here()
     loader = DataLoader(range(40), 2, num_workers=2, persistent_workers=persistent, start_method=method)
@@ -74,6 +75,7 @@ def test_nothing_is_left_after_a_break_though_the_loader_lives() -> None:
 
 
 @pytest.mark.parametrize("dataset", [Bad(boom), Shared()], ids=["dataset", "loop"])
+@pytest.mark.costly
 def test_nothing_is_left_after_an_error(dataset: Any) -> None:
     before = here()
 

@@ -69,6 +69,7 @@ def test_a_state_goes_on_with_workers(kind: str, count: int | None, persistent: 
 @pytest.mark.parametrize(
     "kind, count", [("stateful dataset", 1), ("generator", None), ("random", 3), ("stateful items", 0)]
 )
+@pytest.mark.costly
 def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, persistent_workers=True, **MADE[kind]())
@@ -77,6 +78,7 @@ def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count:
 
 
 @covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5), strength=1)
+@pytest.mark.costly(2)
 def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
@@ -90,6 +92,7 @@ def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loade
 
 @METHODS
 @pytest.mark.parametrize("kind", ["random", "stateful dataset", "stateful stream"])
+@pytest.mark.costly
 def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, start_method=method, **MADE[kind]())
@@ -124,6 +127,7 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.costly
 def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
     if persistent and not workers:
         return
@@ -143,6 +147,7 @@ def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [range(24), Shared(24)], ids=["map-style", "iterable"])
+@pytest.mark.costly
 def test_batches_in_any_order_come_once_each_over_a_state(workers: int, dataset: Any) -> None:
     for count in (1, 3, 7):
         loader = DataLoader(dataset, 2, num_workers=workers, in_order=False)

@@ -39,6 +39,7 @@ class SeedsOfParts(IterableDataset[Any]):
 
 @METHODS
 @pytest.mark.parametrize("dataset", [Seeds(), SeedsOfParts()], ids=["map-style", "iterable"])
+@pytest.mark.costly
 def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
     def epochs(kind: Any, **given: Any) -> list[Any]:
         loader = kind(dataset, 2, num_workers=2, generator=seeded(), **given)
@@ -126,6 +127,7 @@ def test_a_worker_is_shown_as_torch_shows_it() -> None:
 
 @METHODS
 @pytest.mark.parametrize("grace", [0.0, None], ids=["killed at once", "as always"])
+@pytest.mark.costly
 def test_workers_that_the_loader_ends_have_the_exit_code_0(
     method: str, grace: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_workers_that_the_loader_ends_have_the_exit_code_0(
 
 @METHODS
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.costly
 def test_a_killed_worker_loses_nothing(method: str, persistent: bool) -> None:
     given: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
     for dataset in (range(40), Uneven()):
@@ -192,6 +195,7 @@ def test_a_sample_that_kills_its_worker_once_is_read_again(method: str, tmp_path
     ],
 )
 @METHODS
+@pytest.mark.costly
 def test_a_batch_that_kills_its_workers_is_torchs_error_and_the_others_come(
     method: str, fail: Callable[[], Any], said: str
 ) -> None:

@@ -1,9 +1,10 @@
-"""TensorBoard and tqdm take the numbers of an epoch as they are."""
+"""TensorBoard, Lightning, Weights & Biases and tqdm take the numbers of an epoch as they are."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,42 @@ def test_tensorboard_takes_the_dict_in_one_line(tmp_path: Path) -> None:
     found = scalars(tmp_path)
     assert found["data_samples:data"] == [(0, 10.0), (1, 10.0)]
     assert len(found) == len(LoaderStats().as_dict())
+
+
+@pytest.mark.filterwarnings("ignore::Warning:lightning", "ignore::Warning:torch", "ignore:.*num_workers.*")
+def test_lightning_logs_every_number_in_one_line(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    import recorder
+
+    loader = ShardedDataLoader(range(10), 4)
+    logged = []
+
+    class Model(recorder.Recorder):
+        def on_train_epoch_end(self) -> None:
+            self.log_dict(loader.stats(self.current_epoch).as_dict(prefix="data/"))
+
+        def on_train_end(self) -> None:
+            logged.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", enable_checkpointing=False, default_root_dir=tmp_path, **options
+    )
+    trainer.fit(Model(), loader)
+    assert logged == [pytest.approx(loader.stats(1).as_dict(prefix="data/"))]
+
+
+def test_weights_and_biases_takes_the_dict_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    loader = ShardedDataLoader(range(10), 4)
+    with wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True)) as run:
+        for epoch, stats in epochs(loader):
+            wandb.log(stats.as_dict(prefix="data/"), step=epoch)
+        found = dict(run.summary)
+    wandb.teardown()
+    expected = loader.stats(1).as_dict(prefix="data/")
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_a_progress_bar_shows_the_numbers_while_the_epoch_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def test_its_first_epoch_is_torchs(name: str) -> None:
 @METHODS
 @pytest.mark.timeout(300)  # 18 workers import torch, one after the other
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.costly
 def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: bool) -> None:
     given = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
 
@@ -132,6 +133,7 @@ def test_epochs_are_torchs_with_workers_of_every_kind(method: str, persistent: b
 @pytest.mark.parametrize(
     "given", [{}, {"drop_last": True}, {"batch_size": None}, {"collate_fn": first_of}], ids=" ".join
 )
+@pytest.mark.costly(3)
 def test_epochs_of_iterable_data_are_torchs(workers: int, given: dict[str, Any]) -> None:
     arguments = {"batch_size": 2, "num_workers": workers, **given}
     assert epochs(DataLoader, Parts(), 2, **arguments) == epochs(TORCHS, Parts(), 2, **arguments)

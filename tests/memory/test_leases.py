@@ -252,6 +252,7 @@ def test_batches_that_are_let_go_at_the_bound_are_not_warned_of() -> None:
 
 
 @METHODS
+@pytest.mark.costly
 def test_the_arena_grows_after_the_workers_have_started(method: str, backend: None) -> None:
     sizes = [1] * 6 + [4] * 6 + [40] * 4 + [300] * 4 + [1] * 4 + [600] * 2
     starts = [0, *itertools.accumulate(sizes)]

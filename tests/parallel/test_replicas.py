@@ -32,6 +32,7 @@ def lanes(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.costly
 def test_uneven_shards_train_as_the_whole_batch(lanes):
     single = conv_net()
     model = copy.deepcopy(single)

@@ -207,6 +207,7 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
 
 
 @pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows, *ASKING])
+@pytest.mark.costly(2)
 def test_whoever_is_killed_under_fork_the_batches_are_the_same(kind: Callable[..., Any]) -> None:
     _survives_kills("fork", kind)
 
@@ -270,6 +271,7 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
 
 @SPAWN_FIRST
 @pytest.mark.parametrize(("part", "place"), [(0, 0), (3, 6), (3, 11)])
+@pytest.mark.costly
 def test_a_sample_that_kills_once_is_not_seen(method: str, part: int, place: int, tmp_path: Path) -> None:
     dataset = Parts(before=At(kill, part, place, once=tmp_path / "once"))
     assert epochs_of(loader_of(dataset, method), 2) == [batches_of(LENGTHS, SIZE)] * 2
@@ -290,6 +292,7 @@ def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) 
 
 @pytest.mark.also_spawned
 @covering(1, method=PROCESS_POOLS, at=[(0, 0), (3, 6), (0, 6)], prefetch=[1, 20], workers=[1, 2])
+@pytest.mark.costly
 def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
     method: str, at: tuple[int, int], prefetch: int, workers: int
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
 
 
 @covering(1, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
+@pytest.mark.costly
 def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
     dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
@@ -460,6 +464,7 @@ def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str)
 
 
 @pytest.mark.parametrize("pool", POOLS[1:])
+@pytest.mark.costly
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
     with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=0.4, **options), prefetch=9) as loader:

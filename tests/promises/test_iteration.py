@@ -719,6 +719,7 @@ def test_the_default_batchify_given_by_name_reads_in_bulk_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork", "spawn"])
+@pytest.mark.costly
 def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
     import signal
     import time

@@ -51,6 +51,7 @@ def loops_of(pool: Pool) -> int:
     return 400 if isinstance(pool, InlinePool) else 40
 
 
+@pytest.mark.costly
 def test_threads_with_loops_of_their_own_have_whole_epochs(pool: Pool) -> None:
     count = loops_of(pool)
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:

@@ -158,6 +158,7 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 
 @pytest.mark.also_spawned
 @pytest.mark.parametrize(("fail", "how"), [(sigkill, "SIGKILL"), (leave, "exit code 3")])
+@pytest.mark.costly(2)
 def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
     process_pool: ProcessPool, fail: Callable[[], Any], how: str
 ) -> None:

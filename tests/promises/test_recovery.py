@@ -66,6 +66,7 @@ def expected(where: str, **options: Any) -> list[Any]:
 
 
 @covering(1, method=PROCESS_POOLS, how=HOWS, where=PHASES)
+@pytest.mark.costly(3)
 def test_a_batch_that_always_fails_is_one_error_in_its_place(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_batch_that_always_fails_is_one_error_in_its_place(
 
 @METHODS
 @pytest.mark.parametrize("how", HOWS)
+@pytest.mark.costly
 def test_a_worker_that_cannot_start_is_one_error(method: str, how: Callable[[], Any], tmp_path: Path) -> None:
     fail = Fails(how, tmp_path / "count")
     pool = make_pool(method, worker_init_fn=BadStart(fail))
@@ -165,6 +167,7 @@ def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
 
 
 @covering(1, method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2])
+@pytest.mark.costly(2)
 def test_a_crash_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], num_shards: int | None, tmp_path: Path
 ) -> None:

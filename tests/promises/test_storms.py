@@ -124,6 +124,7 @@ def test_workers_that_die_between_batches_for_a_while_are_not_seen(tmp_path: Pat
 
 @METHODS
 @pytest.mark.parametrize("how", [killed, leaves])
+@pytest.mark.costly
 def test_half_a_message_from_a_worker_that_has_died_is_made_again(method: str, how: Any, tmp_path: Path) -> None:
     fail = Fails(how, tmp_path / "count", times=2)
     pool = make_pool(method, worker_init_fn=DiesWhileSending(fail))
@@ -150,6 +151,7 @@ def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("kills", "text"), [(None, "often the kernel"), (0, "has not moved"), (1, "has struck in this cgroup, 1 x")]
 )
+@pytest.mark.costly
 def test_a_kill_says_whether_the_kernel_has_killed_for_memory(
     kills: int | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def expected(where: str) -> list[Any]:
         pytest.param("encoding", hangs, 1, "sending the batch", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.costly(2)
 def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     method: str,
     where: str,
@@ -143,6 +144,7 @@ def is_pending(pid: int, number: int) -> bool:
         pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.costly
 def test_a_hang_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
 
 
 @pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
+@pytest.mark.costly
 def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
     class Slow:
         def __len__(self) -> int:
@@ -307,6 +310,7 @@ def test_without_a_timeout_nobody_is_late() -> None:
 
 
 @pytest.mark.parametrize("ending", ["a timeout", "close"])
+@pytest.mark.costly
 def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def optimum(batches: list[list[int]], room: int) -> int:
 
 
 @pytest.mark.parametrize("room", [12, 24, 36])
+@pytest.mark.costly
 def test_a_cache_fetches_about_as_little_as_the_best_rule(tmp_path: Path, room: int) -> None:
     order = ShardShuffleSampler([16] * 48, window=4, seed=3)
     epochs = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -21,15 +22,22 @@ SHARDS, LENGTH, BATCH = 8, 24, 6
 TOTAL = SHARDS * LENGTH
 
 
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Eight shards of 24 samples; sample i is the number i."""
+    paths = [tmp_path_factory.mktemp("shards") / f"{shard}.tar" for shard in range(SHARDS)]
+    for shard, path in enumerate(paths):
+        numbers = range(LENGTH * shard, LENGTH * (shard + 1))
+        write_tar(path, {f"{number:03}.txt": str(number).encode() for number in numbers})
+    return paths
+
+
+@pytest.fixture
+def served(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server of the shards."""
     monkeypatch.setattr(stores, "PAUSE", 0.01)
     with serving() as found:
-        for shard in range(SHARDS):
-            numbers = range(LENGTH * shard, LENGTH * (shard + 1))
-            write_tar(tmp_path / "one.tar", {f"{number:03}.txt": str(number).encode() for number in numbers})
-            found.files[f"/{shard}.tar"] = (tmp_path / "one.tar").read_bytes()
+        found.files.update({f"/{path.name}": path.read_bytes() for path in files})
         yield found
 
 
@@ -58,10 +66,11 @@ def listed(batches: Any) -> list[Any]:
     return [[one.tolist() for one in batch] for batch in batches]
 
 
-@pytest.fixture
-def expected(shards: ShardDataset) -> list[Any]:
-    """Two epochs."""
-    with loader_of(shards) as loader:
+@pytest.fixture(scope="module")
+def expected(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Two epochs, read from this machine's disk without workers."""
+    shards = ShardDataset([str(path) for path in files], index_folder=tmp_path_factory.mktemp("indexes"))
+    with contextlib.closing(shards), loader_of(shards) as loader:
         return [listed(loader) for _ in range(2)]
 
 
@@ -73,7 +82,9 @@ def test_every_pool_reads_the_same(shards: ShardDataset, expected: list[Any], na
 
 
 @pytest.mark.parametrize("name", POOLS)
-@pytest.mark.parametrize("delivered", [0, 1, 13, TOTAL // BATCH])
+@pytest.mark.parametrize(
+    "delivered", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 13, TOTAL // BATCH]
+)
 def test_a_state_continues_exactly(shards: ShardDataset, expected: list[Any], name: str, delivered: int) -> None:
     with loader_of(shards, pool=make_pool(name)) as loader:
         batches = iter(loader)

@@ -159,6 +159,7 @@ def test_a_server_in_trouble_changes_nothing(folder: Path, served: Served) -> No
 
 
 @pytest.mark.parametrize("method", ["inline", "thread", *PROCESSES])
+@pytest.mark.costly
 def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served, method: str) -> None:
     remote = make(folder, urls=urls(served))
     with ShardedDataLoader(remote.transform(to_number), 4, pool=make_pool(method)) as loader:

@@ -126,6 +126,7 @@ def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> 
 @pytest.mark.parametrize(
     ("status", "error"), [(403, PermissionError), (401, PermissionError), (404, FileNotFoundError)]
 )
+@pytest.mark.costly
 def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, error: type[OSError]) -> None:
     served.fail, served.status = 1000, status
     store = Store()

@@ -11,6 +11,7 @@ import time
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 from recovery_samples import Random, values_of
 
@@ -152,3 +153,22 @@ def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
             assert template_pid(pool) == first
     finally:
         socket.setdefaulttimeout(None)
+
+
+class Threads:
+    """Sample i: the threads of the process that reads it, after a product of matrices."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        square = np.ones((300, 300))
+        assert (square @ square)[0, 0] == 300
+        return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+def test_libraries_start_no_threads_in_a_forked_worker() -> None:
+    assert Threads()[0] > 0  # the main process has those of its libraries
+    with ShardedDataLoader(Threads(), 4, pool=ProcessPool(2, start_method="fork")) as loader:
+        assert {count for batch in loader for count in batch.tolist()} == {2}  # it reads in one, and receives in one
