@@ -74,21 +74,21 @@ class ProcessPool(Pool):
     """Read in worker processes.
 
     Args:
-        num_workers: how many processes.
+        num_workers: the number of processes.
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: what was set with
-            ``multiprocessing.set_start_method``, else fork on Linux and spawn elsewhere.
-        worker_init_fn: called with the worker's number, once in each, before it reads.
-        timeout: seconds without progress on one sample, after which its worker is killed and the batch built again.
-            Counted while the loop waits for a batch. None: never. A worker that starts is given ten minutes, if
-            that is longer.
-        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError`, or
-            `WorkerTimeoutError`, in the batch's place. 0 and 1: at the first death.
-        max_bytes: bound on the shared memory that batches lie in. None: a quarter of what is free at the first
-            epoch, divided by LOCAL_WORLD_SIZE. Past it batches are copied out, and the loader goes on.
+            ``multiprocessing.set_start_method``, otherwise fork on Linux and spawn elsewhere.
+        worker_init_fn: a function that each worker calls with its number, once, before it reads.
+        timeout: the number of seconds that a worker may spend on one sample without progress. Then the pool kills the
+            worker, and another worker builds the batch again. The seconds count while `next` waits for a batch. None:
+            no limit. A worker that starts has at least ten minutes.
+        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError` or
+            `WorkerTimeoutError` instead of the batch. 0 and 1: at the first death.
+        max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
+            epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
 
     Raises:
-        ValueError: a number out of its range, or no such start method here.
-        TypeError: a number that is none, or a ``worker_init_fn`` that cannot be called.
+        ValueError: A number is out of its range, or this system does not have the start method.
+        TypeError: An argument has a wrong type, or ``worker_init_fn`` cannot be called.
 
     Example:
         >>> from sharded_loader import ProcessPool, ShardedDataLoader

@@ -135,15 +135,15 @@ class ThreadPool(Pool):
     """Read in threads.
 
     Args:
-        num_workers: how many threads.
-        worker_init_fn: called with the worker's number, once in each thread, before it reads.
-        timeout: seconds without progress on one sample, after which a `WorkerTimeoutError` stands in the batch's
-            place. Counted while the loop waits for a batch. The thread cannot be stopped; another takes over. None:
-            never.
+        num_workers: the number of threads.
+        worker_init_fn: a function that each thread calls with its number, once, before it reads.
+        timeout: the number of seconds that a thread may spend on one sample without progress. Then `next` raises
+            `WorkerTimeoutError` instead of the batch. The seconds count while `next` waits for a batch. The thread
+            cannot be stopped, so another thread replaces it. None: no limit.
 
     Raises:
-        ValueError: ``num_workers`` below 1, or a ``timeout`` that is not above 0.
-        TypeError: they are no numbers, or ``worker_init_fn`` cannot be called.
+        ValueError: ``num_workers`` is below 1, or ``timeout`` is not above 0.
+        TypeError: An argument is not a number, or ``worker_init_fn`` cannot be called.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader, ThreadPool

@@ -50,15 +50,16 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 class ShardCache:
-    """Keeps shards of object stores on disk. Give it to `ShardDataset`; every process may have one of its own.
+    """Keeps shards of object stores on disk. Give it to `ShardDataset`. Each process may make its own object.
 
     Args:
-        folder: where the shards lie. It is made if there is none. Do not put it on a network file system without locks.
-        max_bytes: how much they may take: a number, or a text such as "100 GB" or "20 GiB".
+        folder: the folder for the shards. The cache creates it if it does not exist. Do not use a network file system
+            without locks.
+        max_bytes: the limit of disk space: a number of bytes, or a text such as "100 GB" or "20 GiB".
 
     Attributes:
-        fetched: how many shards this object has fetched.
-        evicted: how many it has deleted to make room.
+        fetched: the number of shards that this object has fetched.
+        evicted: the number of shards that it has deleted to make room.
 
     Raises:
         ShardError: the folder cannot be written to.
