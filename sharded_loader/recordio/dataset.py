@@ -51,18 +51,18 @@ LARGE_MEAN = 1 << 15
 class RecordFileDataset(Dataset):
     """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
 
-    The index is the ``.idx`` beside it (``train.rec``, ``train.idx``); where there is none the file is scanned, once,
-    and the offsets travel with the dataset to the workers. Records that an index does not list are not read: delete it
-    where files were joined. Keys do not matter here, so none may be lost by being a duplicate. Safe in threads, after a
-    fork, and pickled.
+    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the file
+    once, and workers get the offsets with the dataset. The dataset does not read records that the index does not list:
+    if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records of equal keys. You can read
+    it in threads and after a fork, and pickle it.
 
     Args:
         filename: the ``.rec`` file.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: the index is malformed, or is empty while the file is not.
-        RecordIOError: no RecordIO file; in ``dataset[i]``, a damaged record.
+        OSError: The file cannot be opened.
+        ValueError: The index is malformed, or it is empty and the file is not.
+        RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record.
 
     Example:
         >>> import os, tempfile
