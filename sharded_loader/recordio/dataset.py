@@ -51,8 +51,8 @@ LARGE_MEAN = 1 << 15
 class RecordFileDataset(Dataset):
     """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
 
-    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the file
-    once, and workers get the offsets with the dataset. The dataset does not read records that the index does not list:
+    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the
+    file once, and workers get the offsets with the dataset. It does not read records that the index does not list:
     if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records of equal keys. You can read
     it in threads and after a fork, and pickle it.
 
