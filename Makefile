@@ -51,7 +51,7 @@ test-gpu: $(VENV)/test.stamp
 # Some of these libraries cannot be resolved together, so they come without what they require: constraints-frameworks.txt.
 FRAMEWORKS = .venv-frameworks
 APART = fastai litdata mosaicml-streaming timm torchvision
-NEEDED = apsw apswutils anyio beautifulsoup4 boto3 botocore brotli beartype cramjam fastcore fastdownload fastlite \
+NEEDED = apsw apswutils anyio beautifulsoup4 boto3 botocore brotli beartype catalogue cramjam fastcore fastdownload fastlite \
 	fastprogress fasttransform h11 httpcore httptools httpx itsdangerous jmespath matplotlib contourpy cycler fonttools \
 	kiwisolver oauthlib obstore pillow plum-dispatch pyparsing python-dateutil python-fasthtml python-multipart \
 	python-snappy s3transfer six soupsieve starlette tifffile uvicorn websockets zstd

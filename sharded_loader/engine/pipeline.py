@@ -22,7 +22,7 @@ import os
 import threading
 from collections import deque
 
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
@@ -203,7 +203,9 @@ class Pipeline:
                 self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
             if run.any_order and window:
                 run.advance()
-            if window and window[0].result is not None:
+            if window and (result := window[0].result) is not None:
+                if result.error is not None:  # of a part that has ended before, if this error came first
+                    run.leave_out(window[0])
                 return window[0]
 
     def take(self, run: Run) -> None:
@@ -267,8 +269,7 @@ class Pipeline:
             entry = run.waiting.popleft()
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
-            if task.part is not None and run.plan.is_given_up(task):
-                entry.result = run.plan.note(Result(run.number, entry.seq, NOTHING), entry.seq)
+            if run.leave_out(entry):
                 continue
             try:
                 if run.plan.splits:

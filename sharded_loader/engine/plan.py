@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.stream import PartIndices
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.errors import add_note, as_batch_error
@@ -250,9 +250,7 @@ def moved(table: dict[int, Any], seq: int, to: int) -> None:
     """Give what stands under ``seq`` the number ``to``, and what stands from there on the next numbers.
 
     Example:
-        >>> table = {4: "a", 5: "b", 7: "d"}
-        >>> moved(table, 7, 4)
-        >>> table
+        >>> moved(table := {4: "a", 5: "b", 7: "d"}, 7, 4); table
         {4: 'd', 5: 'a', 6: 'b'}
     """
     numbers = range(to, seq + 1)
@@ -294,8 +292,7 @@ class Run:
         is_ahead: its epoch has not begun; it is read while the one before it is consumed.
         next: the run that is read ahead behind this one.
         any_order: a batch that is finished is handed out before one that is not.
-        moved: where the results of batches that have changed places belong, by their own numbers. Those that have
-            come are not in it.
+        moved: the places of batches that have changed places and have not come yet, by their own numbers.
     """
 
     number: int
@@ -322,12 +319,8 @@ class Run:
     def advance(self) -> None:
         """Move the first finished batch to the head of the window."""
         window = self.window
-        for entry in window:
-            if entry.result is not None:
-                break
-        else:
-            return
-        if entry is not window[0]:
+        entry = next((one for one in window if one.result is not None), None)
+        if entry is not None and entry is not window[0]:
             self.plan.move(entry.seq, window[0].seq)
             origins = {place: number for number, place in self.moved.items()}
             between = [one for one in window if one.seq <= entry.seq]
@@ -337,6 +330,13 @@ class Run:
                 one.task, one.result = task, result
                 if result is None:
                     self.moved[origin] = one.seq
+
+    def leave_out(self, entry: Entry) -> bool:
+        """Whether the entry's part had ended before it. Then its batch is empty."""
+        given_up = entry.task is not None and self.plan.is_given_up(entry.task)
+        if given_up:
+            entry.result = self.plan.note(Result(self.number, entry.seq, NOTHING), entry.seq)
+        return given_up
 
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""

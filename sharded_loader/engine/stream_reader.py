@@ -241,7 +241,7 @@ class StreamReader(Reader):
             indices = PartIndices(number, range(count * size, (count + 1) * size))
             try:
                 self._read_batch(opened, [indices], at, self._tolerant)
-            except Exception as error:  # as when it was read: the batches behind it come all the same
+            except BaseException as error:  # as when it was read: the batches behind it come all the same
                 if at.passes(error):
                     raise
             at.skipped.clear()

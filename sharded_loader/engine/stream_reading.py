@@ -132,6 +132,7 @@ class StreamReading:
             point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
         elif point.ended and result.error is not None:
             # A later batch may be on its way in another worker, which opens the part again and meets the error again.
+            # If that error comes first, it is left out when its turn comes (`Run.leave_out`).
             self._given_up[planned.number] = planned.batch
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]

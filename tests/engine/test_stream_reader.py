@@ -231,7 +231,7 @@ def test_one_sample_and_what_is_none() -> None:
         with pytest.raises(IndexError, match="there are 2 parts"):
             reader.read_sample(wrong, 0)
     for odd in (1, "ab", (1,), (1, 2, 3), None, (0.5, 1)):
-        with pytest.raises(TypeError, match=r"as \(part, place\)"):
+        with pytest.raises(TypeError, match=r"as \(part, position\)"):
             reader.read_sample(odd, 0)
     assert reader_of(Parts((2, 3)), endless=True).read_sample((1, 7), 3) == 101
     assert reading.scope is None and here.part is None

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ from stream_samples import (
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, interleave
+from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.readers import reader_for
 from sharded_loader.errors import WorkerTimeoutError, notes_of
 
 TORCH_FREE = (Parts, GoOn, WithStatefulRows)
@@ -453,6 +456,40 @@ def test_odd_datasets_give_the_same_errors_everywhere(pool: str, dataset: Any) -
         _, expected, _ = until_the_end(iter(inline))
     assert places == ODD[dataset]
     assert [(type(error), str(error)) for error in errors] == [(type(error), str(error)) for error in expected]
+
+
+class LastFirst(Pool):
+    """Every batch by another reader, the last one first: as if parts moved to other workers all the time."""
+
+    num_workers, room, started = 1, 1 << 30, False
+
+    def start(self, job: Job) -> None:
+        self._job, self._tasks, self.started = job, list[Task](), True
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        self._tasks += tasks
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        tasks, self._tasks = self._tasks, []
+        return [reader_for(self._job).read(task, "a worker", self.empty) for task in reversed(tasks)]
+
+    def close(self) -> None:
+        self.started = False
+
+
+@pytest.mark.parametrize("prefetch", [1, 8, 30])
+@pytest.mark.parametrize("dataset", list(ODD)[:3], ids=["stops", "exits", "no iterator"])
+def test_an_error_that_ends_a_part_is_told_once_whichever_worker_meets_it_first(dataset: Any, prefetch: int) -> None:
+    with loader_of(dataset) as loader:
+        _, expected, _ = until_the_end(iter(loader))
+    with loader_of(dataset, LastFirst(), prefetch=prefetch) as loader:
+        _, errors, places = until_the_end(iter(loader))
+        state = loader.state_dict()
+    assert places == ODD[dataset]
+    assert [(type(error), str(error)) for error in errors] == [(type(error), str(error)) for error in expected]
+    with loader_of(dataset) as other:
+        other.load_state_dict(state)
+        assert until_the_end(iter(other))[2] == ODD[dataset]  # the next epoch
 
 
 @pytest.mark.parametrize("method", PROCESS_POOLS)

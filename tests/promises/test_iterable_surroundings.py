@@ -263,7 +263,7 @@ def test_read_gives_the_sample_that_the_batch_has_and_says_what_there_is() -> No
             with pytest.raises(IndexError, match=r"has no sample.*there are 4 parts"):
                 loader.read(wrong)
         for odd in (3, "ab", (1, 2, 3), (1, None), None):
-            with pytest.raises(TypeError, match=r"is read as \(part, place\)"):
+            with pytest.raises(TypeError, match=r"is read as \(part, position\)"):
                 loader.read(odd)
     with loader_of(DrawsOwn()) as loader:
         batch = values(next(iter(loader)))
