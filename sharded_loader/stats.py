@@ -111,7 +111,7 @@ class Counts:
 
     def merge(self, other: Counts) -> None:
         """Add what another one has counted."""
-        for field in dataclasses.fields(LoaderStats):
+        for field in reversed(dataclasses.fields(LoaderStats)):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def report(self, own_retries: int = 0) -> LoaderStats:
@@ -120,7 +120,7 @@ class Counts:
         Args:
             own_retries: how many requests this process has tried again, since it began.
         """
-        counts = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoaderStats)}
+        counts = {field.name: getattr(self, field.name) for field in reversed(dataclasses.fields(LoaderStats))}
         counts["retries"] += (own_retries if self.ended is None else self.ended) - self.began
         return LoaderStats(**counts)
 
@@ -177,8 +177,9 @@ class Meter:
             placing: seconds of conversion and of copies.
             result: of the batch.
         """
-        epoch.waiting_seconds += waiting
+        # Another thread may read them meanwhile, from the last field to the first: a part never exceeds its whole.
         epoch.seconds += seconds
+        epoch.waiting_seconds += waiting
         if result.error is None:
             epoch.batches += 1
             epoch.samples += result.samples

@@ -203,8 +203,8 @@ class Pipeline:
                 self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
             if run.any_order and window:
                 run.advance()
-            if window and (result := window[0].result) is not None:
-                if result.error is not None:  # of a part that has ended before, if this error came first
+            if window and window[0].result is not None:
+                if window[0].result.error is not None:  # of a part that has ended before, if this error came first
                     run.leave_out(window[0])
                 return window[0]
 
