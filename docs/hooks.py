@@ -118,8 +118,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 def runnable(session: str) -> str:
     """The commands of a session in Python or a shell, without prompts and output."""
     # A line of a shell that ends with a backslash goes on without a prompt.
-    commands = re.findall(r"^(?:>>>|\.\.\.|\$)(?: ((?:.*\\\n)*.*))?$", session, re.MULTILINE)
-    return "\n".join(commands) if commands else session.strip("\n")
+    commands = re.findall(r"^(?:(?:>>>|\.\.\.)(?: .*)?|\$ (?:.*\\\n)*.*)$", session, re.MULTILINE)
+    return (
+        "\n".join(re.sub(r"^(?:>>>|\.\.\.|\$) ?", "", command) for command in commands)
+        if commands
+        else session.strip("\n")
+    )
 
 
 def head_cells(table: Any) -> None:

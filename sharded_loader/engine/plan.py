@@ -250,7 +250,9 @@ def moved(table: dict[int, Any], seq: int, to: int) -> None:
     """Give what stands under ``seq`` the number ``to``, and what stands from there on the next numbers.
 
     Example:
-        >>> moved(table := {4: "a", 5: "b", 7: "d"}, 7, 4); table
+        >>> table = {4: "a", 5: "b", 7: "d"}
+        >>> moved(table, 7, 4)
+        >>> table
         {4: 'd', 5: 'a', 6: 'b'}
     """
     numbers = range(to, seq + 1)

@@ -126,14 +126,11 @@ class StreamReading:
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
             self._empty.add(seq)
         elif point is None:
-            # Nobody can say how far the part was read. Behind it nothing can be read.
+            # Nobody can say how far the part was read. Behind it nothing can be read. If a later batch of the part has
+            # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
             before = self._known[planned.number]
             self._given_up[planned.number] = planned.batch
             point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
-        elif point.ended and result.error is not None:
-            # A later batch may be on its way in another worker, which opens the part again and meets the error again.
-            # If that error comes first, it is left out when its turn comes (`Run.leave_out`).
-            self._given_up[planned.number] = planned.batch
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:

@@ -152,14 +152,11 @@ def publish(job: Any, inherited: inherit.Inherited | None = None, **parts: Any) 
             culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
         except RecursionError:  # too deep for pickle, and so for us
             culprit = "it"
-        fork = (
-            '; or use ProcessPool(start_method="fork"), which does not pickle, unless it is an open file or a '
-            "connection: forked workers would share it, and read each other's data"
-        )
+        fork = "" if sys.platform == "win32" else ' and forked workers (ProcessPool(start_method="fork"))'
         raise kind(
             f"cannot send the dataset to worker processes: {culprit} cannot be pickled ({error}). "
-            f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__), or read with threads: "
-            f"thread_pool=True{'' if sys.platform == 'win32' else fork}"
+            f"What to do: open it lazily in the worker (in __getitem__, or in __setstate__). Threads (thread_pool=True)"
+            f"{fork} need no pickle, but they share an open file or a connection, and read each other's data"
         ) from error
 
 

@@ -251,7 +251,7 @@ def limit_threads() -> None:
     """Limit libraries to one thread each, in this process and in those that it forks.
 
     Once in the template, and not in each worker: there OpenBLAS would first start a thread for every core, and each
-    thread waits actively for 30 ms. Eight workers on two cores: 240 ms until the end of an epoch of no work, now 130.
+    thread waits actively for 30 ms. Eight workers on two cores: 250 ms until the end of an epoch of no work, now 140.
     """
     import threadpoolctl  # 2 ms, where it has not been inherited
 

@@ -130,17 +130,6 @@ def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> 
     assert reading.position_after(5).points[0].ended
 
 
-def test_an_error_that_ends_a_part_is_told_once_though_another_worker_opens_the_part_again() -> None:
-    reading = reading_of(2)
-    for seq in range(6):
-        reading.batch(seq)
-    error = Result(0, 0, error=KeyError("x"), point=PartPoint(1, 0, 4, ended=True))
-    assert reading.note(0, error) is error
-    again = reading.note(2, Result(0, 2, error=KeyError("x"), point=PartPoint(2, 0, 4, ended=True)))
-    assert again.batch is NOTHING and again.error is None
-    assert all(one is not None and one.number == 1 for one in map(reading.batch, range(6, 9)))
-
-
 @pytest.mark.parametrize("window", [1, 4, 20])
 def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(window: int) -> None:
     class GivesUp(Reads):
