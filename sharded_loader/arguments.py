@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import some
+from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream
@@ -139,6 +142,11 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         has_sampler: whether the indices come from a sampler of the user's.
     """
     kind = type(dataset)
+    if isinstance(dataset, str | PathLike):
+        raise TypeError(
+            f"the dataset is the {kind.__name__} {str(dataset)!r}, not an object that reads samples: give such an "
+            f"object, or list(text) for the characters of a text. The recipes show how to read files"
+        )
     if isinstance(dataset, type):
         raise TypeError(
             f"the dataset is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)"
@@ -152,6 +160,12 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         raise TypeError(f"the dataset is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
         return dataset
+    if kind is tuple and (rows := _rows_of_columns(dataset)):
+        warnings.warn(
+            f"the dataset is a tuple of {len(dataset)} arrays with {rows} rows each, and is read as {len(dataset)} "
+            f"samples. For {rows} samples give ArrayDataset(*arrays); if each array is a sample, list(arrays)",
+            stacklevel=3,
+        )
     if not has_own(kind, "__getitem__") or kind.__getitem__ is Dataset.__getitem__:
         raise TypeError(
             f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
@@ -163,6 +177,14 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"sampler=list(data)"
         )
     return as_dataset(dataset, "ShardedDataLoader")
+
+
+def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
+    """How many rows each of the arrays has, if all have as many, and more than there are arrays; otherwise 0."""
+    if not arrays or not all(isinstance(one, np.ndarray) or is_tensor(one) for one in arrays):
+        return 0
+    lengths = {len(one) if one.ndim else 0 for one in arrays}
+    return lengths.pop() if len(lengths) == 1 and min(lengths) > len(arrays) else 0
 
 
 def check_stream(dataset: Any, **given: Any) -> None:
@@ -241,10 +263,17 @@ def make_pool(
     elif thread_pool and pool != "thread":
         raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
     if pool not in ("inline", "thread", "process", "ray"):
-        raise ValueError(f'pool is {pool!r}; it must be "inline", "thread", "process", "ray", or a pool object')
+        example = ": ProcessPool(2)" if isinstance(pool, type) else ""
+        if pool in ("fork", "forkserver", "spawn"):
+            example = f": ProcessPool({max(count, 1)}, start_method={pool!r})"
+        raise ValueError(
+            f'pool is {pool!r}; it must be "inline", "thread", "process", "ray", or a pool object{example}'
+        )
     if count == 0 and (thread_pool or pool != "inline"):
         asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
-        raise ValueError(f"{asked} needs workers: give num_workers=, at least 1. Without {asked} the loop reads itself")
+        raise ValueError(
+            f"{asked} needs workers: give num_workers=, at least 1, or leave {asked} out to read without workers"
+        )
     if pool == "inline":
         check_init_fn(worker_init_fn)  # nobody calls it, as in torch
         if timeout is not None:

@@ -210,9 +210,10 @@ def as_exception(error: BaseException, where: str) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
+    text = f" ({text_of(error)})" if text_of(error) else ""
     stand_in = SampleReadError(
-        f"{type(error).__name__} raised {where} ({text_of(error)}), which would end the loop in silence: "
-        f"raise another exception there"
+        f"{type(error).__name__}{text} raised {where}, which would end the loop in silence: raise another "
+        f"exception there"
     )
     stand_in.__cause__ = error
     return stand_in
@@ -308,7 +309,7 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
             f"{killed}; the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers "
             f"started: use fewer workers or smaller batches"
         )
-    unmoved = "" if oom_kills is None else ", though its counter in this cgroup has not moved"
+    unmoved = "" if oom_kills is None else " (not that of this cgroup, which has counted none)"
     return (
         f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, use fewer workers or smaller batches"
     )

@@ -93,7 +93,7 @@ def test_many_samples_are_shown_in_part() -> None:
 def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends: BaseException) -> None:
     stand_in = as_exception(ends, "by the dataset")
     assert isinstance(stand_in, SampleReadError) and stand_in.__cause__ is ends
-    assert f"{type(ends).__name__} raised by the dataset (x), which would end the loop in silence" in str(stand_in)
+    assert f"{type(ends).__name__} (x) raised by the dataset, which would end the loop in silence" in str(stand_in)
     error = ValueError()
     assert as_exception(error, "by the dataset") is error
 

@@ -187,12 +187,12 @@ def unlike(samples: Sequence[Any], trait: Callable[[Any], Any], what: str, advic
 
     Example:
         >>> str(unlike(["ab", "cd", "e"], len, "lengths", "make them equal"))
-        'samples of different lengths: 2 in sample 0, 1 in sample 2 of the batch: make them equal'
+        'samples of different lengths: 2 in sample 0 of the batch, 1 in sample 2: make them equal'
     """
     first, *others = map(trait, samples)
     position, other = next((position, other) for position, other in enumerate(others, 1) if other != first)
     return BatchifyError(
-        f"samples of different {what}: {_shown(first)} in sample 0, {_shown(other)} in sample {position} of the batch",
+        f"samples of different {what}: {_shown(first)} in sample 0 of the batch, {_shown(other)} in sample {position}",
         advice,
     )
 

@@ -173,13 +173,13 @@ def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -
     """The error for samples of different shapes. It shows each shape once, with a sample that has it.
 
     Example:
-        >>> ragged([(1,), (2,), (1,)], advice="use Pad")
-        BatchifyError('samples of different shapes cannot be stacked: (1,) (sample 0), (2,) (sample 1)', 'use Pad', '')
+        >>> ragged([(1,), (2,), (1,)]).problem.split(": ")[1]
+        '(1,) (sample 0 of the batch), (2,) (sample 1 of the batch)'
     """
     first_with: dict[tuple[int, ...], int] = {}
     for position, shape in enumerate(shapes):
         first_with.setdefault(tuple(shape), position)
-    shown = some([f"{shape} (sample {position})" for shape, position in first_with.items()])
+    shown = some([f"{shape} (sample {position} of the batch)" for shape, position in first_with.items()])
     return BatchifyError(
         f"samples of different shapes cannot be stacked: {shown}{why}",
         advice or "make them equal, pad them with sharded_loader.batchify.Pad, or leave them apart with List",

@@ -80,7 +80,7 @@ def check_no_grad(tensors: Sequence[Any]) -> None:
     if any(map(attrgetter("requires_grad"), tensors)):
         position = [bool(tensor.requires_grad) for tensor in tensors].index(True)
         raise BatchifyError(
-            f"a tensor that requires grad (sample {position}) cannot go into a batch",
+            f"a tensor that requires grad (sample {position} of the batch) cannot go into a batch",
             "return it from the dataset with .detach()",
         )
 

@@ -30,7 +30,7 @@ def recommend(measurements: Sequence[Measurement], cores: int) -> str:
 
     Example:
         >>> recommend([Measurement("inline", 0, 1000, 64.0), Measurement("process", 2, 1100, 58.2)], cores=2)
-        'Inline is enough, so leave out num_workers: the best workers are 1.10 times as fast.'
+        'Inline is enough, so leave out num_workers: with workers it is at best 1.10 times as fast.'
     """
     good = [one for one in measurements if one.error is None]
     if not good:
@@ -41,7 +41,7 @@ def recommend(measurements: Sequence[Measurement], cores: int) -> str:
         return f"Only inline was measured, {_ms(inline)} per batch: add --pools inline,thread,process to compare."
     if inline is not None and best.samples_per_second < WORTH * inline.samples_per_second:
         times = max(one.samples_per_second for one in good if one is not inline) / inline.samples_per_second
-        return f"Inline is enough, so leave out num_workers: the best workers are {times:.2f} times as fast."
+        return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
     least = max(NEARLY * best.samples_per_second, WORTH * inline.samples_per_second if inline else 0.0)
     near = [one for one in good if one.samples_per_second >= least]
     chosen = min(near, key=lambda one: (one.workers, -one.samples_per_second))

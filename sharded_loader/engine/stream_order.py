@@ -198,7 +198,7 @@ class StreamOrder:
             length = len(self._dataset)
         except (TypeError, NotImplementedError):
             raise TypeError(
-                f"the loader has no length: how many batches a {self._kind} has is only known at its end. Give "
+                f"the loader has no length: the number of batches of a {self._kind} is only known at its end. Give "
                 f"steps_per_epoch=, or the dataset a __len__"
             ) from None
         share = -(-length // self.replicas()[0])

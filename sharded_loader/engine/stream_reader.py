@@ -253,8 +253,9 @@ class StreamReader(Reader):
         if found.ended and found.samples < then.samples:
             what = f"only {found.samples} samples, where it had yielded {then.samples}"
         return ValueError(
-            f"the state cannot be resumed: part {part.number} of the dataset, a {kind}, yields {what}. Its samples "
-            f"must be the same each time it is read: seed what is random in it by the epoch, or give it state_dict() "
+            f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, a {kind}, "
+            f"yields {what}. Its samples must be the same each time it is read, in every pool: draw random numbers "
+            f"from sample_rng(), not from the modules random, numpy.random and torch, or give the dataset state_dict() "
             f"and load_state_dict()"
         )
 

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.open_files import warn_of_open_file
 from sharded_loader.described import call_of
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
@@ -173,6 +174,8 @@ class ProcessPool(Pool):
     # -- verbs ----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
+        if self.start_method == "fork" and self.num_workers > 1:
+            warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
         self._workforce.start(NewJob(job, self.worker_init_fn, notes_samples))
         self._count_room()

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.open_files import warn_of_open_file
 from sharded_loader.described import call_of
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
@@ -177,6 +178,8 @@ class ThreadPool(Pool):
         self._reader = reader_for(job, notes_samples=self._watch.timeout is not None)
         if self.started:
             return
+        if self.num_workers > 1:
+            warn_of_open_file(job.dataset, "threads")
         # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"

@@ -66,7 +66,9 @@ def check_sampler(sampler: Any, name: str = "sampler") -> None:
     """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
     kind = type(sampler)
     method = getattr(kind, "__iter__", None)
-    if method is None and not hasattr(kind, "__getitem__"):
+    if isinstance(sampler, type):
+        raise TypeError(f"{name} is the class {sampler.__name__} itself: give an object of it, {sampler.__name__}(...)")
+    if isinstance(sampler, str) or (method is None and not hasattr(kind, "__getitem__")):
         raise TypeError(
             f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}: "
             "pass a sampler, a list, or an object with __iter__ and __len__"

@@ -265,19 +265,24 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
     if batch_sampler is not None:
         if isinstance(batch_sampler, int):
             raise TypeError(
-                f"batch_sampler is {batch_sampler!r}, a number. By position it comes after last_batch, as in GluonNLP, "
-                "not in torch's order: write the names, such as num_workers="
+                f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in "
+                "Gluon; in torch it is that of another argument: write the names, such as num_workers="
             )
         if batch_size is not None or shuffle or sampler is not None or last_batch is not None:
             raise ValueError(
-                "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "
-                "it decides all of that"
+                "batch_size, shuffle, sampler and last_batch (drop_last) must not be specified if batch_sampler is "
+                "specified: it decides all of that"
             )
         return
     if last_batch not in (None, "keep", "discard", "rollover"):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     if batch_size is None:
-        raise ValueError("batch_size must be specified unless batch_sampler is specified")
+        raise ValueError(
+            "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with "
+            "batch_size=None: from sharded_loader.torch import DataLoader"
+        )
+    if isinstance(shuffle, str) or callable(shuffle):
+        raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
     if sampler is not None and shuffle:
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
 

@@ -159,7 +159,7 @@ def test_samples_that_differ_in_their_other_keys_are_refused_where_the_keys_are_
     for rest in ("keep", List()):
         for other in ({"x": 2}, {"x": 2, "z": 3}, {"x": 2, "y": 3, "z": 4}):
             with pytest.raises(
-                ValueError, match=r"different keys: \{'x', 'y'\} in sample 0, .* in sample 1.*rest='drop'"
+                ValueError, match=r"different keys: \{'x', 'y'\} in sample 0 of the batch, .* in sample 1.*rest='drop'"
             ):
                 Dict({"x": Stack()}, rest=rest)([{"x": 1, "y": 1}, other])
 

@@ -84,9 +84,9 @@ def test_the_field_is_named(samples, field):
     ("samples", "message"),
     [
         ([{"a": 1}, {"a": 1}, {"b": 1}], r"keys.*'a'.*sample 0.*'b'.*sample 2"),
-        ([(1, 2), (1, 2, 3)], r"lengths: 2 in sample 0, 3 in sample 1"),
-        ([(1, np.zeros(2)), (1, None)], r"types: ndarray in sample 0, NoneType in sample 1.*\[1\].*List"),
-        ([(1, 2), {"a": 1}], "tuple in sample 0, dict in sample 1"),
+        ([(1, 2), (1, 2, 3)], r"lengths: 2 in sample 0 of the batch, 3 in sample 1"),
+        ([(1, np.zeros(2)), (1, None)], r"types: ndarray in sample 0 of the batch, NoneType in sample 1.*\[1\].*List"),
+        ([(1, 2), {"a": 1}], "tuple in sample 0 of the batch, dict in sample 1"),
         ([MyNT(1, 2), Pad], "types"),
         ([2**70, 1], "int64 nor uint64"),
         ([-1, 2**63], "int64 nor uint64"),

@@ -67,8 +67,10 @@ def test_fields_of_fields_are_one_path():
 
 
 def test_each_shape_is_shown_once_with_the_first_sample_that_has_it():
-    assert ragged([(1,), (2,), (1,)]).problem.endswith("cannot be stacked: (1,) (sample 0), (2,) (sample 1)")
-    assert ragged([(k,) for k in range(7)]).problem.endswith("(4,) (sample 4), ... (7 in all)")
+    assert ragged([(1,), (2,), (1,)]).problem.endswith(
+        "cannot be stacked: (1,) (sample 0 of the batch), (2,) (sample 1 of the batch)"
+    )
+    assert ragged([(k,) for k in range(7)]).problem.endswith("(4,) (sample 4 of the batch), ... (7 in all)")
 
 
 def test_a_users_function_finds_the_memory_in_empty():

@@ -56,7 +56,7 @@ def test_nested_and_compressed_sparse_tensors_are_refused_with_advice():
 def test_a_tensor_that_requires_grad_is_an_error_whatever_autograd_does(switch, place):
     tensors = [torch.ones(2), torch.ones(2)]
     tensors[place] = torch.ones(2, requires_grad=True)
-    with switch(), pytest.raises(ValueError, match=rf"requires grad \(sample {place}\).*detach"):
+    with switch(), pytest.raises(ValueError, match=rf"requires grad \(sample {place} of the batch\).*detach"):
         default_batchify_fn.assemble(tensors, np.empty)
     with switch():
         assert default_batchify_fn.assemble([one.detach() for one in tensors], np.empty).tolist() == [[1, 1], [1, 1]]
@@ -82,7 +82,7 @@ def test_tensors_of_any_kind_stack_as_torch_stacks_them(what):
 
 
 def test_shapes_that_differ_are_named():
-    with pytest.raises(ValueError, match=r"\(2,\) \(sample 0\), \(3,\) \(sample 1\)"):
+    with pytest.raises(ValueError, match=r"\(2,\) \(sample 0 of the batch\), \(3,\) \(sample 1 of the batch\)"):
         default_batchify_fn([torch.ones(2), torch.ones(3)])
 
 

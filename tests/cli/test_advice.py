@@ -19,7 +19,7 @@ def rows(*speeds: tuple[str, int, float]) -> list[Measurement]:
     [
         # Workers gain nothing.
         (rows(("process", 1, 900), ("process", 2, 1100)), 2, "Inline is enough, so leave out num_workers"),
-        (rows(("process", 1, 900), ("process", 2, 1100)), 2, "the best workers are 1.10 times as fast"),
+        (rows(("process", 1, 900), ("process", 2, 1100)), 2, "with workers it is at best 1.10 times as fast"),
         # The fewest workers that are nearly as fast as the best ones.
         (rows(("process", 2, 1900), ("process", 4, 3800), ("process", 8, 4000)), 8, "Use num_workers=4: 3.8 times"),
         (rows(("process", 2, 1900), ("process", 4, 1950)), 8, "Use num_workers=2: 1.9 times"),

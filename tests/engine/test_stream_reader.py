@@ -159,7 +159,9 @@ def test_samples_that_are_others_than_before_are_an_error_without_a_point() -> N
     for dataset, text in ((Parts((0, 2)), "only 2 samples, where it had yielded 4"), (Draws((0, 9)), "other samples")):
         result = read(reader_of(dataset), 1, 1, first)
         assert isinstance(result.error, ValueError) and result.point is None
-        assert "the state cannot be resumed: part 1" in str(result.error) and text in str(result.error)
+        assert "the epoch cannot go on after a resume or a lost worker: part 1" in str(result.error) and text in str(
+            result.error
+        )
 
 
 def test_an_interrupt_passes_and_the_batch_is_read_again_from_its_beginning() -> None:

@@ -8,14 +8,16 @@ import inspect
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, RandomSampler, ShardedDataLoader, ThreadPool
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
@@ -30,7 +32,7 @@ def make(**arguments: Any) -> ShardedDataLoader:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler"),
+        ({"batch_size": None}, ValueError, "batch_size must be specified unless batch_sampler .*sharded_loader.torch"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
         ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
         ({"batch_sampler": 4}, TypeError, "num_workers="),
@@ -83,6 +85,14 @@ def make(**arguments: Any) -> ShardedDataLoader:
         ({"dataset": list}, TypeError, r"the class list itself: give an object of it, list\(\.\.\.\)"),
         ({"batch_sampler": 4}, TypeError, "batch_sampler is 4, a number.*num_workers="),  # torch's positions
         ({"resident": True}, ValueError, "resident"),
+        ({"dataset": "/data/train"}, TypeError, r"the str '/data/train', not an object that reads.*list\(text\)"),
+        ({"dataset": Path("train")}, TypeError, "Path 'train', not an object that reads samples"),
+        ({"shuffle": "yes"}, TypeError, "shuffle is 'yes'; it must be True or False"),
+        ({"shuffle": RandomSampler}, TypeError, "sampler="),
+        ({"sampler": "random"}, TypeError, "sampler must be a sampler .* got 'random' of type str"),
+        ({"sampler": RandomSampler}, TypeError, r"the class RandomSampler itself: give an object"),
+        ({"pool": ProcessPool}, ValueError, r"a pool object: ProcessPool\(2\)"),
+        ({"pool": "spawn", "num_workers": 3}, ValueError, r"ProcessPool\(3, start_method='spawn'\)"),
         ({"nonsense": 1}, TypeError, "no argument 'nonsense'"),
         ({"shufle": True}, TypeError, "did you mean 'shuffle'"),
         ({"batchify_fn": Stack}, TypeError, r"Stack\(\)"),
@@ -93,6 +103,21 @@ def test_wrong_arguments_are_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**arguments)
+
+
+def test_a_tuple_of_columns_is_read_as_samples_with_a_warning() -> None:
+    columns = np.zeros((10, 3)), torch.arange(10)
+    with pytest.warns(UserWarning, match=r"tuple of 2 arrays with 10 rows each.*ArrayDataset\(\*arrays\)"):
+        assert len(make(dataset=columns, batch_size=1)) == 2
+    for samples in (
+        (np.zeros(2), np.zeros(2)),
+        (np.zeros(3), np.zeros(4)),
+        (np.float32(1), np.float32(2)),
+        list(columns),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(make(dataset=samples, batch_size=1)) == 2
 
 
 @pytest.mark.parametrize(
