@@ -82,7 +82,7 @@ def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
 
 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
-    """How many samples a dataset has; None if it has no length.
+    """The number of samples in a dataset; None if it has no length.
 
     Args:
         dataset: any.
@@ -180,7 +180,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
 
 
 def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
-    """How many rows each of the arrays has, if all have as many, and more than there are arrays; otherwise 0."""
+    """The number of rows of each array, if all have as many, and more than there are arrays; otherwise 0."""
     if not arrays or not all(isinstance(one, np.ndarray) or is_tensor(one) for one in arrays):
         return 0
     lengths = {len(one) if one.ndim else 0 for one in arrays}

@@ -125,7 +125,7 @@ class LoaderAttributes:
 
     @property
     def num_workers(self) -> int:
-        """How many workers read at the same time; 0 if the loop reads itself."""
+        """The number of workers that read at the same time; 0 if the main process reads."""
         return self._workers.num_workers
 
     @property
@@ -194,7 +194,7 @@ class LoaderAttributes:
 
     @property
     def num_skipped(self) -> int:
-        """How many samples ``on_error`` has skipped or replaced."""
+        """The number of samples that ``on_error`` has skipped or replaced."""
         return self._meter.num_skipped
 
     # -- position ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from sharded_loader.epochs import Epochs
 from sharded_loader.errors import LoaderClosedError, as_batch_error
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.progress import Mark, Progress
-from sharded_loader.stats import Counts, Meter
+from sharded_loader.stats import ZERO, Counts, Meter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -76,7 +76,7 @@ class EpochIterator(Iterator[Batch]):
         self._last_ended: float | None = None
         self._counted: Run | None = None  # the run that `_counts` belongs to
         self._counts: Counts
-        self._retries = 0  # of this process, when the epoch began
+        self._own = ZERO  # when the epoch began
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
@@ -138,7 +138,7 @@ class EpochIterator(Iterator[Batch]):
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
-            self._retries = meter.own_retries()
+            self._own = meter.own()
             self._epochs.choose(self)
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
@@ -196,7 +196,7 @@ class EpochIterator(Iterator[Batch]):
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
             if self._counted is not run:
-                self._counted, self._counts = run, meter.begin(run.epoch, self._retries)
+                self._counted, self._counts = run, meter.begin(run.epoch, self._own)
             waiting = self._last_ended - began
             meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
             if result.error is None and meter.looks is None:

@@ -222,7 +222,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         place = self._placement
         self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self.device_prefetch = self._placement.ahead
-        self._meter = Meter(dataset)
+        self._meter = Meter(dataset, self._workers)
         self._progress = Progress(self._order)
         self._epochs = Epochs(
             dataset,

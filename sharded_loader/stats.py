@@ -16,10 +16,11 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
+from sharded_loader.engine.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LoaderStats:
         reading_seconds: time the workers spent reading and batching, all workers added up.
         placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
         retries: requests to a server that had to be tried again, in this process and in workers (`ShardDataset`).
+        replaced_workers: workers that died, or stood still for longer than ``timeout``, and were replaced.
 
     Example:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
@@ -50,6 +52,7 @@ class LoaderStats:
     reading_seconds: float = 0.0
     placing_seconds: float = 0.0
     retries: int = 0
+    replaced_workers: int = 0
 
     @property
     def samples_per_second(self) -> float:
@@ -92,21 +95,32 @@ class LoaderStats:
         )
 
 
+class Own(NamedTuple):
+    """What is not counted batch by batch, since the loader was made: fields of `LoaderStats`."""
+
+    retries: int
+    replaced_workers: int
+
+
+ZERO = Own(0, 0)
+
+
 class Counts:
     """What one iterator has delivered in its epoch.
 
     Attributes:
-        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries: as in `LoaderStats`.
-        began, ended: how many requests this process had tried again when the epoch began, and when the next one began.
+        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries, replaced_workers: as in
+            `LoaderStats`.
+        began, ended: what was `own` when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
 
-    began = 0
-    ended: int | None = None
+    began = ZERO
+    ended: Own | None = None
     sum: Counts | None = None
 
     def __init__(self) -> None:
-        self.batches = self.samples = self.retries = 0
+        self.batches = self.samples = self.retries = self.replaced_workers = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
 
     def merge(self, other: Counts) -> None:
@@ -114,14 +128,11 @@ class Counts:
         for field in reversed(dataclasses.fields(LoaderStats)):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def report(self, own_retries: int = 0) -> LoaderStats:
-        """The counts so far.
-
-        Args:
-            own_retries: how many requests this process has tried again, since it began.
-        """
+    def report(self, own: Own = ZERO) -> LoaderStats:
+        """The counts so far. ``own`` is as `Meter.own` returns it."""
         counts = {field.name: getattr(self, field.name) for field in reversed(dataclasses.fields(LoaderStats))}
-        counts["retries"] += (own_retries if self.ended is None else self.ended) - self.began
+        for name, before, now in zip(Own._fields, self.began, self.ended or own, strict=True):
+            counts[name] += now - before
         return LoaderStats(**counts)
 
 
@@ -133,18 +144,20 @@ class Meter:
 
     Args:
         dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
+        pool: what reads it, and counts the workers that it replaces.
 
     Attributes:
         epochs: the counts of the last epochs, by their numbers.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
-        num_skipped: how many samples in all.
+        num_skipped: the number of samples in all.
         looks: what the first batch looked like; None before it.
     """
 
     KEPT = KEPT_EPOCHS = 1000
 
-    def __init__(self, dataset: Any = None) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any = None, pool: Pool | None = None) -> None:
+        self._dataset, self._pool = dataset, pool
+        self._replaced_before = 0 if pool is None else pool.replaced  # for another loader
         self.epochs: dict[int, Counts] = {}
         self._sum = Counts()  # of the iterators before the last ones
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
@@ -152,11 +165,11 @@ class Meter:
         self.num_skipped = 0
         self.looks: str | None = None
 
-    def begin(self, epoch: int, own_retries: int) -> Counts:
+    def begin(self, epoch: int, own: Own) -> Counts:
         """An iterator delivers its first batch of an epoch: the counts to `add` to."""
-        self._last[-1][1].ended = own_retries
+        self._last[-1][1].ended = own
         counts = Counts()
-        counts.began = own_retries
+        counts.began = own
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_EPOCHS:
@@ -202,19 +215,19 @@ class Meter:
         self.num_skipped += len(skipped)
         del self.skipped[: -self.KEPT]
 
-    def own_retries(self) -> int:
-        """How many requests this process has tried again for the dataset."""
-        return retries_of(self._dataset)
+    def own(self) -> Own:
+        """Requests that this process has tried again for the dataset, and workers that the pool has replaced."""
+        return Own(retries_of(self._dataset), 0 if self._pool is None else self._pool.replaced - self._replaced_before)
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; zeros if it has given nothing yet."""
         if epoch is not None:
             counts = self.epochs.get(epoch)
-            return LoaderStats() if counts is None else counts.report(self.own_retries())
+            return LoaderStats() if counts is None else counts.report(self.own())
         total = Counts()
         for one in (self._sum, *(counts for _, counts in tuple(self._last))):
             total.merge(one)
-        return total.report(self.own_retries())
+        return total.report(self.own())
 
 
 def describe(batch: Any) -> str:

@@ -168,14 +168,14 @@ def can_pass_descriptors() -> bool:
 
 
 class Limit(NamedTuple):
-    """How many bytes are free, and what sets that limit, in words."""
+    """The number of bytes that are free, and what sets that limit, in words."""
 
     nbytes: int
     what: str
 
 
 def processes_here() -> int:
-    """How many processes share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
+    """The number of processes that share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
 
     Raises:
         ValueError: the variable holds no such number.

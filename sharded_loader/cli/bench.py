@@ -15,7 +15,7 @@ from sharded_loader.cli.advice import ms_text, recommend
 from sharded_loader.cli.facts import cores_for_workers
 from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, measure, rows_of
 from sharded_loader.cli.output import CannotRun, Steps, complain, json_option, quiet_option, say, say_json, show_table
-from sharded_loader.cli.target import find_dataset, kind_of
+from sharded_loader.cli.target import find_dataset, find_function, kind_of
 
 POOLS = ("inline", "thread", "process", "ray")
 DEFAULT_POOLS = "inline,thread,process"
@@ -44,6 +44,11 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
 @click.command(short_help="Measure how fast your dataset is read.")
 @click.argument("dataset", metavar="MODULE:DATASET")
 @click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Samples per batch.")
+@click.option(
+    "--collate",
+    metavar="MODULE:FUNCTION",
+    help="Makes a batch of a list of samples, as batchify_fn or collate_fn. Default: the loader's own.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -75,6 +80,7 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
 def bench(
     dataset: str,
     batch_size: int,
+    collate: str | None,
     seconds: float,
     workers: list[int],
     pools: list[str],
@@ -90,6 +96,7 @@ def bench(
     from sharded_loader.data.inspection import is_stream
 
     found = find_dataset(dataset)
+    batchify_fn = None if collate is None else find_function(collate)
     stream = is_stream(found)
     if stream and shuffle:
         raise CannotRun(f"{dataset} has only __iter__ and comes in its own order: leave out --shuffle")
@@ -106,6 +113,7 @@ def bench(
                 batch_size=batch_size,
                 seconds=seconds,
                 shuffle=shuffled,
+                batchify_fn=batchify_fn,
                 on_turn=lambda number, row: steps.update(number, str(row)),
             )
     except DatasetFailed as error:

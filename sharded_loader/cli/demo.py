@@ -122,11 +122,11 @@ def explain_waiting(share: float) -> str:
 
     Example:
         >>> explain_waiting(0.021)
-        '  (no batch was ready for 2.1% of the time: a faster loader saves at most that; it matters from about 10%)'
+        '  (no batch was ready for 2.1% of the time: a faster loader saves at most that; it matters from about 5%)'
     """
     return (
         f"  (no batch was ready for {share:.1%} of the time: a faster loader saves at most that; "
-        f"it matters from about 10%)"
+        f"it matters from about 5%)"
     )
 
 

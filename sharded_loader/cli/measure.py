@@ -75,6 +75,7 @@ def measure(
     batch_size: int,
     seconds: float,
     shuffle: bool,
+    batchify_fn: Callable[[list[Any]], Any] | None = None,
     on_turn: Callable[[int, Row], object] = lambda number, row: None,
 ) -> list[Measurement]:
     """Measure every row in several rounds.
@@ -85,6 +86,7 @@ def measure(
         batch_size: samples per batch.
         seconds: for each row, all rounds together, without what is not counted.
         shuffle: read in random order.
+        batchify_fn: makes a batch of a list of samples, as for the loader; None: the default.
         on_turn: called before each turn with its number, from 0, and its row.
 
     Returns:
@@ -93,6 +95,7 @@ def measure(
     Raises:
         DatasetFailed: the dataset raised in the main process, or it has no samples.
     """
+    arguments = {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
     turns: dict[Row, list[tuple[float, float]]] = {row: [] for row in rows}
     errors: dict[Row, str] = {}
     for number in range(ROUNDS * len(rows)):
@@ -101,7 +104,7 @@ def measure(
         if row in errors:
             continue
         try:
-            turns[row].append(_turn(dataset, row, batch_size, seconds / ROUNDS, shuffle))
+            turns[row].append(_turn(row, seconds / ROUNDS, arguments))
         except DatasetFailed:
             raise
         except Exception as error:
@@ -116,12 +119,12 @@ def measure(
     ]
 
 
-def _turn(dataset: Any, row: Row, batch_size: int, seconds: float, shuffle: bool) -> tuple[float, float]:
-    """Samples per second and milliseconds per batch."""
+def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:
+    """Samples per second and milliseconds per batch, of a loader with these arguments."""
     from sharded_loader import ShardedDataLoader
 
     pool: Any = row.pool
-    with ShardedDataLoader(dataset, batch_size, shuffle=shuffle, num_workers=row.workers, pool=pool, seed=0) as loader:
+    with ShardedDataLoader(num_workers=row.workers, pool=pool, seed=0, **arguments) as loader:
         batches = _without_end(loader)
         for _ in range(1 + 2 * row.workers):
             next(batches)

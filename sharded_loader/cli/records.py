@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from array import array
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -94,6 +95,10 @@ def pack(
     if quiet:
         return
     say(f"{out}: {counted(len(listing.entries), 'record')}, {size_text(nbytes)}; index in {index_of(out).name}")
+    kinds = Counter(entry.path.suffix.lower() or "no suffix" for entry in listing.entries)
+    if len(kinds) > 1:
+        shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(10)]
+        say(f"files: {', '.join(shown)}. To pack one kind only: --suffix {kinds.most_common(1)[0][0]}")
     if listing.names:
         shown = [f"{number} {name}" for name, number in list(listing.names.items())[:10]]
         say(f"labels: {', '.join(shown)}{', ...' if len(listing.names) > 10 else ''}")

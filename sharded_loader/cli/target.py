@@ -1,6 +1,7 @@
 """The user's dataset by its name: ``module:dataset`` or ``path/to/file.py:dataset``.
 
     "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
+    "package.data:collate"   --import--> a function
 
 The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
 ``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
@@ -34,13 +35,36 @@ def find_dataset(target: str) -> Any:
         CannotRun: there is none, or it cannot be made or read.
 
     Example:
-        >>> find_dataset("string:digits")
-        '0123456789'
+        >>> find_dataset("keyword:kwlist")[:2]
+        ['False', 'None']
     """
+    return _checked(_made(_find(target, "dataset"), target), target)
+
+
+def find_function(target: str) -> Callable[..., Any]:
+    """The function that the user has named, as `find_dataset` finds a dataset.
+
+    Args:
+        target: ``module:function`` or ``path/to/file.py:function``.
+
+    Raises:
+        CannotRun: there is none.
+
+    Example:
+        >>> find_function("operator:add")(1, 2)
+        3
+    """
+    found = _find(target, "function")
+    if not callable(found):
+        raise CannotRun(f"{target} is a {type(found).__name__}, not a function: name a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _find(target: str, what: str) -> Any:
     place, colon, name = target.rpartition(":")
     if not colon or name.endswith(".py") or not name:
         module = _import(target.rstrip(":") if not name else target)
-        raise CannotRun(f"{target!r} names no dataset: write {target.rstrip(':')}:NAME{_candidates(module)}")
+        raise CannotRun(f"{target!r} names no {what}: write {target.rstrip(':')}:NAME{_candidates(module)}")
     if not place:
         raise CannotRun(f"{target!r} names no module: write module{target} or path/to/file.py{target}")
     module = _import(place)
@@ -50,7 +74,7 @@ def find_dataset(target: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise CannotRun(f"{place} has no {name!r}{_similar(part, found)}") from None
-    return _checked(_made(found, target), target)
+    return found
 
 
 def kind_of(dataset: Any) -> str:

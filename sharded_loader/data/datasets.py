@@ -55,7 +55,7 @@ class Dataset:
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> ConcatDataset:

@@ -39,7 +39,7 @@ def whole_numbers(weights: Iterable[Any] | None, count: int) -> list[int]:
 
     Args:
         weights: numbers of 0 or more; None: equal ones.
-        count: how many weights there must be.
+        count: the number of weights that are needed.
 
     Returns:
         The smallest ones, where a sum of up to `MOST` keeps the ratio. Otherwise the ratio is rounded to 65,536ths, and

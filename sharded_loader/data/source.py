@@ -55,8 +55,8 @@ class Source:
         has_own_state: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
 
     Attributes:
-        passes: how often it has been read to its end.
-        taken: how many samples of this pass were read.
+        passes: the number of times that it has been read to its end.
+        taken: the number of samples of this pass that were read.
 
     Example:
         >>> source = Source(0, "abc", BEGINNING)

@@ -196,7 +196,7 @@ class Remembered(Wrapper):
 
     @property
     def cached(self) -> int:
-        """How many samples this process keeps."""
+        """The number of samples that this process keeps."""
         return len(self._store.entries)
 
     def __getitem__(self, index: Any) -> Any:

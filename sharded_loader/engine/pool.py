@@ -45,9 +45,10 @@ class Pool(ABC):
     """Reads samples and makes batches of them. One loader owns one pool.
 
     Attributes:
-        num_workers: how many workers read at the same time; 0 if the caller does.
-        group: how many tasks are best submitted together, more than one while batches are cheap.
-        room: how many tasks `submit` takes now.
+        num_workers: the number of workers that read at the same time; 0 if the caller does.
+        group: the number of tasks that are best submitted together, more than one while batches are cheap.
+        room: the number of tasks that `submit` takes now.
+        replaced: the number of workers that have ended, or stood still, and whose place another has taken.
         shares_dataset: whether the samples are read from the main process's own dataset object.
         is_here: whether the workers are on this machine, and see its files.
         empty: gives the memory that batches are put together in, where that is this process's own.
@@ -59,6 +60,7 @@ class Pool(ABC):
     num_workers: int = 0
     group: int = 1
     room: int = 0
+    replaced: int = 0
     shares_dataset: bool = True
     is_here: bool = True
     waiting: bool = False

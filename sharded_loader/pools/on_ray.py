@@ -284,6 +284,7 @@ class RayPool(Pool):
             member.calls.pop(what, None)  # type: ignore[arg-type]
             team.take_back(call.tasks if call is not None else ())
         else:  # it has died, was killed for want of memory, or is out of reach
+            self.replaced += member in team.members  # not told of before
             results += team.bury(member, error)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:

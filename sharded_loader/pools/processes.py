@@ -251,6 +251,7 @@ class ProcessPool(Pool):
                 self._take(handle, results)
             if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
                 results += workforce.bury(handle)
+                self.replaced += 1
         if self.timeout is not None:
             workforce.stop_late()
         requeued = workforce.requeued

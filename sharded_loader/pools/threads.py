@@ -238,6 +238,7 @@ class ThreadPool(Pool):
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
             shared.threads = [another if one is thread else one for one in shared.threads]
             another.start()
+            self.replaced += 1
 
     def wake(self) -> None:
         for shared in self._running:

@@ -14,6 +14,7 @@ What can go wrong: workers die before they can do anything (`PoolBroken`). The w
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from typing import Any
 
@@ -238,6 +239,8 @@ class Workforce:
         for handle in self.watch.late(watched):
             handle.hung = True
             with uninterrupted():
+                late = f"worker {handle.number} (pid {handle.pid}) made no progress for {self.watch.timeout:g} s"
+                print(f"sharded_loader: {late}. Its stacks:", file=sys.stderr, flush=True)
                 handle.dump_stacks()
                 handle.kill()
             self.ended.add(handle.sentinel)

@@ -2,7 +2,7 @@
 
     sampler.epoch_table(epoch)         pure: that epoch as a table of items by position       (loaders use this)
     sampler.iter_epoch(epoch, start)   pure: the same items, one after the other
-    sampler.len_epoch(epoch)           pure: how many items that epoch has
+    sampler.len_epoch(epoch)           pure: the number of items in that epoch
     iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
     sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
 
@@ -200,7 +200,7 @@ class Sampler(Described, Generic[Item_co]):
         )
 
     def len_epoch(self, epoch: int) -> int:
-        """How many items an epoch has (not all need have the same number). Leaves `epoch` alone."""
+        """The number of items in an epoch, which may differ from epoch to epoch. It does not change `epoch`."""
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
 

@@ -38,7 +38,7 @@ class FixedBucketSampler(Sampler[Any]):
     Args:
         lengths: integers above 0, shape (n,), or (n, k) for samples of k parts.
         batch_size: samples per batch; with ``use_average_length``, tokens per batch.
-        num_buckets: how many buckets to make. Not used with ``bucket_keys``.
+        num_buckets: the number of buckets to make. Not used with ``bucket_keys``.
         bucket_keys: greatest length of each bucket (ints, or tuples of k ints; an array works too). None: made by
             ``bucket_scheme``.
         ratio: scales up the batches of shorter buckets: a bucket with key K has batches of

@@ -67,7 +67,7 @@ class BucketScheme(Described):
         Args:
             max_lengths: the greatest length, or one per part.
             min_lengths: the smallest length, or one per part.
-            num_buckets: how many buckets.
+            num_buckets: the number of buckets.
 
         Returns:
             ``num_buckets`` ints. With several parts, ``num_buckets`` tuples of one int per part.

@@ -81,7 +81,7 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
 
 
 def len_epoch(sampler: Any, epoch: int) -> int:
-    """How many items an epoch of any sampler has.
+    """The number of items in an epoch of any sampler.
 
     Raises:
         TypeError: if a foreign sampler has no ``__len__``, or one that raises: whatever it raises means that the

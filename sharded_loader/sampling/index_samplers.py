@@ -54,7 +54,7 @@ class SequentialSampler(IndexSampler):
     """Indices in order: start, start + 1, ... start + length - 1.
 
     Args:
-        length: how many.
+        length: the number of samples.
         start: the first.
 
     Raises:

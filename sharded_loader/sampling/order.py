@@ -245,7 +245,7 @@ class EpochOrder:
         return (self.signature(epoch), arguments_of(self._given), self.replicas(), self.arrays) if own else None
 
     def length(self, epoch: int) -> int:
-        """How many batches the epoch has for this rank."""
+        """The number of batches in the epoch for this rank."""
         return self.read(epoch).length()
 
 

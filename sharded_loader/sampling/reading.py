@@ -213,7 +213,7 @@ class EpochReading:
         return Position(self.epoch + 1, 0, None if mark is None or mark.state is None else replace(mark, finished=True))
 
     def length(self) -> int:
-        """How many batches the epoch has, those before `first` included.
+        """The number of batches in the epoch, those before `first` included.
 
         Raises:
             TypeError: a sampler of another library has no ``__len__``.

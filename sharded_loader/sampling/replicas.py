@@ -33,7 +33,7 @@ from sharded_loader.system import integer
 
 
 def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """How many replicas there are, and which one this process is.
+    """The number of replicas, and which one this process is.
 
     Args:
         num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and
@@ -124,8 +124,8 @@ class ReplicaSampler(WrapperSampler[Any]):
 
     Args:
         sampler: any sampler of indices or of batches, the same on all ranks.
-        ask: how many ranks there are, and which is this one. It is asked whenever that matters, because the process
-            group may not be up yet.
+        ask: a function that returns the number of ranks, and which is this one. It is asked whenever that matters,
+            because the process group may not be up yet.
         truncate: leave out the end of the epoch that not all ranks get a share of; otherwise pad it by
             wrapping round to the beginning.
         seed: starts ``sampler`` if another library made it; the same on all ranks.
@@ -149,7 +149,7 @@ class ReplicaSampler(WrapperSampler[Any]):
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks there are, as far as is known now."""
+        """The number of ranks, as far as is known now."""
         return self._ask()[0]
 
     @property
@@ -169,7 +169,7 @@ class SplitSampler(Sampler[int]):
 
     Args:
         length: number of samples of the whole dataset.
-        num_parts: how many parts.
+        num_parts: the number of parts.
         part_index: which of them, from 0.
         even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
             are short, random samples of other parts are added.

@@ -31,7 +31,7 @@ class Rolling:
         epoch: which epoch. It begins where the whole batches of the epochs before it end.
         total: the number of items before the beginning, counted over all epochs from epoch 0. The batches end where
             epoch + 1 begins. None: begin where the epoch begins.
-        batches: how many batches an epoch has, whatever the length; None: those that fit.
+        batches: the number of batches in an epoch, whatever the length; None: those that fit.
 
     Attributes:
         first: number of the first batch.
@@ -89,7 +89,7 @@ class Stretch:
 
     Args:
         length: items in an epoch.
-        replicas: how many ranks there are. ``ceil(length / replicas)`` steps are an epoch.
+        replicas: the number of ranks. ``ceil(length / replicas)`` steps are an epoch.
         epoch, offset: where the stretch begins: after ``offset`` items of this epoch.
 
     Attributes:

@@ -33,8 +33,8 @@ class EqualShards(Sequence[int]):
     """The lengths of shards that all have ``size`` samples; the last one may have fewer. They take no memory.
 
     Args:
-        total: how many samples there are.
-        size: how many are in a shard.
+        total: the number of samples.
+        size: the number of samples in a shard.
 
     Raises:
         TypeError, ValueError: no integers, ``total`` below 0 or above 2**62, ``size`` below 1.
@@ -75,10 +75,10 @@ class ShardShuffleSampler(IndexSampler):
     16, 32 or 64 ranks. A rank then has ``window * lanes / ranks`` shards at hand.
 
     Args:
-        lengths: how many samples each shard has, in the order of the dataset's indices; a sequence of integers, or
+        lengths: the number of samples in each shard, in the order of the dataset's indices; a sequence of integers, or
             `EqualShards`.
-        window: how many shards are mixed.
-        lanes: how many windows are read in turns.
+        window: the number of shards that are mixed.
+        lanes: the number of windows that are read in turns.
         seed: with the epoch it decides the order. None draws one from torch's default generator.
 
     Raises:

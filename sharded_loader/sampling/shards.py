@@ -66,7 +66,7 @@ def check_shares(weights: Any, num_shards: int) -> list[float]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """How many of ``n`` samples each shard gets.
+    """The number of samples that each shard gets of ``n``.
 
     Args:
         n: number of samples.

@@ -82,7 +82,7 @@ class Checkpoint:
 
     Attributes:
         epoch: number of the epoch that the sampler was told.
-        items: how many it had yielded.
+        items: the number that it had yielded.
         checksum: CRC-32 of them.
         rank: of a sampler that yields its rank's part (torch's DistributedSampler); None: the same on all ranks.
         finished: it had no more.

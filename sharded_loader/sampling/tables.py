@@ -110,9 +110,9 @@ class Table:
     """The items of one epoch of a sampler of ours.
 
     Args:
-        length: how many items there are.
+        length: the number of items.
         at: positions -> an int64 array of indices, or a list of other items.
-        block: how many to ask for at once, where somebody reads them one after the other.
+        block: the number to ask for at once, where somebody reads them one after the other.
 
     Example:
         >>> squares = Table(5, lambda positions: positions**2, block=3)
@@ -212,7 +212,7 @@ class Dealt(Table):
 
     Args:
         table, replicas, rank: the global order, how many ranks there are, and which is this one.
-        offset: how many items of the global order to leave out before the rest is dealt.
+        offset: the number of items at the beginning of the global order that are left out.
         truncate: leave an incomplete last group out.
 
     Example:

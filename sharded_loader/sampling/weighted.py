@@ -34,7 +34,7 @@ class WeightedRandomSampler(IndexSampler):
 
     Args:
         weights: 1-D, one non-negative number per sample, or per group of samples; they need not sum to one.
-        num_samples: how many to draw per epoch.
+        num_samples: the number of samples to draw in each epoch.
         replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
             epoch has the same `sample_rng`, so it is augmented in the same way.
         seed: with the epoch it decides what is drawn. None draws one from torch's default generator.

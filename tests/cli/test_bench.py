@@ -36,6 +36,8 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "        if os.getpid() != self.pid: raise OSError('a closed file')\n"
         "        return index\n"
         "main_only = MainOnly()\n"
+        "ragged = [[1] * (1 + number % 3) for number in range(100)]\n"
+        "def longest(samples): return max(map(len, samples))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -50,6 +52,17 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
     assert [row.split()[:2] for row in rows] == [["inline", "0"], ["thread", "2"], ["process", "2"]]
     assert rows[0].endswith("1.00")
     assert advice.startswith(("Use num_workers=2", "Inline is enough"))
+
+
+def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "benched_data:ragged", *QUICK]) == 2
+    assert "different" in capsys.readouterr().err
+    assert main(["bench", "benched_data:ragged", *QUICK, "--collate", "benched_data:longest"]) == 0
+    assert capsys.readouterr().out.startswith("benched_data:ragged: list, 100 samples")
+    assert main(["bench", "benched_data:ragged", *QUICK, "--collate", "benched_data:numbers"]) == 2
+    assert "benched_data:numbers is a list, not a function" in capsys.readouterr().err
 
 
 def test_json_has_the_numbers_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,14 @@ def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture
     assert [header.label for header, _ in found] == [0, 0, 1]
 
 
+def test_files_of_several_kinds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pictures/cat/notes.txt").write_text("not a picture")
+    assert main(["records", "pack", "pictures", "out.rec"]) == 0
+    kinds = {path.suffix for path in map(Path, PICTURES)}
+    assert len(kinds) == 1
+    assert f"files: 3 {kinds.pop()}, 1 .txt. To pack one kind only: --suffix " in capsys.readouterr().out
+
+
 def test_the_numbers_of_a_label_file_are_used_and_it_stays(capsys: pytest.CaptureFixture[str]) -> None:
     Path("labels.txt").write_text("dog\t3\ncat\t4\nbird\t5\n")
     assert main(["records", "pack", "pictures", "out.rec", "--labels", "labels.txt", "-q"]) == 0

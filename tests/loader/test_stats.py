@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
-from sharded_loader.stats import Counts, LoaderStats, Meter, describe
+from sharded_loader.stats import ZERO, Counts, LoaderStats, Meter, describe
 
 
 class Pair(NamedTuple):
@@ -95,6 +98,7 @@ NAMES = [
     "reading_seconds",
     "placing_seconds",
     "retries",
+    "replaced_workers",
     "samples_per_second",
     "waiting_share",
 ]
@@ -270,6 +274,59 @@ def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
     assert [loader.stats(epoch).retries for epoch in (0, 1, None)] == [4, 3, 7]
 
 
+class Deadly:
+    """Sample 5 kills the process that reads it, the first time in each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        marks = len(list(self.folder.iterdir()))
+        if index == 5:
+            (self.folder / str(marks)).touch()
+            if marks % 2 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
+    pool = ProcessPool(2, start_method=start_method)
+    with ShardedDataLoader(Deadly(tmp_path), 2, pool=pool) as loader:
+        for _ in range(2):
+            assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
+        assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 1, 2]
+    with ShardedDataLoader(range(12), 2, pool=pool) as loader:
+        list(loader)
+        assert loader.stats().replaced_workers == 0, "those of another loader do not count"
+
+
+def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
+    dataset = Slow()
+    with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=0.2)) as loader:
+        iterator = iter(loader)
+        with pytest.raises(WorkerTimeoutError):
+            list(iterator)
+        assert loader.stats().replaced_workers == 1
+        dataset.go_on.set()
+
+
+class Slow:
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self.go_on.wait(10)
+        return index
+
+
 @pytest.mark.parametrize("epoch", [-1, 1.5, "0", True])
 def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="epochs count from 0"):
@@ -279,14 +336,14 @@ def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
 def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     meter = Meter()
     for epoch in range(Meter.KEPT_EPOCHS + 5):
-        meter.begin(epoch, 0).batches = 1
+        meter.begin(epoch, ZERO).batches = 1
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
 
 
 def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     meter, result = Meter(), Result(0, 0, samples=3)
-    iterators = [meter.begin(epoch, 0) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
+    iterators = [meter.begin(epoch, ZERO) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
     for counts in iterators:
         meter.add(counts, 1.0, 2.0, 0.0, result)
     stats = meter.stats()

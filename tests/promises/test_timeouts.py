@@ -92,6 +92,7 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
     if method != "forkserver":  # whose output is elsewhere
         stacks = capfd.readouterr().err
         assert f"in {how.__name__}" in stacks and "recovery_samples.py" in stacks
+        assert re.search(r"sharded_loader: worker [01] \(pid \d+\) made no progress for .* s\. Its stacks:\n", stacks)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
