@@ -12,6 +12,7 @@ The iterator owns the workers, not the loader. So you can pickle and copy a load
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from sharded_loader.iterator import Batch
 from sharded_loader.sampling.base import tell_epoch
 
 __all__ = ["DataLoader"]
+
+_HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.6 has it, 2.4 not
 
 
 class DataLoader(torch.utils.data.DataLoader[Batch]):
@@ -140,8 +143,9 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
-            in_order=in_order,
+            **({"in_order": in_order} if _HAS_IN_ORDER else {}),
         )
+        self.in_order = in_order
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,

@@ -312,6 +312,7 @@ MODULES = ("iterator.py", "pipeline.py", "placement.py", "copies.py")
 
 
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.costly(2)
 def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
     machine: Machine, new_pool: Callable[..., Pool], step: int
 ) -> None:

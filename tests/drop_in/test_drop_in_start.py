@@ -69,7 +69,7 @@ TWICE = ("eager batches", "eager, one by one", "stateful iterators")
 
 
 @covering(kind=KINDS, workers=[0, 2])
-@pytest.mark.costly(16)
+@pytest.mark.costly(9)
 def test_the_first_epoch_is_torchs(kind: str, workers: int) -> None:
     if kind != "shuffle, seed":
         assert_as_torchs(DATA, KINDS[kind], num_workers=workers)

@@ -277,6 +277,7 @@ def test_a_loader_that_is_made_from_the_attributes_gives_the_same_batches(name: 
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.costly(13)
 def test_a_copy_gives_the_same_batches(name: str, again: Callable[[Any], Any]) -> None:
     if again is copy.copy and name in ("shuffle", "generator"):
         return  # it shares the sampler, whose next epoch comes

@@ -19,6 +19,7 @@ from tests import fuzz, naive
 BLOCK = 100
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("part", range(2))
 def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
     for case in range(20):
