@@ -270,8 +270,8 @@ def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: An
             )
         if batch_size is not None or shuffle or sampler is not None or last_batch is not None:
             raise ValueError(
-                "batch_size, shuffle, sampler and last_batch (drop_last) must not be specified if batch_sampler is "
-                "specified: it decides all of that"
+                "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified: "
+                "it decides all of that. drop_last is torch's name for last_batch"
             )
         return
     if last_batch not in (None, "keep", "discard", "rollover"):

@@ -295,7 +295,7 @@ class Deadly:
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
     pool = ProcessPool(2, start_method=start_method)
-    with ShardedDataLoader(Deadly(tmp_path), 2, pool=pool) as loader:
+    with ShardedDataLoader(Deadly(tmp_path), 2, pool=pool, prefetch_epochs=False) as loader:
         for _ in range(2):
             assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
         assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 1, 2]
