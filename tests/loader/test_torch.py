@@ -91,6 +91,8 @@ MADE: dict[str, Callable[[], dict[str, Any]]] = {
     "many workers": lambda: {"batch_size": 2, "num_workers": 2, "prefetch_factor": 1, "persistent_workers": True},
     "in any order": lambda: {"batch_size": 2, "in_order": False},
 }
+if "in_order" not in inspect.signature(TORCHS).parameters:  # before torch 2.6
+    del MADE["in any order"]
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -322,7 +324,7 @@ def test_datapipes_are_read_by_torchs_own_workers() -> None:
 
 def test_without_workers_a_timeout_is_refused_as_torch_refuses_it() -> None:
     for kind in (TORCHS, DataLoader):
-        with pytest.raises(AssertionError, match="timeout == 0"):
+        with pytest.raises(AssertionError, match="timeout == 0|^$"):
             iter(kind(Rows(), timeout=3))
 
 
