@@ -98,7 +98,7 @@ def pack(
     kinds = Counter(entry.path.suffix.lower() or "no suffix" for entry in listing.entries)
     if len(kinds) > 1:
         shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(10)]
-        say(f"files: {', '.join(shown)}. To pack one kind only: --suffix {kinds.most_common(1)[0][0]}")
+        say(f"files: {', '.join(shown)}. To pack one kind only, give --suffix .EXT")
     if listing.names:
         shown = [f"{number} {name}" for name, number in list(listing.names.items())[:10]]
         say(f"labels: {', '.join(shown)}{', ...' if len(listing.names) > 10 else ''}")

@@ -72,7 +72,7 @@ def _children(one: Any, path: str, in_threads: bool) -> Iterator[tuple[str, Any]
     if type(one) in (list, tuple):
         yield from ((f"{path}[{number}]", value) for number, value in enumerate(one[:ENTRIES]))
     elif type(one) is dict:
-        yield from ((f"{path}[{key!r}]", value) for key, value in islice(one.items(), ENTRIES))
+        yield from ((f"{path}[{key!r}]", value) for key, value in list(islice(one.items(), ENTRIES)))
     elif not issubclass(type(one), (type, types.ModuleType, io.IOBase)):  # isinstance asks the object too
         try:
             attributes = object.__getattribute__(one, "__dict__")  # no __getattr__ of the user's is called

@@ -64,7 +64,7 @@ def test_files_of_several_kinds_are_counted(capsys: pytest.CaptureFixture[str]) 
     assert main(["records", "pack", "pictures", "out.rec"]) == 0
     kinds = {path.suffix for path in map(Path, PICTURES)}
     assert len(kinds) == 1
-    assert f"files: 3 {kinds.pop()}, 1 .txt. To pack one kind only: --suffix " in capsys.readouterr().out
+    assert f"files: 3 {kinds.pop()}, 1 .txt. To pack one kind only, give --suffix" in capsys.readouterr().out
 
 
 def test_the_numbers_of_a_label_file_are_used_and_it_stays(capsys: pytest.CaptureFixture[str]) -> None:
