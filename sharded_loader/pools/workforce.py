@@ -13,8 +13,9 @@ What can go wrong: workers die before they can do anything (`PoolBroken`). The w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import sys
+import os
 from collections import deque
 from typing import Any
 
@@ -240,7 +241,8 @@ class Workforce:
             handle.hung = True
             with uninterrupted():
                 late = f"worker {handle.number} (pid {handle.pid}) made no progress for {self.watch.timeout:g} s"
-                print(f"sharded_loader: {late}. Its stacks:", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # descriptor 2, where the worker writes too: not a notebook's cell
+                    os.write(2, f"sharded_loader: {late}. Its stacks:\n".encode())
                 handle.dump_stacks()
                 handle.kill()
             self.ended.add(handle.sentinel)
