@@ -22,6 +22,7 @@ from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream
+from sharded_loader.described import refuse_class
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
@@ -147,10 +148,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
             f"the dataset is the {kind.__name__} {str(dataset)!r}, not an object that reads samples: give such an "
             f"object, or list(text) for the characters of a text. The recipes show how to read files"
         )
-    if isinstance(dataset, type):
-        raise TypeError(
-            f"the dataset is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)"
-        )
+    refuse_class("the dataset", dataset)
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
             f"the dataset is a {kind.__name__}, which can be read once, and every epoch reads it from its beginning: "

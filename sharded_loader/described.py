@@ -3,6 +3,7 @@
     class SplitSampler(Described): shown = (("num_parts", "_parts"), ...)    -> SplitSampler(length=2, num_parts=3)
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
     brief(value)                                                             -> a few words, however large it is
+    refuse_class(name, given)                    an error, where a class stands in the place of an object
 
 Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
 subclass never called the constructor, for example. It is shown as ``?``: a repr must not raise.
@@ -115,3 +116,15 @@ def briefs(values: Any) -> list[str]:
     if len(values) <= SHOWN_WHOLE:
         return [brief(one) for one in values]
     return [*map(brief, values[:SHOWN_FIRST]), f"... {len(values)} in all"]
+
+
+def refuse_class(name: str, given: Any) -> None:
+    """A TypeError if a class stands where an object of it belongs.
+
+    Example:
+        >>> refuse_class("the dataset", list)
+        Traceback (most recent call last):
+        TypeError: the dataset is the class list itself: give an object of it, list(...)
+    """
+    if isinstance(given, type):
+        raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")

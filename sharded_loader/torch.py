@@ -31,7 +31,7 @@ from sharded_loader.sampling.base import tell_epoch
 
 __all__ = ["DataLoader"]
 
-_HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.6 has it, 2.4 not
+_HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
 
 
 class DataLoader(torch.utils.data.DataLoader[Batch]):

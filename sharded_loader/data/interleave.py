@@ -30,7 +30,7 @@ from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, this_worker
 from sharded_loader.data.wrappers import View
-from sharded_loader.described import brief
+from sharded_loader.described import brief, refuse_class
 from sharded_loader.process_hooks import call_after_import
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -113,8 +113,7 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
 def _checked(dataset: Any, number: int) -> Any:
     """One of the datasets. What can be read neither by index nor again and again is rejected."""
     kind, name = type(dataset), f"interleave: datasets[{number}]"
-    if isinstance(dataset, type):
-        raise TypeError(f"{name} is the class {dataset.__name__} itself: give an object of it, {dataset.__name__}(...)")
+    refuse_class(name, dataset)
     if isinstance(dataset, (str, bytes)):
         raise TypeError(f"{name} is a {kind.__name__}, not a dataset: give what it names, or list(text) for its items")
     if is_indexed(dataset):

@@ -5,10 +5,11 @@
 
 A file has one position. Where worker A seeks and worker B seeks before A reads, A gets B's bytes: wrong samples,
 without an error. Threads share the file object; forked processes share the position behind it. Spawned workers get the
-dataset as a pickle, and no open file can be pickled.
+dataset as a pickle: a file of bytes cannot be pickled, and a text that is read goes as a copy of its own.
 
 The search looks at the attributes of the dataset, and of the datasets inside it: a few levels deep, and only at the
-first entries of long lists. It reads no attribute that is computed, and calls nothing of the user's.
+first entries of long lists. It reads no attribute that is computed, and of the
+user's own code it calls only what a file class of the user's defines.
 
 What can go wrong: a file that lies deeper, or that a library hides (HDF5, LMDB), is not found. A file that is only read
 with ``os.pread``, or under a lock of another object, is reported though it does no harm.
@@ -86,5 +87,5 @@ def _has_position(file: io.IOBase) -> bool:
     try:
         file.fileno()  # one in memory has none
         return file.readable() and file.seekable()  # not a log
-    except (OSError, ValueError):  # ValueError: it is closed
+    except Exception:  # it is closed, or a class of the user's cannot say: no reason to end the epoch
         return False

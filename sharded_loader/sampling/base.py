@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from sharded_loader.described import Described
+from sharded_loader.described import Described, refuse_class
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -66,8 +66,7 @@ def check_sampler(sampler: Any, name: str = "sampler") -> None:
     """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
     kind = type(sampler)
     method = getattr(kind, "__iter__", None)
-    if isinstance(sampler, type):
-        raise TypeError(f"{name} is the class {sampler.__name__} itself: give an object of it, {sampler.__name__}(...)")
+    refuse_class(name, sampler)
     if isinstance(sampler, str) or (method is None and not hasattr(kind, "__getitem__")):
         raise TypeError(
             f"{name} must be a sampler or another iterable, got {sampler!r} of type {kind.__name__}: "

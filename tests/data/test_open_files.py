@@ -33,6 +33,13 @@ class Numbers:
         return 20
 
 
+class Holds(Numbers):
+    """Does not read its file: what threads would read is a matter of luck."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 @pytest.fixture
 def numbers(tmp_path: Path) -> Iterator[Numbers]:
     path = tmp_path / "numbers"
@@ -44,9 +51,9 @@ def numbers(tmp_path: Path) -> Iterator[Numbers]:
 
 @pytest.mark.parametrize("pool", [lambda: ProcessPool(2, start_method="fork"), lambda: ThreadPool(2)])
 def test_workers_that_share_an_open_file_are_warned_of(numbers: Numbers, pool: Any) -> None:
-    pool = pool()
+    pool, dataset = pool(), Holds(Path(numbers.file.name))
     warned = pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position.*os\.pread")
-    with warned as caught, ShardedDataLoader(numbers, 5, pool=pool) as loader:
+    with dataset.file, warned as caught, ShardedDataLoader(dataset, 5, pool=pool) as loader:
         list(loader)
         list(loader)
     assert len(caught) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTim
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
 from sharded_loader.stats import ZERO, Counts, LoaderStats, Meter, describe
+from tests.recovery_samples import Fails, OneByOne, killed
 
 
 class Pair(NamedTuple):
@@ -274,44 +273,17 @@ def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
     assert [loader.stats(epoch).retries for epoch in (0, 1, None)] == [4, 3, 7]
 
 
-class Deadly:
-    """Sample 5 kills the process that reads it, the first time in each epoch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        marks = len(list(self.folder.iterdir()))
-        if index == 5:
-            (self.folder / str(marks)).touch()
-            if marks % 2 == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Path) -> None:
     pool = ProcessPool(2, start_method=start_method)
-    with ShardedDataLoader(Deadly(tmp_path), 2, pool=pool, prefetch_epochs=False) as loader:
+    dies_once = OneByOne(Fails(killed, tmp_path / "count", times=1))
+    with ShardedDataLoader(dies_once, 5, pool=pool, prefetch_epochs=False) as loader:
         for _ in range(2):
-            assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
-        assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 1, 2]
+            assert torch.cat(list(loader))[:, 0].tolist() == list(range(len(dies_once)))
+        assert [loader.stats(epoch).replaced_workers for epoch in (0, 1, None)] == [1, 0, 1]
     with ShardedDataLoader(range(12), 2, pool=pool) as loader:
         list(loader)
         assert loader.stats().replaced_workers == 0, "those of another loader do not count"
-
-
-def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
-    dataset = Slow()
-    with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=0.2)) as loader:
-        iterator = iter(loader)
-        with pytest.raises(WorkerTimeoutError):
-            list(iterator)
-        assert loader.stats().replaced_workers == 1
-        dataset.go_on.set()
 
 
 class Slow:
@@ -325,6 +297,15 @@ class Slow:
         if index == 3:
             self.go_on.wait(10)
         return index
+
+
+def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
+    dataset = Slow()
+    with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=0.2)) as loader:
+        with pytest.raises(WorkerTimeoutError):
+            list(loader)
+        assert loader.stats().replaced_workers == 1
+        dataset.go_on.set()
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, "0", True])

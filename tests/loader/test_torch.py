@@ -91,7 +91,7 @@ MADE: dict[str, Callable[[], dict[str, Any]]] = {
     "many workers": lambda: {"batch_size": 2, "num_workers": 2, "prefetch_factor": 1, "persistent_workers": True},
     "in any order": lambda: {"batch_size": 2, "in_order": False},
 }
-if "in_order" not in inspect.signature(TORCHS).parameters:  # before torch 2.6
+if "in_order" not in inspect.signature(TORCHS).parameters:  # torch 2.4
     del MADE["in any order"]
 
 

@@ -185,6 +185,7 @@ def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
                 if number % 40 == 7 and ready:
                     os.kill(dice.choice(ready), signal.SIGKILL)
                     killed += 1
+        assert 0 < loader.stats().replaced_workers <= killed
     assert killed > 8
     assert found == expected(Rows(2000), 2)
 
