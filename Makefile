@@ -1,5 +1,5 @@
 # One command each on a machine with only Python >= 3.10:
-#   make demo          train the demo network
+#   make demo          train the demo network, also while workers are killed, and compare
 #   make test          the tests but the slow ones
 #   make test-all      all tests
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
@@ -33,7 +33,7 @@ help:
 	@sed -n "s/^#   //p" Makefile
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/sharded-loader demo
+	$(BIN)/sharded-loader demo --kill --stop-resume
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)

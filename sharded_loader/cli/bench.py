@@ -1,6 +1,7 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
     target.find_dataset --> measure.measure --> a table, advice.recommend
+    busy.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
 
 Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset cannot be found or read.
 """
@@ -8,12 +9,15 @@ Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset 
 from __future__ import annotations
 
 import dataclasses
+import os
+import statistics
 
 import click
 
 from sharded_loader.cli.advice import ms_text, recommend
+from sharded_loader.cli.busy import busy_text, cores_of_others
 from sharded_loader.cli.facts import cores_for_workers
-from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, measure, rows_of
+from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, Row, measure, rows_of
 from sharded_loader.cli.output import CannotRun, Steps, complain, json_option, quiet_option, say, say_json, show_table
 from sharded_loader.cli.target import find_dataset, find_function, kind_of
 
@@ -30,14 +34,14 @@ def _listed_numbers(context: click.Context, parameter: click.Parameter, text: st
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{text!r} is no list of numbers from 1: write 1,2,4")
+        raise click.BadParameter(f"{text!r} is not a list of positive integers, such as 1,2,4")
     return list(dict.fromkeys(numbers))
 
 
 def _listed_pools(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
     pools = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [pool for pool in pools if pool not in POOLS]:
-        raise click.BadParameter(f"{unknown[0]!r} is no pool: choose from {', '.join(POOLS)}")
+        raise click.BadParameter(f"{unknown[0]!r} is not a pool: choose from {', '.join(POOLS)}")
     return pools
 
 
@@ -102,6 +106,13 @@ def bench(
         raise CannotRun(f"{dataset} has only __iter__ and comes in its own order: leave out --shuffle")
     shuffled = not stream if shuffle is None else shuffle
     rows = rows_of(pools, workers)
+    others: list[float | None] = []
+
+    def on_turn(number: int, row: Row) -> None:
+        if number % len(rows) == 0:  # between two rounds, when this program does nothing
+            others.append(cores_of_others())
+        steps.update(number, str(row))
+
     if not quiet and not as_json:
         order = "random order" if shuffled else "the dataset's own order"
         say(f"{dataset}: {kind_of(found)}, in {order}; batches of {batch_size}.")
@@ -114,7 +125,7 @@ def bench(
                 seconds=seconds,
                 shuffle=shuffled,
                 batchify_fn=batchify_fn,
-                on_turn=lambda number, row: steps.update(number, str(row)),
+                on_turn=on_turn,
             )
     except DatasetFailed as error:
         raise CannotRun(f"reading {dataset} failed: {error}") from None
@@ -122,6 +133,8 @@ def bench(
     if len(failed) == len(measured):
         raise CannotRun(f"reading {dataset} failed: {failed[0].error}")
     advice = recommend(measured, cores_for_workers())
+    known = [one for one in others if one is not None]
+    busy = statistics.median(known) if known else None
     if as_json:
         say_json(
             {
@@ -131,12 +144,15 @@ def bench(
                 "shuffle": shuffled,
                 "seconds": seconds,
                 "rounds": ROUNDS,
+                "cores_of_others": busy,
                 "rows": [dataclasses.asdict(one) | {"times_inline": times_inline(one, measured)} for one in measured],
                 "recommendation": advice,
             }
         )
     else:
         _show(measured)
+        if (note := busy_text(busy, os.cpu_count() or 1, cores_for_workers())) is not None:
+            say(f"{note} The figures are lower than on a quiet machine, and vary more.")
         say(advice)
     for one in failed:
         complain(f"{one.pool} with {one.workers} workers failed: {one.error}")
@@ -165,7 +181,8 @@ def _show(measured: list[Measurement]) -> None:
                 str(one.workers),
                 "failed" if one.error else f"{one.samples_per_second:,.0f}",
                 "-" if one.error else ms_text(one.ms_per_batch),
+                "-" if one.error else f"±{one.spread:.0%}",
                 "-" if times is None else f"{times:.2f}",
             ]
         )
-    show_table(["pool", "workers", "samples/s", "ms per batch", "x inline"], cells)
+    show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)

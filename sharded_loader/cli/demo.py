@@ -10,10 +10,13 @@ installed. Each of these is one line, exit code 2.
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 import click
 
+from sharded_loader.cli.busy import busy_text, cores_of_others
+from sharded_loader.cli.facts import cores_for_workers
 from sharded_loader.cli.output import CannotRun, Steps, quiet_option, say
 
 if TYPE_CHECKING:
@@ -97,9 +100,9 @@ def demo(
         report = train.train_and_test(options, lambda epoch, loss: steps.update(epoch, f"loss {loss:.4f}"))
     say(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
     say(f"samples per second  {report.stats.samples_per_second:,.0f}")
-    say(f"waiting for data    {report.stats.waiting_share:.1%} of the time")
+    say(f"waiting for data    {report.waiting_share:.1%} of the time")
     if not quiet:
-        say(explain_waiting(report.stats.waiting_share))
+        say(explain_waiting(report.waiting_share, cores_of_others()))
     code = 0
     if stop_resume:
         with Steps("killed and resumed", None, quiet) as steps:
@@ -114,19 +117,21 @@ def demo(
     return code
 
 
-def explain_waiting(share: float) -> str:
-    """What the share of waiting means, and when it matters.
+def explain_waiting(share: float, others: float | None) -> str:
+    """What the share of waiting means.
 
     Args:
-        share: part of the training time without a finished batch, from 0 to 1.
+        share: part of the training time that the loop spent in ``next``, from 0 to 1.
+        others: how many cores other programs use; None: unknown.
 
     Example:
-        >>> explain_waiting(0.021)
-        '  (no batch was ready for 2.1% of the time: a faster loader saves at most that; it matters from about 5%)'
+        >>> print(explain_waiting(0.051, None))
+        Once the workers had started, the loop waited 5.1% of the time. A faster loader can save at most that.
     """
+    busy = busy_text(others, os.cpu_count() or 1, cores_for_workers())
     return (
-        f"  (no batch was ready for {share:.1%} of the time: a faster loader saves at most that; "
-        f"it matters from about 5%)"
+        f"Once the workers had started, the loop waited {share:.1%} of the time. A faster loader can save at most that."
+        + (f"\n{busy} On a quiet machine, the loop waits less." if busy else "")
     )
 
 

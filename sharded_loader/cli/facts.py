@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sharded_loader import __version__
+from sharded_loader.cli.busy import cores_of_others
 from sharded_loader.system import can_pass_descriptors, free_bytes, groups, open_memory
 
 REQUIRED = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl")
@@ -61,6 +62,7 @@ class Facts:
         cores: of the machine.
         usable_cores: the cores that this process may run on.
         core_limit: processor time that its cgroup allows, in cores; None: no limit.
+        others: how many cores other programs use; None: unknown.
         memory: of the machine in bytes; None: unknown.
         free_memory: what this process may still use, in bytes.
         memory_limit: what sets that limit.
@@ -91,6 +93,7 @@ class Facts:
     cores: int = 8
     usable_cores: int = 8
     core_limit: float | None = None
+    others: float | None = None
     memory: int | None = 64 << 30
     free_memory: int = 32 << 30
     memory_limit: str = "the machine's memory"
@@ -138,6 +141,7 @@ def collect() -> Facts:
         cores=os.cpu_count() or 1,
         usable_cores=usable_cores(),
         core_limit=core_limit(),
+        others=cores_of_others(0.3),
         memory=_memory(),
         free_memory=free,
         memory_limit=limit,

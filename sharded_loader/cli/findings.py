@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sharded_loader.cli.busy import busy_text
 from sharded_loader.cli.facts import Facts
 from sharded_loader.cli.output import size_text
 
@@ -85,6 +86,8 @@ def _packages(facts: Facts) -> Iterator[Finding]:
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:
+    if (busy := busy_text(facts.others, facts.cores, facts.usable_cores)) is not None:
+        yield Finding(False, f"{busy} Workers get what is left.", "Stop programs that you do not need.")
     limit = facts.core_limit
     may_use = facts.usable_cores if limit is None else min(facts.usable_cores, limit)
     if may_use >= 2:

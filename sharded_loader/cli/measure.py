@@ -1,7 +1,7 @@
 """How fast is a dataset read by each kind of pool? The measurement itself, without a terminal.
 
     rows_of(pools, workers) -> Rows
-    measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds
+    measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
 
 Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
 alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
@@ -21,7 +21,8 @@ from typing import Any
 
 from sharded_loader.cli.target import say_error
 
-ROUNDS = 3
+ROUNDS = 5
+"""Of three rounds on a busy machine, the median is often a disturbed one."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Measurement:
         samples_per_second: the median over the rounds; 0 if it failed.
         ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
         error: why it failed; None if it did not.
+        lowest, highest: samples per second of the slowest and of the fastest round. None: the median.
     """
 
     pool: str
@@ -51,6 +53,25 @@ class Measurement:
     samples_per_second: float = 0.0
     ms_per_batch: float = 0.0
     error: str | None = None
+    lowest: float | None = None
+    highest: float | None = None
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Samples per second of the slowest and of the fastest round."""
+        median = self.samples_per_second
+        return median if self.lowest is None else self.lowest, median if self.highest is None else self.highest
+
+    @property
+    def spread(self) -> float:
+        """Half the way from the slowest to the fastest round, as a share of the median.
+
+        Example:
+            >>> Measurement("inline", 0, 100.0, lowest=90.0, highest=120.0).spread
+            0.15
+        """
+        lowest, highest = self.range
+        return (highest - lowest) / 2 / self.samples_per_second if self.samples_per_second else 0.0
 
 
 class DatasetFailed(Exception):
@@ -112,11 +133,15 @@ def measure(
                 raise DatasetFailed(say_error(error)) from error
             errors[row] = say_error(error)
     return [
-        Measurement(row.pool, row.workers, error=errors[row])
-        if row in errors
-        else Measurement(row.pool, row.workers, *map(statistics.median, zip(*turns[row], strict=True)))
+        Measurement(row.pool, row.workers, error=errors[row]) if row in errors else _summed_up(row, turns[row])
         for row in rows
     ]
+
+
+def _summed_up(row: Row, turns: list[tuple[float, float]]) -> Measurement:
+    speeds, times = zip(*turns, strict=True)
+    middle = statistics.median(speeds), statistics.median(times)
+    return Measurement(row.pool, row.workers, *middle, lowest=min(speeds), highest=max(speeds))
 
 
 def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:

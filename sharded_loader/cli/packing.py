@@ -89,7 +89,7 @@ def find_list(file: Path, root: Path | None = None, names: dict[str, int] | None
     try:
         lines = [(number, line.strip()) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)]
     except UnicodeDecodeError:
-        raise CannotRun(f"{file} is no text: give a folder, or a list with a path on each line") from None
+        raise CannotRun(f"{file} is not a text file: give a folder, or a list with a path on each line") from None
     lines = [(number, line) for number, line in lines if line]
     if not lines:
         raise CannotRun(f"{file} is empty: write a path on each line")

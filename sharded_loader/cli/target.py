@@ -64,9 +64,9 @@ def _find(target: str, what: str) -> Any:
     place, colon, name = target.rpartition(":")
     if not colon or name.endswith(".py") or not name:
         module = _import(target.rstrip(":") if not name else target)
-        raise CannotRun(f"{target!r} names no {what}: write {target.rstrip(':')}:NAME{_candidates(module)}")
+        raise CannotRun(f"{target!r} does not name a {what}: write {target.rstrip(':')}:NAME{_candidates(module)}")
     if not place:
-        raise CannotRun(f"{target!r} names no module: write module{target} or path/to/file.py{target}")
+        raise CannotRun(f"{target!r} does not name a module: write module{target} or path/to/file.py{target}")
     module = _import(place)
     found: Any = module
     for part in name.split("."):
@@ -190,7 +190,8 @@ def _checked(dataset: Any, target: str) -> Any:
         check_dataset(dataset)
         empty = not is_stream(dataset) and len(dataset) == 0
     except Exception as error:
-        raise CannotRun(f"{target} is no dataset: {say_error(error).partition(': ')[2] or say_error(error)}") from None
+        why = say_error(error).partition(": ")[2] or say_error(error)
+        raise CannotRun(f"{target} is not a dataset: {why}") from None
     if empty:
         raise CannotRun(f"{target} is empty: its length is 0. Give a dataset with samples")
     return dataset
@@ -208,7 +209,7 @@ def _candidates(module: ModuleType) -> str:
             or getattr(one, "__module__", 0) == module.__name__
         )
     ]
-    return f", where NAME is one of: {', '.join(names[:8])}" if names else ""
+    return f". Names in {module.__name__}: {', '.join(names[:8])}" if names else ""
 
 
 def _similar(name: str, owner: Any) -> str:

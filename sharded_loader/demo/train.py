@@ -66,12 +66,22 @@ class Report:
         held_out: how many they are.
         losses: mean training loss of each epoch.
         stats: of the loader that read the training set.
+        first: of the first epoch alone, in which the workers start.
     """
 
     accuracy: float
     held_out: int
     losses: tuple[float, ...]
     stats: LoaderStats
+    first: LoaderStats
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time that the loop waited for data, from 0 to 1. The first epoch counts only if it is alone."""
+        seconds = self.stats.seconds - self.first.seconds
+        if seconds <= 0:
+            return self.stats.waiting_share
+        return (self.stats.waiting_seconds - self.first.waiting_seconds) / seconds
 
 
 @dataclass(frozen=True)
@@ -301,5 +311,5 @@ def train_and_test(
             train_set, BATCH_SIZE, shuffle=True, devices=options.devices, seed=options.seed, **reads
         ) as loader:
             losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
-            stats = loader.stats()
-        return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats)
+            stats, first = loader.stats(), loader.stats(0)
+        return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats, first)

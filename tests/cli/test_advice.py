@@ -54,3 +54,22 @@ def test_rows_that_failed_do_not_count() -> None:
     failed = Measurement("thread", 8, error="boom")
     assert recommend([INLINE, failed, *rows(("process", 2, 1900))], 2).startswith("Use num_workers=2: ")
     assert recommend([failed], 2) == "Nothing could be measured: see the errors above."
+
+
+def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Measurement:
+    return Measurement(pool, workers, median, 64000 / median, lowest=lowest, highest=highest)
+
+
+def test_rounds_that_overlap_have_no_clear_winner() -> None:
+    inline = spread("inline", 0, 600, 1000, 1500)
+    advice = recommend([inline, spread("process", 2, 1300, 1900, 2000)], 2)
+    assert advice.startswith("No clear winner: the rounds of num_workers=2 and inline overlap.")
+    assert "--seconds" in advice
+    assert recommend([inline, spread("process", 2, 1600, 1900, 2000)], 2).startswith("Use num_workers=2: ")
+
+
+def test_rows_that_are_alike_need_no_winner() -> None:
+    two, four = spread("process", 2, 1800, 1900, 2000), spread("process", 4, 1850, 1950, 2050)
+    assert recommend([INLINE, two, four], 8).startswith("Use num_workers=2: ")
+    slower = spread("thread", 2, 990, 1010, 1200)
+    assert recommend([INLINE, slower], 2).startswith("Inline is enough")

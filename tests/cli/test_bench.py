@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,11 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
     head, columns, *rows, advice = capsys.readouterr().out.splitlines()
     assert head == "benched_data:numbers: list, 100 samples, in random order; batches of 64."
     assert columns.split("  ")[0] == "pool" and columns.endswith("x inline")
+    rows = [row for row in rows if not row.startswith("Other programs use")]
     assert [row.split()[:2] for row in rows] == [["inline", "0"], ["thread", "2"], ["process", "2"]]
     assert rows[0].endswith("1.00")
-    assert advice.startswith(("Use num_workers=2", "Inline is enough"))
+    assert all(re.search(r" ±\d+% ", row) for row in rows)
+    assert advice.startswith(("Use num_workers=2", "Inline is enough", "No clear winner"))
 
 
 def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(
@@ -93,16 +96,16 @@ def test_without_inline_a_sample_that_raises_is_named_too(capsys: pytest.Capture
 def test_a_row_that_fails_is_shown_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:main_only", "--pools", "inline,process", *QUICK]) == 1
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-2].split() == ["process", "2", "failed", "-", "-"]
+    assert ["process", "2", "failed", "-", "-", "-"] in [line.split() for line in shown.out.splitlines()]
     assert "process with 2 workers failed: OSError: a closed file" in shown.err
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["benched_data:numbers", "--workers", "0"], "is no list of numbers from 1: write 1,2,4"),
-        (["benched_data:numbers", "--workers", "two"], "'two' is no list of numbers from 1"),
-        (["benched_data:numbers", "--pools", "inline,dask"], "'dask' is no pool: choose from inline"),
+        (["benched_data:numbers", "--workers", "0"], "is not a list of positive integers, such as 1,2,4"),
+        (["benched_data:numbers", "--workers", "two"], "'two' is not a list of positive integers"),
+        (["benched_data:numbers", "--pools", "inline,dask"], "'dask' is not a pool: choose from inline"),
         (["benched_data:numbers", "--seconds", "0"], "0.0 is not in the range"),
         (["benched_data:numbers", "--batch-size", "0"], "0 is not in the range"),
         (["benched_data:stream", "--shuffle"], "has only __iter__ and comes in its own order: leave out --shuffle"),

@@ -10,20 +10,40 @@ import psutil
 import pytest
 from interrupted import interrupt
 
-from sharded_loader.cli.demo import explain_waiting
+from sharded_loader.cli import demo
 from sharded_loader.cli.main import main
+from sharded_loader.demo.train import Report
+from sharded_loader.stats import LoaderStats
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 
 
-def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--epochs", "1", "--pool", "inline"]) == 0
+def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "cores_of_others", lambda: 0.0)
+    assert main(["demo", "--epochs", "2", "--pool", "inline"]) == 0
     accuracy, speed, waiting, explained = capsys.readouterr().out.splitlines()[-4:]
     assert re.fullmatch(r"held-out accuracy +[\d.]+% of 359 scans", accuracy)
     assert re.fullmatch(r"samples per second +[\d,]+", speed)
     share = re.fullmatch(r"waiting for data +([\d.]+)% of the time", waiting)
     assert share
-    assert explained == explain_waiting(float(share[1]) / 100)
+    assert explained == demo.explain_waiting(float(share[1]) / 100, 0.0)
+
+
+def test_the_demo_says_that_other_programs_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(demo, "cores_for_workers", lambda: 2)
+    assert "Other programs use 1.7 of 2 cores. On a quiet machine, the loop waits less." in demo.explain_waiting(
+        0.4, 1.7
+    )
+
+
+def test_the_first_epoch_in_which_workers_start_is_no_waiting_for_data() -> None:
+    first = LoaderStats(seconds=1.0, waiting_seconds=0.9)
+    both = LoaderStats(seconds=3.0, waiting_seconds=1.0)
+    assert Report(1.0, 359, (0.1, 0.1), both, first).waiting_share == pytest.approx(0.05)
+    assert Report(1.0, 359, (0.1,), first, first).waiting_share == pytest.approx(0.9)
 
 
 def test_a_quiet_demo_prints_its_three_results(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_a_wrong_list_is_named_with_its_line(text: str, said: str, tmp_path: Pat
 
 def test_what_is_no_list_is_said(tmp_path: Path) -> None:
     (tmp_path / "image.jpg").write_bytes(b"\xff\xd8\xff")
-    with pytest.raises(CannotRun, match=r"image.jpg is no text: give a folder, or a list"):
+    with pytest.raises(CannotRun, match=r"image.jpg is not a text file: give a folder, or a list"):
         find_list(tmp_path / "image.jpg")
 
 
