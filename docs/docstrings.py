@@ -4,6 +4,7 @@
     `ShardDataset`, `refresh`   -> links to their entries in the reference
     **unknown: NoReturn         -> not shown
     size=_DEFAULT               -> the value of _DEFAULT
+    "Args: Common"              -> a signature of these arguments alone
 
 Griffe itself makes a group of arguments with a title of "Args: Order".
 """
@@ -42,13 +43,28 @@ def linked(text: str, places: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def shorten(shown: Any) -> None:
+    """Leave the arguments of the group "Common" in the signature of a class; its docstring keeps the types of all."""
+    groups = [section for section in shown.docstring.parsed if section.kind is griffe.DocstringSectionKind.parameters]
+    init = shown.members["__init__"]
+    common = [init.parameters[argument.name] for argument in groups[0].value]
+    others = griffe.Parameter("others", kind=griffe.ParameterKind.var_keyword)
+    for given, parameter in zip(list(init.parameters)[1:], common, strict=False):
+        if given is not parameter:  # another one comes before it, which is not shown
+            parameter.kind = griffe.ParameterKind.keyword_only
+    init.parameters = griffe.Parameters(*common, others)
+
+
 class Shown(griffe.Extension):
     """What Griffe would not understand by itself."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Griffe knows a section as "Examples:"; "Example:" would become a box of running text."""
+        """Griffe knows a section as "Examples:"; "Example:" would become a box of running text. Griffe calls this after
+        `on_package`: the docstring has its links."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            if obj.is_class and "\nArgs: Common\n" in obj.docstring.value:
+                shorten(obj)
 
     def on_function(self, *, func: Any, **_: Any) -> None:
         """``**unknown: NoReturn`` is there to reject what is no argument: it is none itself. A private name as a

@@ -213,9 +213,11 @@ def refuse_streams(streams: Any, dataset: Any) -> None:
 def check_batchify_fn(batchify_fn: Any) -> None:
     """Refuse what cannot make a batch of samples."""
     if batchify_fn is not None and not callable(batchify_fn):
-        raise TypeError(f"batchify_fn is {batchify_fn!r}; it must be a function of a list of samples")
+        raise TypeError(f"the collate function is {batchify_fn!r}; it must be a function of a list of samples")
     if isinstance(batchify_fn, type) and issubclass(batchify_fn, Batchify):
-        raise TypeError(f"batchify_fn is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()")
+        raise TypeError(
+            f"the collate function is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()"
+        )
 
 
 def check_on_error(on_error: Any) -> None:

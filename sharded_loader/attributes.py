@@ -74,7 +74,7 @@ class LoaderAttributes:
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """What makes a batch of samples: ``batchify_fn``."""
+        """The function that makes a batch of a list of samples."""
         return self._epochs.batchify_fn or default_batchify_fn
 
     @property

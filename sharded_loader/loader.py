@@ -15,9 +15,11 @@ What can go wrong is rejected here, in the constructor, as far as it can be know
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn
+
+import torch
 
 from sharded_loader.arguments import (
     check_batchify_fn,
@@ -37,8 +39,9 @@ from sharded_loader.arguments import (
 )
 from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.bulk import Indexed
 from sharded_loader.data.inspection import is_stream
-from sharded_loader.devices.names import find_devices
+from sharded_loader.devices.names import DeviceLike, find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import OnError
 from sharded_loader.engine.pipeline import Pipeline
@@ -55,39 +58,48 @@ from sharded_loader.stats import Meter
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     """Batches of a dataset, in order, split over devices, prefetched by workers.
 
-    For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``batchify_fn`` says it too.
+    For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``collate_fn`` says it too.
 
-    Args: Data
+    Args: Common
         dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
             a `Dataset`. Samples are read in bulk if it has ``get_batch`` or ``__getitems__``. Or iterable data: an
             object that only has ``__iter__``, or a function that returns an iterable.
         batch_size: The number of samples per step of this process, in all its shards together.
-        batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
-        collate_fn: torch's name for ``batchify_fn``.
+        shuffle: Whether every epoch has a new random order.
+        collate_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
+        num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+        device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
+            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
+        devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
+        num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
+            otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read the same number of samples. If
+            they do not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice.
+            With ``last_batch="discard"``, the last ones are left out instead.
+        seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
+        on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
+            by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
+            is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
+            in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
+
+    Args: Data
+        batchify_fn: MXNet Gluon's name for ``collate_fn``.
         streams: The number of parts that iterable data is divided into. Each part sees its number as
             ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
             Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
             dataset's ``num_shards``, up to 32; otherwise one part per worker of each rank.
 
     Args: Order
-        shuffle: Whether every epoch has a new random order.
         sampler: The order of the samples: any sampler of this library or torch, or an iterable of indices.
         batch_sampler: A sampler that yields lists of indices, or lists of such lists, which are shards. Use it without
             ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
         last_batch: What to do with an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or
             ``"rollover"``: move its samples to the next epoch.
         drop_last: torch's argument: True is ``last_batch="discard"``.
-        seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
             no batch is short. The next epoch continues where the last one ended.
-        num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
-            otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read equally many samples. If they do
-            not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice. With
-            ``last_batch="discard"``, the last ones are left out instead.
         rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
 
     Args: Workers
-        num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
         thread_pool: Whether workers are threads instead of processes.
         pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
             ``num_workers`` says), or a pool object.
@@ -101,9 +113,6 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
 
     Args: Devices
-        device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
-            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
-        devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
         num_shards: The number of shards to split each batch into, in host memory.
         shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
             there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
@@ -112,17 +121,11 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
             warning if there is no room.
 
-    Args: Errors
-        on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
-            by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
-            is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
-            in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
-
     Attributes:
         prefetch: The number of batches to prefetch. You may set it while you iterate.
         prefetch_epochs: True or False, as above. You may set it while you iterate.
         device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
-        shard_weights: The shares of the shards; None: equal ones. You may set them while you iterate.
+        shard_weights: The shares of the shards; None: all the same. You may set them while you iterate.
 
     Raises:
         ValueError: Arguments are wrong or contradict each other.
@@ -143,12 +146,12 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Indexed | Iterable[Any] | Callable[..., Iterable[Any]],
         batch_size: int | None = None,
         shuffle: bool = False,
-        sampler: Any = None,
+        sampler: Iterable[Any] | None = None,
         last_batch: Literal["keep", "discard", "rollover"] | None = None,
-        batch_sampler: Any = None,
+        batch_sampler: Iterable[Any] | None = None,
         batchify_fn: Callable[[list[Any]], Batch] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -156,8 +159,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         thread_pool: bool = False,
         *,
         pool: Literal["inline", "thread", "process", "ray"] | Pool | None = None,
-        device: Any = None,
-        devices: Any = None,
+        device: str | torch.device | None = None,
+        devices: Sequence[DeviceLike] | Literal["auto"] | None = None,
         num_shards: int | None = None,
         shard_weights: Sequence[float] | None = None,
         num_replicas: int | Literal["auto"] | None = None,

@@ -156,7 +156,7 @@ def _by_value(part: Any) -> Any:
 
 
 class OfBatch(NamedTuple):
-    """What ``batchify_fn`` is keyed by, in the place of the index of a sample."""
+    """What ``collate_fn`` is keyed by, in the place of the index of a sample."""
 
     seq: int
     shard: int

@@ -60,7 +60,7 @@ def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | N
     if any(tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo) for tensor in tensors):
         raise BatchifyError(
             "nested tensors and tensors of a compressed sparse layout cannot be stacked",
-            "leave them apart with sharded_loader.batchify.List, or make the batch in a batchify_fn of your own",
+            "leave them apart with sharded_loader.batchify.List, or make the batch in a collate_fn of your own",
         )
     try:
         if not is_plain(tensors):

@@ -51,7 +51,7 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
 @click.option(
     "--collate",
     metavar="MODULE:FUNCTION",
-    help="Makes a batch of a list of samples, as batchify_fn or collate_fn. Default: the loader's own.",
+    help="Makes a batch of a list of samples, as collate_fn. Default: the loader's own.",
 )
 @click.option(
     "--seconds",

@@ -57,7 +57,7 @@ NOT_IN_BULK: Any = object()
 
 
 class ArrayDataset(Dataset):
-    """Columns of equal length: sample i is the i-th entry of each. A batch costs one gather per column.
+    """Columns of the same length: sample i is the i-th entry of each. A batch costs one gather per column.
 
     Args:
         *arrays: positional columns: NumPy arrays, torch tensors, lists, or any object with ``__getitem__`` and

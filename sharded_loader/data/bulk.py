@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,13 @@ Indices = Sequence[int] | np.ndarray[Any, Any]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 """An array of int64."""
+
+
+class Indexed(Protocol):
+    """A dataset whose sample i is ``dataset[i]``. It also has ``__len__``, unless you give the loader a sampler."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
 
 Gather = Callable[[Any, Empty], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])

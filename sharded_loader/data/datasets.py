@@ -146,7 +146,7 @@ class Dataset:
             sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
                 remainder).
             seed: the same seed gives the same parts; None draws one from torch's default generator.
-            stratify: The class of each sample, so that all parts have the classes in equal shares. Give a sequence
+            stratify: The class of each sample, so that all parts have the classes in the same shares. Give a sequence
                 with one label per sample (a list, an array, a tensor, a Series), the name of a field of the samples,
                 or a function of a sample. Functions read every sample once, now. So do names, except those of the
                 columns of an `ArrayDataset`.

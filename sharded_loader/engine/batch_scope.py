@@ -46,7 +46,7 @@ class BatchScope(SampleScope):
     def noted(self, error: BaseException) -> Exception:
         """The exception as the error of the batch, with notes that say where the reader is."""
         task, indices, board = self.task, self.indices, self.board
-        error = as_exception(error, "by the dataset or batchify_fn")
+        error = as_exception(error, "by the dataset or collate_fn")
         place = Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
         found = [indices[position] for position in (self.misfit if self.items is None else (self.place,))]
         if len(found) == 2:

@@ -67,7 +67,7 @@ def sample_in(task: Task, words: Sequence[int]) -> list[Any]:
 
 _PHASES = {
     IN_BULK: "reading several samples at once",
-    IN_BATCHIFY: "making the batch (batchify_fn)",
+    IN_BATCHIFY: "making the batch (collate_fn)",
     SENDING: "sending the batch",
     IDLE: "between batches",
     ONE_BY_ONE: "reading its samples",

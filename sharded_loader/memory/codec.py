@@ -212,7 +212,7 @@ class ReplyPickler(pickle.Pickler):
         elif _requires_grad(obj):
             raise ValueError(
                 "a batch holds a tensor that requires grad, which cannot leave its process: "
-                "call .detach() on it in the dataset or in batchify_fn"
+                "call .detach() on it in the dataset or in collate_fn"
             )
         return NotImplemented
 

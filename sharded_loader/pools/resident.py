@@ -45,7 +45,7 @@ def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) 
     """Whether columns are to be kept on the devices, if they have room.
 
     Raises:
-        ValueError: it is neither a bool nor ``"auto"``; or True, where there are no devices or a ``batchify_fn``.
+        ValueError: it is neither a bool nor ``"auto"``; or True, where there are no devices or a ``collate_fn``.
         TypeError: True, where the dataset is no `ArrayDataset`, or a column of it cannot be held on a device.
 
     Example:
@@ -60,7 +60,7 @@ def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) 
         if devices is None:
             raise ValueError("resident=True keeps data on devices: give device= or devices= as well")
         if batchify_fn is not None:
-            raise ValueError("resident=True gathers batches on the device, where batchify_fn cannot run: leave it out")
+            raise ValueError("resident=True gathers batches on the device, where collate_fn cannot run: leave it out")
         if type(dataset) is not ArrayDataset:
             raise TypeError(
                 f"resident=True keeps the columns of an ArrayDataset on the devices, and this is a "
@@ -92,7 +92,7 @@ class ResidentPool(Pool):
     """Gathers batches on the devices that hold the dataset.
 
     Args:
-        dataset: its columns can be held on a device.
+        dataset: an `ArrayDataset` whose columns can be held on a device.
         devices: of the shards, or of plain batches (the first).
         placement: of the loader.
         insists: warn where there is no room (the user asked for it).
@@ -100,10 +100,8 @@ class ResidentPool(Pool):
 
     room = 1
 
-    def __init__(
-        self, dataset: ArrayDataset, devices: list[torch.device], placement: Placement, *, insists: bool
-    ) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, devices: list[torch.device], placement: Placement, *, insists: bool) -> None:
+        self._dataset: ArrayDataset = dataset
         self._devices = devices
         self._placement = placement
         self._insists = insists

@@ -53,8 +53,8 @@ class RecordFileDataset(Dataset):
 
     The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the
     file once, and workers get the offsets with the dataset. It does not read records that the index does not list:
-    if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records of equal keys. You can read
-    it in threads and after a fork, and pickle it.
+    if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records with the same key. You can
+    read it in threads and after a fork, and pickle it.
 
     Args:
         filename: the ``.rec`` file.

@@ -112,12 +112,12 @@ def note(epoch: int) -> EpochRequest:
 
 
 def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
-    """Samplers that note the calls of ``set_epoch``, each with its last call."""
+    """Samplers that note the calls to ``set_epoch``, each with its last call."""
     return [(one, one.epoch_request) for one in samplers if hasattr(one, "epoch_request")]
 
 
 def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
-    """Forget the calls of ``set_epoch`` that came since `noted`: a loader has made them."""
+    """Forget the calls to ``set_epoch`` that came since `noted`: a loader has made them."""
     for sampler, request in before:
         if sampler.epoch_request is not request:
             sampler.epoch_request = request

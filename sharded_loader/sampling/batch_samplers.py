@@ -1,4 +1,4 @@
-"""Batches of indices: `BatchSampler`, and batches of samples of like length.
+"""Batches of indices: `BatchSampler`, and batches of samples of similar length.
 
     BatchSampler           any sampler's items, ``batch_size`` at a time
     SortedBucketSampler    sorted within large random buckets
@@ -173,7 +173,7 @@ class SortedBucketSampler(Sampler[list[int]]):
 class BoundedBudgetSampler(Sampler[list[int]]):
     """Batches as large as a budget allows: padded tokens (longest length x samples), samples, or both.
 
-    Samples are sorted by length and cut greedily, so that a batch holds samples of like length.
+    Samples are sorted by length and cut greedily, so that a batch holds samples of similar length.
 
     Args:
         lengths: shape (n,), or (n, k) for samples of several parts, of which the longest counts; in tokens.

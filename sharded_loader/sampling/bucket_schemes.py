@@ -1,4 +1,4 @@
-"""Bucket schemes: how `FixedBucketSampler` makes buckets for samples of like length.
+"""Bucket schemes: how `FixedBucketSampler` makes buckets for samples of similar length.
 
     scheme(longest, shortest, num_buckets) -> bucket keys, each the greatest length of a bucket
 

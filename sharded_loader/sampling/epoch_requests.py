@@ -16,7 +16,7 @@ from sharded_loader.sampling.base import EpochRequest, note, noted
 
 
 def _notes_calls(sampler: Any) -> bool:
-    """Whether the calls of ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
+    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
     method = getattr(sampler, "set_epoch", None)
     if callable(method) and not getattr(method, "is_noted", False):
         epoch = getattr(sampler, "epoch", None)
@@ -38,7 +38,7 @@ def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
 
 
 class EpochRequests:
-    """The calls of ``set_epoch`` on some samplers that one loader has not seen yet.
+    """The calls to ``set_epoch`` on some samplers that one loader has not seen yet.
 
     Example:
         >>> from sharded_loader.sampling import RandomSampler

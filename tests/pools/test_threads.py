@@ -257,9 +257,7 @@ def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
     with ShardedDataLoader(range(6), 2, pool=ThreadPool(1, timeout=TIMEOUT), batchify_fn=batchify) as loader:
         iterator = iter(loader)
         assert next(iterator) == [0, 1]
-        with pytest.raises(
-            WorkerTimeoutError, match=r"making the batch \(batchify_fn\), in epoch 0, batch 1"
-        ) as caught:
+        with pytest.raises(WorkerTimeoutError, match=r"making the batch \(collate_fn\), in epoch 0, batch 1") as caught:
             next(iterator)
         assert caught.value.index is None
         assert next(iterator) == [4, 5]
