@@ -4,8 +4,8 @@
 
 An index is a few arrays in one ``.npz`` file. Its name is a hash of the format, the URL, and the size and tag of the
 shard. So a shard that has changed has another index, and two processes that make the same one write the same bytes. A
-file appears by being renamed, so nobody reads half of one. If the folder cannot be written to, indexes are made in
-memory, with one warning.
+file appears by being renamed, so nobody reads half of one. It ends with a hash of its bytes, so a damaged one is found,
+and made again. If the folder cannot be written to, indexes are made in memory, with one warning.
 
 What can go wrong: the shard cannot be indexed (see the formats).
 """
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import threading
 import uuid
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def _after_fork_in_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
-VERSION = 1
+VERSION = 2
 """Of what the formats put into an index. Another one makes all of them again."""
 
 
@@ -55,7 +55,7 @@ class Indexes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder.absolute()  # the process may go to another one
         self._is_told = False
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
@@ -77,8 +77,9 @@ class Indexes:
         arrays: dict[str, Any] = dict(index)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with open(part, "wb") as file:
-                np.savez(file, **arrays)
+            content = io.BytesIO()
+            np.savez(content, **arrays)
+            part.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
             os.replace(part, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -96,9 +97,12 @@ class Indexes:
 def load(path: Path) -> Index | None:
     """An index from its file; None if there is none, or it is damaged."""
     try:
-        with _one_at_a_time, open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+        content = path.read_bytes()
+        if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+            return None  # NumPy does not find all damage: it may load arrays that are empty
+        with _one_at_a_time, np.load(io.BytesIO(content[:-32]), allow_pickle=False) as found:
             return dict(found)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError):  # a ValueError: arrays of objects, of a format of the user's
         return None
 
 

@@ -4,15 +4,24 @@
     Tar().read(file, index, rows) -> [{"__key__": "000017", "jpg": b"...", "cls": b"3"}, ...]
 
 A sample is the bytes of its members by their extensions: all behind the first dot of the file name. A transform decodes
-them. Extensions are in lower case, as in WebDataset.
+them. Extensions are in lower case, as in WebDataset. A link to a member gives the bytes of that member. Directories and
+devices have no bytes, and are skipped.
 
-What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), an
-extension that comes twice in one sample. All are a `ShardError` that names the shard.
+tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
+tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
+
+What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), a
+damaged or cut one, an extension that comes twice in one sample, a link to what is not in the shard, a sparse member.
+All are a `ShardError` that names the shard and the offset.
 """
 
 from __future__ import annotations
 
+import posixpath
+import re
+import struct
 import tarfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +29,26 @@ import numpy as np
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
 from sharded_loader.storage.stores import ShardError
+
+BLOCK = 512
+
+RECORDS = (10_240, *(BLOCK << power for power in range(13)))
+"""A writer fills its last record with zeros. tarfile, GNU tar and libarchive have records of 10,240 bytes, others of
+one block. With `tar -b` a record has up to 2 MB."""
+
+LINKS = 40
+"""Links in a row that are followed, as Linux does."""
+
+_DAMAGE = (
+    *(tarfile.TarError, ValueError, ArithmeticError, LookupError),
+    *(TypeError, AttributeError, EOFError, MemoryError, RecursionError, struct.error),
+)
+"""What tarfile raises for damaged headers."""
+
+_RECORD = re.compile(rb"(\d{1,10}) [^=]+=")
+"""The beginning of a record of an extended header."""
+
+_Place = tuple[int, int]
 
 
 class Tar:
@@ -33,36 +62,36 @@ class Tar:
         keys: list[str] = []
         extensions: dict[str, int] = {}
         firsts: list[int] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
+        places: list[_Place] = []
         kinds: list[int] = []
         seen: set[str] = set()
-        try:
-            with tarfile.open(fileobj=file.stream(), mode="r:") as tar:
-                for member in tar:
-                    folder, slash, base = member.name.rpartition("/")
-                    key, dot, extension = base.partition(".")
-                    if not member.isfile() or not dot or (base.startswith("__") and base.endswith("__")):
-                        continue
-                    key, extension = folder + slash + key, extension.lower()
-                    if not keys or key != keys[-1]:
-                        keys.append(key)
-                        firsts.append(len(offsets))
-                        seen = set()
-                    if extension in seen:
-                        raise ShardError(f"{file.name}: the sample {key!r} has two members .{extension}")
-                    seen.add(extension)
-                    offsets.append(member.offset_data)
-                    sizes.append(member.size)
-                    kinds.append(extensions.setdefault(extension, len(extensions)))
-        except tarfile.TarError as error:
-            raise ShardError(
-                f"{file.name} is no plain tar file ({error}): decompress it if its name ends in .gz, or give its format"
-            ) from None
+        for name, offset, place in _files(file):
+            folder, slash, base = name.rpartition("/")
+            key, dot, extension = base.partition(".")
+            if not dot or (base.startswith("__") and base.endswith("__")):
+                continue
+            if isinstance(place, str):
+                raise ShardError(
+                    f"{file.name}, offset {offset}: {name!r} is a link to {place!r}, which is not in the shard. Write "
+                    "the shard again, and let tar follow links (tar -h)"
+                )
+            key, extension = folder + slash + key, extension.lower()
+            if not keys or key != keys[-1]:
+                keys.append(key)
+                firsts.append(len(places))
+                seen = set()
+            if extension in seen:
+                raise ShardError(
+                    f"{file.name}: the sample {key!r} has two members .{extension}, one at offset {offset}"
+                )
+            seen.add(extension)
+            places.append(place)
+            kinds.append(extensions.setdefault(extension, len(extensions)))
+        offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T.copy()
         return {
-            "firsts": np.array([*firsts, len(offsets)], np.int64),
-            "offsets": np.array(offsets, np.int64),
-            "sizes": np.array(sizes, np.int64),
+            "firsts": np.array([*firsts, len(places)], np.int64),
+            "offsets": offsets,
+            "sizes": sizes,
             "kinds": np.array(kinds, np.int32),
             "keys": packed(keys),
             "extensions": packed(list(extensions)),
@@ -88,3 +117,88 @@ class Tar:
                 sample[extensions[next(kinds)]] = next(parts)
             samples.append(sample)
         return samples
+
+
+def _files(file: ShardFile) -> list[tuple[str, int, _Place | str]]:
+    """Each file of a tar file: its name, the offset of its header, and where its bytes lie; of a link that leads out of
+    the tar file, where it leads."""
+    found: list[tuple[str, int, _Place | str]] = []
+    places: dict[str, _Place | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
+    for member in _members(file):
+        place: _Place | str | None = None
+        if member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
+            raise ShardError(
+                f"{file.name}, offset {member.offset}: {member.name!r} is a sparse file, which is not read. Write the "
+                "shard again without sparse files (tar without -S)"
+            )
+        if member.issym():
+            place = posixpath.join(posixpath.dirname(member.name), member.linkname)
+        elif member.islnk():  # to a member before it, which a later one of the same name does not replace
+            place = places.get(posixpath.normpath(member.linkname), member.linkname)
+        elif member.isfile() or member.type not in tarfile.SUPPORTED_TYPES:  # POSIX: unknown ones are files
+            place = member.offset_data, member.size
+        places[posixpath.normpath(member.name)] = place
+        if place is not None:
+            found.append((member.name, member.offset, place))
+    files = []
+    for name, offset, place in found:
+        target: _Place | str | None = place
+        for _ in range(LINKS):
+            if not isinstance(target, str):
+                break
+            target = places.get(posixpath.normpath(target), target)
+        if target is not None:  # a link to a directory
+            files.append((name, offset, target))
+    return files
+
+
+def _members(file: ShardFile) -> Iterator[tarfile.TarInfo]:
+    """What tarfile finds, checked: the headers of each member, and that nothing follows the last one."""
+    end = 0
+    try:
+        with file.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                if member.size < 0 or not end < tar.offset <= file.size:
+                    raise tarfile.ReadError(f"the member {member.name!r} has no room")
+                if member.offset_data - end > BLOCK:
+                    stream.seek(end)
+                    _check_headers(stream.read(member.offset_data - end))
+                yield member
+                end = tar.offset
+            _check_end(stream, end, file.size)
+    except _DAMAGE as error:
+        if not end:
+            raise ShardError(
+                f"{file.name} is no plain tar file (offset 0: {error}): decompress it if its name ends in .gz, or give "
+                "its format"
+            ) from None
+        raise ShardError(
+            f"{file.name} is no whole tar file (offset {end}: {error}): it is damaged or cut. Copy or write it again"
+        ) from None
+
+
+def _check_headers(headers: bytes) -> None:
+    """Check the extended headers before a member's own: some versions of tarfile leave out what they cannot read."""
+    at = 0
+    while (kind := headers[at + 156 : at + 157]) and kind in b"xgXLK":
+        size = tarfile.TarInfo.frombuf(headers[at : at + BLOCK], "utf-8", "surrogateescape").size
+        begin, at = at + BLOCK, at + BLOCK + -(-size // BLOCK) * BLOCK
+        end = begin + len(headers[begin : begin + size].rstrip(b"\0"))
+        while kind not in b"LK" and begin < end:  # "length name=value", and a line end; the length is that of it all
+            record = _RECORD.match(headers, begin, end)
+            begin += int(record[1]) if record else 0
+            if record is None or not record.end() < begin <= end or headers[begin - 1 : begin] != b"\n":
+                raise tarfile.ReadError("an extended header is damaged")
+
+
+def _check_end(stream: Any, offset: int, size: int) -> None:
+    """Check that a tar file ends here: two blocks of zeros, and zeros that fill the last record."""
+    stream.seek(offset)
+    while piece := stream.read(1 << 16):
+        if piece.strip(b"\0"):
+            raise tarfile.ReadError("neither the header of a member nor the end mark is there")
+    zeros = size - offset
+    if zeros < 2 * BLOCK:
+        raise tarfile.ReadError("the end mark is not whole")
+    if not any(zeros - 2 * BLOCK < record and size % record == 0 for record in RECORDS):
+        raise tarfile.ReadError(f"{zeros:,} bytes of zeros are there, more than a writer adds")

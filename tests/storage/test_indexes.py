@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharded_loader.storage import indexes as module
 from sharded_loader.storage.indexes import Index, Indexes, packed, unpacked
 from sharded_loader.storage.stores import Stat
 
@@ -44,6 +45,37 @@ def test_another_shard_has_another_index(tmp_path: Path, changed: tuple[str, str
     indexes.of("tar", "s3://b/a.tar", STAT, make)
     indexes.of(*changed, make)
     assert make.count == 2
+
+
+def test_an_index_of_an_older_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, indexes = Makes(), Indexes(tmp_path)
+    with monkeypatch.context() as older:
+        older.setattr(module, "VERSION", module.VERSION - 1)
+        indexes.of("tar", "a.tar", STAT, make)
+    indexes.of("tar", "a.tar", STAT, make)
+    assert make.count == 2
+
+
+def test_the_folder_of_indexes_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Makes()
+    monkeypatch.chdir(tmp_path)
+    indexes = Indexes(Path("here"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    indexes.of("tar", "a.tar", STAT, make)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "other"] == ["here"]
+
+
+def test_an_index_with_any_byte_changed_is_made_again(tmp_path: Path) -> None:
+    make, indexes = Makes(), Indexes(tmp_path)
+    indexes.of("tar", "a.tar", STAT, make)
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 32]) + whole[at + 1 :])
+        assert module.load(path) is None, at
+    path.write_bytes(whole)
+    assert module.load(path) is not None
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])

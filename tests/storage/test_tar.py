@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
+import subprocess
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,3 +77,131 @@ def test_an_extension_that_comes_twice_is_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"1.jpg": b"a", "1.JPG": b"b"})
     with pytest.raises(ShardError, match=r"a\.tar: the sample '1' has two members \.jpg"):
         read(tmp_path / "a.tar", [0])
+
+
+# -- damaged files, links, sparse members ------------------------------------------------------------------------------
+
+
+def ten() -> bytearray:
+    """A tar file of ten members, of a header and a block each."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for i in range(10):
+            member = tarfile.TarInfo(f"{i:04}.txt")
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"%04d" % i))
+    return bytearray(content.getvalue())
+
+
+def flipped() -> bytes:
+    content = ten()
+    content[4096 + 10] ^= 1
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "offset"),
+    [
+        (flipped, 4096),
+        (lambda: ten()[:4096], 4096),
+        (lambda: ten()[: 6 * 1024 + 100], 6144),
+        (lambda: ten()[: 6 * 1024 + 514], 6144),
+        (lambda: ten()[:4096] + bytes(1024) + ten()[5120:], 4096),
+        (lambda: ten()[:10240] + bytes(512), 10240),
+        (lambda: ten()[:4096] + bytes(20480 - 4096), 4096),
+        (lambda: ten() + ten(), 10240),
+        (lambda: ten()[:10240] + bytes(1024) + b"x", 10240),
+    ],
+    ids=["bit", "between", "header", "data", "hole", "end mark", "zeros", "two", "rest"],
+)
+def test_a_damaged_header_is_an_error_that_names_the_offset(
+    tmp_path: Path, damage: Callable[[], bytes], offset: int
+) -> None:
+    (tmp_path / "a.tar").write_bytes(damage())
+    with pytest.raises(ShardError, match=rf"a\.tar is no whole tar file \(offset {offset}: .*Copy or write it again"):
+        read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize("blocks", [1, 20, 64, 2048])
+def test_zeros_up_to_the_end_of_a_record_are_no_damage(tmp_path: Path, blocks: int) -> None:
+    record = 512 * blocks
+    (tmp_path / "a.tar").write_bytes(ten()[:10240] + bytes(-(-(10240 + 1024) // record) * record - 10240))
+    assert read(tmp_path / "a.tar", [9]) == [{"__key__": "0009", "txt": b"0009"}]
+
+
+def with_links(path: Path, links: dict[str, tuple[bytes, str]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name in ("d/000.txt", "d/notes"):
+            member = tarfile.TarInfo(name)
+            member.size = 3
+            tar.addfile(member, io.BytesIO(b"abc"))
+        for name, (kind, target) in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, target
+            tar.addfile(link)
+
+
+def test_a_link_gives_the_bytes_of_its_target(tmp_path: Path) -> None:
+    links = {
+        "d/001.txt": (tarfile.LNKTYPE, "d/000.txt"),
+        "d/002.txt": (tarfile.SYMTYPE, "004.txt"),  # to a later one, which is a link too
+        "./d/003.txt": (tarfile.LNKTYPE, "./d/notes"),
+        "d/004.txt": (tarfile.SYMTYPE, "../d/./000.txt"),
+        "e.d": (tarfile.DIRTYPE, ""),
+        "f.d": (tarfile.SYMTYPE, "e.d"),
+        "g.fifo": (tarfile.FIFOTYPE, ""),
+    }
+    with_links(tmp_path / "a.tar", links)
+    keys = ["d/000", "d/001", "d/002", "./d/003", "d/004"]
+    assert read(tmp_path / "a.tar", [0, 1, 2, 3, 4]) == [{"__key__": key, "txt": b"abc"} for key in keys]
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+@pytest.mark.parametrize("target", ["d/gone.txt", "/etc/passwd", "d/001.txt", "001.txt"])
+def test_a_link_out_of_the_shard_or_to_itself_is_named(tmp_path: Path, kind: bytes, target: str) -> None:
+    with_links(tmp_path / "a.tar", {"d/001.txt": (kind, target)})
+    with pytest.raises(ShardError, match=r"a\.tar, offset 2048: 'd/001\.txt' is a link to .*tar -h"):
+        read(tmp_path / "a.tar", [0])
+
+
+SPARSE = {
+    "0.0": {"GNU.sparse.size": "9", "GNU.sparse.numblocks": "1", "GNU.sparse.offset": "0", "GNU.sparse.numbytes": "3"},
+    "0.1": {"GNU.sparse.size": "9", "GNU.sparse.numblocks": "1", "GNU.sparse.map": "0,3"},
+    "1.0": {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x.txt", "GNU.sparse.realsize": "900"},
+    "another": {"GNU.sparse.major": "2", "GNU.sparse.minor": "0"},
+}
+
+
+@pytest.mark.parametrize("version", SPARSE)
+def test_a_sparse_member_is_an_error(tmp_path: Path, version: str) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+        member = tarfile.TarInfo("b.txt")
+        member.pax_headers, content = SPARSE[version], b"1\n0\n3\n".ljust(512, b"\0") + b"abc"
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(ShardError, match=r"a\.tar, offset 512: '.*' is a sparse file, .*tar without -S"):
+        read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize("kind", ["gnu", "posix", "oldgnu"])
+def test_a_sparse_member_of_the_program_tar_is_an_error(tmp_path: Path, kind: str) -> None:
+    with open(tmp_path / "0.bin", "wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+    made = subprocess.run(["tar", f"--format={kind}", "-S", "-cf", "a.tar", "0.bin"], cwd=tmp_path, capture_output=True)
+    if made.returncode or (tmp_path / "a.tar").stat().st_size > 1 << 20:
+        pytest.skip("this tar, or this file system, knows no sparse files")
+    with pytest.raises(ShardError, match=r"a\.tar, offset 0: '0\.bin' is a sparse file"):
+        read(tmp_path / "a.tar", [0])
+
+
+def test_an_extended_header_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+        tar.addfile(tarfile.TarInfo("long/" * 60 + "b.txt"))
+    content = (tmp_path / "a.tar").read_bytes()
+    for bad in (b"31x path=", b"    path="):
+        (tmp_path / "a.tar").write_bytes(content.replace(b"315 path=", bad))
+        with pytest.raises(ShardError, match=r"\(offset 512: "):
+            read(tmp_path / "a.tar", [0])
