@@ -259,6 +259,9 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() of such a loader has returned")
         self._loaded = copy.deepcopy(dict(state_dict))
         self._prepared = None
+        tell = getattr(self.dataset, "set_epoch", None)
+        if "_epoch_of_dataset" in state_dict and callable(tell):
+            tell(state_dict["_epoch_of_dataset"])
         if isinstance(self._iterator, LoaderIterator):  # its workers have datasets and generators of another time
             self._iterator._shutdown_workers()
             self._iterator = None

@@ -2,7 +2,7 @@
 
     is_indexed(dataset)       it is read by index, as torch's map-style datasets
     is_stream(dataset)        it is read in its own order only: iterable data
-    is_stateful(one)          it has ``state_dict`` and ``load_state_dict``
+    is_stateful(one)          it has ``state_dict`` and ``load_state_dict``, and the state says all
     keeps_place(dataset)      it may know in itself how far it was read
     known_parts(dataset)      how many parts iterable data is made of
     takes_part(function)      a function asks which part it is to read
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -55,14 +56,38 @@ def is_stream(dataset: Any) -> bool:
 
 
 def is_stateful(one: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them."""
+    """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them.
+
+    The state of a Hugging Face stream leaves out the samples in a shuffle buffer, so it does not count.
+    """
     if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    if _has_shuffle_buffer(one):
         return False
     # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
     function: Any = getattr(one.state_dict, "__func__", None)
     if not isinstance(function, FunctionType):
         return True
     return function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether an object is, or holds, a stream of Hugging Face's that is shuffled with a buffer."""
+    found: list[Any] = [dataset] if "datasets" in sys.modules else []
+    seen = set()
+    while found and len(seen) < 10_000:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        package = type(one).__module__.partition(".")[0]
+        if package == "datasets" and hasattr(one, "buffer_size"):
+            return True
+        if isinstance(one, list | tuple | dict):
+            found += islice(one.values() if isinstance(one, dict) else one, 1000)
+        elif package != "sharded_loader":  # a mixture asks each of its sources
+            found += getattr(one, "__dict__", {}).values()
+    return False
 
 
 def keeps_place(dataset: Any) -> bool:

@@ -80,6 +80,7 @@ class Source:
         self._worker = worker
         self._has_own_state = has_own_state
         self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
+        self._is_stateful = False
         self._iterator: Any = None
 
     def read(self) -> Any:
@@ -104,7 +105,7 @@ class Source:
             return entry
         if self._iterator is not self._opened and is_stateful(self._iterator):
             return {**entry, "iterator": self._iterator.state_dict()}
-        if self._has_own_state and is_stateful(self._opened):
+        if self._is_stateful:
             return {**entry, "dataset": self._opened.state_dict()}
         return entry
 
@@ -129,6 +130,7 @@ class Source:
                 f"state was saved after {self.taken}: give the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator
+        self._is_stateful = self._has_own_state and is_stateful(dataset)
 
     def _items(self, dataset: Any) -> Any:
         """What is iterated over: the dataset, or what a function returns."""

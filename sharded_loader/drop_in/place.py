@@ -48,6 +48,7 @@ class Place:
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
         self._epoch = None if loader.seed is None else epoch
+        self._epoch_of_dataset = None if order is None else getattr(loader.dataset, "epoch", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
@@ -55,6 +56,8 @@ class Place:
         state["_base_seed"] = self.base_seed
         if self._epoch is not None:
             state["_epoch"] = self._epoch
+        if isinstance(self._epoch_of_dataset, int):
+            state["_epoch_of_dataset"] = self._epoch_of_dataset
         if self._generator is not None:
             state["_generator"] = generator_state(self._generator)
         if self.order is None:

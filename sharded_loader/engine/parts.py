@@ -110,6 +110,7 @@ class OpenPart:
         self.number = number
         self._dataset, self._parts, self._seed = dataset, parts, seed
         self._alone, self._told = alone, told
+        self._has_state = is_stateful(dataset)
         self._items: Any = None
         self._is_iterator = False
         self._last_state: Any = None
@@ -157,7 +158,7 @@ class OpenPart:
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset, or its iterator, can say where it is."""
-        return is_stateful(self._dataset) or is_stateful(self._items) or self._last_state is not None
+        return self._has_state or self._last_state is not None or is_stateful(self._items)
 
     def state(self) -> Any:
         """What `begin` goes on from; None if the dataset cannot say."""
@@ -167,7 +168,7 @@ class OpenPart:
         items = self._dataset if self._is_iterator else self._items
         of_items = copy.deepcopy(items.state_dict()) if is_stateful(items) else None
         of_dataset = None
-        if not self._is_iterator and is_stateful(self._dataset):
+        if not self._is_iterator and self._has_state:
             of_dataset = copy.deepcopy(self._dataset.state_dict())
         return None if of_dataset is None and of_items is None else (of_dataset, of_items)
 

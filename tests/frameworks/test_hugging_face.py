@@ -9,6 +9,7 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS
 
+import sharded_loader
 from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
 
@@ -106,3 +107,81 @@ def test_the_epoch_of_a_shuffled_stream_is_set_on_the_dataset(datasets: Any, mak
         loader.set_epoch(epoch)
         orders.append(xs(loader))
     assert orders[0] == orders[2] != orders[1]
+
+
+def shuffled(datasets: Any, shards: int = 4) -> Any:
+    return table(datasets, 64).to_iterable_dataset(num_shards=shards).shuffle(seed=1, buffer_size=10)
+
+
+def plus_one(row: Any) -> Any:
+    return {"x": row["x"] + 1}
+
+
+class Holds(torch.utils.data.IterableDataset[Any]):
+    """A dataset of the user's around a stream, which passes its state on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+    def state_dict(self) -> Any:
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.stream.load_state_dict(state)
+
+
+def of_one_node(stream: Any) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank=1, world_size=2)
+
+
+STREAMS: dict[str, Any] = {
+    "without a buffer": lambda hf: table(hf, 64).to_iterable_dataset(num_shards=4),
+    "shuffled": shuffled,
+    "one shard": lambda hf: shuffled(hf, shards=1),
+    "a buffer of one": lambda hf: table(hf, 64).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=1),
+    "mapped after that": lambda hf: shuffled(hf).map(plus_one),
+    "interleaved": lambda hf: hf.interleave_datasets([shuffled(hf), shuffled(hf)], probabilities=[0.4, 0.6], seed=2),
+    "concatenated": lambda hf: hf.concatenate_datasets([shuffled(hf), table(hf).to_iterable_dataset()]),
+    "of one node": lambda hf: of_one_node(shuffled(hf)),
+    "held by another dataset": lambda hf: Holds(shuffled(hf)),
+    "in a mixture of ours": lambda hf: sharded_loader.interleave([shuffled(hf), shuffled(hf)], weights=[1, 2]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_no_sample_is_lost_in_a_shuffle_buffer(
+    datasets: Any, make: Any, num_workers: int, epoch: int, stream: str
+) -> None:
+    """The state that such a dataset gives leaves out the samples in its buffer."""
+    first, resumed = (
+        make(STREAMS[stream](datasets), batch_size=3, num_workers=num_workers) for _ in range(2)
+    )
+    first.set_epoch(epoch)
+    batches = iter(first)
+    for done in range(1, 8):
+        next(batches)
+        if done in (1, 4, 7):
+            resumed.load_state_dict(first.state_dict())
+            found = xs(resumed)
+    assert found == xs(batches)
+    assert len(found) > 2
+
+
+@BOTH
+def test_a_stream_that_draws_its_own_seed_cannot_be_resumed_elsewhere(datasets: Any, make: Any) -> None:
+    first, resumed = (
+        make(table(datasets).to_iterable_dataset().shuffle(buffer_size=24), batch_size=4) for _ in range(2)
+    )
+    batches = iter(first)
+    next(batches)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="other samples"):
+        xs(resumed)
