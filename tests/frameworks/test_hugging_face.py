@@ -161,9 +161,7 @@ def test_no_sample_is_lost_in_a_shuffle_buffer(
     datasets: Any, make: Any, num_workers: int, epoch: int, stream: str
 ) -> None:
     """The state that such a dataset gives leaves out the samples in its buffer."""
-    first, resumed = (
-        make(STREAMS[stream](datasets), batch_size=3, num_workers=num_workers) for _ in range(2)
-    )
+    first, resumed = (make(STREAMS[stream](datasets), batch_size=3, num_workers=num_workers) for _ in range(2))
     first.set_epoch(epoch)
     batches = iter(first)
     for done in range(1, 8):
