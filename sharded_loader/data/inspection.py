@@ -74,7 +74,7 @@ def is_stateful(one: Any) -> bool:
 def _has_shuffle_buffer(dataset: Any) -> bool:
     """Whether an object is, or holds, a stream of Hugging Face's that is shuffled with a buffer."""
     found: list[Any] = [dataset] if "datasets" in sys.modules else []
-    seen = set()
+    seen: set[int] = set()
     while found and len(seen) < 10_000:
         one = found.pop()
         if id(one) in seen:
