@@ -5,15 +5,18 @@
 
 A sample is a dict of its columns. Pickled columns are not read, because reading them runs code from the shard.
 
-What can go wrong: no MDS file, an encoding that is unknown, a compressed shard. All are a `ShardError`.
+What can go wrong: no MDS file, an encoding that is unknown, a compressed shard, sizes or values that do not fit their
+bytes. All are a `ShardError`, which names the sample or the byte.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,24 +41,34 @@ class MDS:
 
     def index(self, file: ShardFile) -> Index:
         """Where each sample lies, and what its columns are."""
+        at = 0
         try:
-            [head] = file.ranges([0], [4])
-            count = int(np.frombuffer(head, "<u4")[0])
-            table = 4 * (count + 2)
+            count = int(np.frombuffer(file.ranges([0], [4])[0], "<u4")[0])
+            at, table = 4, 4 * (count + 2)
             if table > file.size:
                 raise ValueError(f"{count} samples in {file.size} bytes")
             offsets = np.frombuffer(file.ranges([4], [table])[0], "<u4").astype(np.int64)
-            if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] <= file.size:
-                raise ValueError("offsets that do not fit")
+            if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] == file.size:
+                raise ValueError(f"the offsets of its samples do not fit its {file.size} bytes")
+            at = table
             columns = json.loads(file.ranges([table], [int(offsets[0])])[0])
             names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{file.name} is no MDS file ({error}): give its format, or decompress it") from None
-        for encoding in encodings:
-            decoder(encoding, file.name)
+            for name, encoding, size in zip(names, encodings, sizes, strict=True):
+                decoder(encoding, f"{file.name}, at byte {at},")
+                if _fixed_size(encoding) not in (size or None, None) or not (size is None or 0 <= size < 1 << 32):
+                    raise ValueError(f"its column {name!r} of {encoding} has {size} bytes")
+            if len(set(names)) < len(names):
+                raise ValueError("two of its columns have the same name")
+            packed_names = packed(names)
+        except ShardError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ShardError(
+                f"{file.name} is no MDS file ({error}; byte {at}): give its format, decompress it, or copy it again"
+            ) from None
         return {
             "offsets": offsets,
-            "names": packed(names),
+            "names": packed_names,
             "encodings": packed(encodings),
             "sizes": np.array([size or -1 for size in sizes], np.int64),
             "length": np.array(count),
@@ -67,17 +80,38 @@ class MDS:
         decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
         offsets, where = index["offsets"], np.array(rows, np.int64)
         samples = []
-        for data in file.ranges(offsets[where].tolist(), offsets[where + 1].tolist()):
-            free = fixed.count(-1)
-            given = iter(np.frombuffer(data, "<u4", free).tolist())
-            begin = 4 * free
-            sample = {}
-            for name, decode, size in zip(names, decoders, fixed, strict=True):
-                end = begin + (next(given) if size < 0 else size)
-                sample[name] = decode(data[begin:end])
-                begin = end
+        parts = file.ranges(offsets[where].tolist(), offsets[where + 1].tolist())
+        for row, data in zip(rows, parts, strict=True):
+            try:
+                values = _cut(data, fixed)
+                sample = {name: decode(value) for name, decode, value in zip(names, decoders, values, strict=True)}
+            except ImportError:
+                raise
+            except Exception as error:  # a decoder may raise anything
+                raise ShardError(
+                    f"{file.name} is damaged: sample {row}, bytes {offsets[row]} to {offsets[row + 1]}, cannot be read "
+                    f"({type(error).__name__}: {error}). Copy it again"
+                ) from error
             samples.append(sample)
         return samples
+
+
+def _cut(data: bytes, fixed: list[int]) -> list[bytes]:
+    """The bytes of each column of a sample; -1 stands for a size that the sample has at its beginning."""
+    free = fixed.count(-1)
+    given = iter(np.frombuffer(data, "<u4", free).tolist())
+    ends = np.cumsum([4 * free, *(next(given) if size < 0 else size for size in fixed)]).tolist()
+    if ends[-1] != len(data):
+        raise ValueError(f"its columns need {ends[-1]} bytes, and it has {len(data)}")
+    return [data[begin:end] for begin, end in pairwise(ends)]
+
+
+def _fixed_size(encoding: str) -> int | None:
+    """How many bytes each value has; None if they differ."""
+    kind, *rest = encoding.split(":")
+    if kind == "ndarray":
+        return np.dtype(rest[0]).itemsize * math.prod(map(int, rest[1].split(","))) if len(rest) == 2 else None
+    return 8 if kind == "int" else np.dtype(kind).itemsize if kind in _SCALARS else None
 
 
 def decoder(encoding: str, name: str) -> Callable[[bytes], Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mutations import Subject, assert_noticed
 from shards import assert_same_samples, write_mds
 
 from sharded_loader.storage.files import LocalFile
@@ -78,7 +79,7 @@ def test_images_are_decoded() -> None:
 @pytest.mark.parametrize(("encoding", "said"), [("pkl", "run code"), ("spectrum", "unknown")])
 def test_an_encoding_that_is_not_read_is_named(tmp_path: Path, encoding: str, said: str) -> None:
     write_mds(tmp_path / "a.mds", {"x": (encoding, None)}, [[b"ab"]])
-    with pytest.raises(ShardError, match=rf"a\.mds has a column encoded as '{encoding}'.*{said}"):
+    with pytest.raises(ShardError, match=rf"a\.mds, at byte 12, has a column encoded as '{encoding}'.*{said}"):
         read(tmp_path / "a.mds", [0])
 
 
@@ -87,3 +88,48 @@ def test_what_is_no_mds_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.mds").write_bytes(content)
     with pytest.raises(ShardError, match=r"a\.mds (is no MDS file|ends within)"):
         read(tmp_path / "a.mds", [0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((9000, 4), "9012 bytes, and it has 16"), ((4, 9000), "9012"), ((2, 1), "11")]
+)
+def test_sizes_that_do_not_fit_their_sample_are_an_error(tmp_path: Path, sizes: tuple[int, int], said: str) -> None:
+    whole = np.array([4, 4], "<u4").tobytes() + b"aaaabbbb"
+    write_mds(tmp_path / "a.mds", {"a": ("bytes", None), "b": ("bytes", None)}, [[b"aaaa", b"bbbb"]] * 2)
+    content = (tmp_path / "a.mds").read_bytes()
+    damaged_one = np.array(sizes, "<u4").tobytes() + whole[8:]
+    (tmp_path / "a.mds").write_bytes(content[: -len(whole)] + damaged_one)
+    assert read(tmp_path / "a.mds", [0]) == [{"a": b"aaaa", "b": b"bbbb"}]
+    with pytest.raises(ShardError, match=rf"a\.mds is damaged: sample 1, bytes \d+ to {len(content)}.*{said}"):
+        read(tmp_path / "a.mds", [0, 1])
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("int", 4), ("float32", 8), ("ndarray:int16:2,3", 11), ("bytes", -3)])
+def test_a_size_that_does_not_fit_its_encoding_is_an_error(tmp_path: Path, encoding: str, size: int) -> None:
+    write_mds(tmp_path / "a.mds", {"x": (encoding, size)}, [[bytes(12)]])
+    with pytest.raises(ShardError, match=rf"\(its column 'x' of {encoding} has {size} bytes; byte"):
+        read(tmp_path / "a.mds", [0])
+
+
+def test_a_value_that_cannot_be_decoded_names_its_sample(tmp_path: Path) -> None:
+    write_mds(tmp_path / "a.mds", {"x": ("json", None)}, [[b"1"], [b"{"]])
+    with pytest.raises(ShardError, match=r"a\.mds is damaged: sample 1, bytes .*JSONDecodeError"):
+        read(tmp_path / "a.mds", [1])
+
+
+def subject(folder: Path) -> Subject:
+    columns = {"a": ("bytes", None), "n": ("int", 8), "t": ("str", None), "w": ("ndarray:int16:4", 8)}
+    rows = [
+        [bytes([i]) * i, np.int64(i).tobytes(), b"text %d" % i, np.arange(4, dtype="<i2").tobytes()] for i in range(40)
+    ]
+    write_mds(folder / "a.mds", columns, rows)
+    content = (folder / "a.mds").read_bytes()
+    names = content.index(b'"a"')
+    begin = content.index(b"]}") + 2
+    return Subject("a.mds", content, [(names, names + 20), (begin, len(content))])
+
+
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
+def test_damage_is_noticed(tmp_path: Path, seeds: range) -> None:
+    """Names of columns and bytes inside samples have no checksum."""
+    assert_noticed(subject(tmp_path), seeds, tmp_path)
