@@ -177,10 +177,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             found = None if state is None else state["_sampler"]
             if found is not None and not finished:
-                items = start.items()
+                items = None
             elif items is None:
                 items = start.begin()
-            start.settle()
             points = self._before
             if not ignores_state:
                 datasets = enumerate((found or {}).get("datasets", ()))
@@ -189,9 +188,13 @@ class LoaderIterator(_BaseDataLoaderIter):
             reading = SamplerReading(
                 start, items, lanes, None if finished else found, points, job.keeps_state, self._number
             )
+            if loader.num_workers > 0 and items is not None:  # torch's workers are sent the first indices now
+                start.settle()
+                if not start.may_be_told:
+                    reading.begin()
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         if loader.seed is not None:  # what is random differs from epoch to epoch, also in workers that live on
-            reading.epoch = epoch
+            reading.epoch, reading.counts_epochs = epoch, True
         any_order = not loader.in_order and loader.num_workers > 0
         if any_order:
             reading.any_order = True
@@ -284,7 +287,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 def _epoch_of(loader: Any, start: SamplerStart | None, state: dict[str, Any] | None, finished: bool) -> int:
     """The number of an epoch: of the sampler that shuffles, if it counts, so that ``set_epoch`` there is enough."""
     shuffle = None if start is None else start.shuffle
-    if start is not None and shuffle is not None and (shuffle.generator is None or shuffle.seed is not None):
+    if start is not None and shuffle is not None and shuffle.seed is not None:
         return int(start.state.get("shuffle", {}).get("epoch", shuffle.epoch))
     if state is None:
         return int(loader._epoch)

@@ -46,7 +46,8 @@ class SamplerReading:
 
     Args:
         start: of the sampler.
-        items: what ``start`` has returned.
+        items: what ``start`` has returned; None: it goes on from a state. It does so when the first batch is asked for,
+            because trainers call the sampler's ``set_epoch`` after ``iter(loader)``.
         lanes: how many workers there are, at least 1.
         state: where the epoch goes on; None: at its beginning.
         points: The position of each worker, with the state of its dataset. A worker that is missing here is new.
@@ -55,23 +56,25 @@ class SamplerReading:
 
     Attributes:
         first: the number of the first batch.
+        counts_epochs: with a seed, the random numbers of samples depend on the number of the epoch, ``epoch``.
     """
 
     keeps = True
     carry = None
-    resumed = in_mid_epoch = any_order = False
+    resumed = in_mid_epoch = any_order = counts_epochs = False
 
     def __init__(
         self,
         start: SamplerStart,
-        items: Iterator[Any],
+        items: Iterator[Any] | None,
         lanes: int,
         state: dict[str, Any] | None,
         points: Mapping[int, PartPoint],
         keeps_state: bool,
         number: int,
     ) -> None:
-        self._start, self._items, self._lanes = start, items, lanes
+        self._start, self._lanes = start, lanes
+        self._items: Any = items
         self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
         self.epoch = 0
         self._ended = False
@@ -83,8 +86,7 @@ class SamplerReading:
         self._forgotten = self._low, self._low  # the first seq, and the first item, that are kept
         self._is_started = False
         self._stateful: Any = None  # who knows where the sampler is
-        if state is not None:
-            self._begin(items)
+        self._loaded = None if items is not None else state
         self._keeps_state, self._number = keeps_state, number
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
@@ -93,8 +95,7 @@ class SamplerReading:
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
-        if not self._is_started:
-            self._begin(self._start.first(self._items))
+        self.begin()
         while self._coming <= seq and not self._ended:
             try:
                 found = next(self._items)
@@ -115,11 +116,19 @@ class SamplerReading:
                 self._coming += 1
         return (self._planned[seq].item,) if seq in self._planned else None
 
-    def _begin(self, items: Iterator[Any]) -> None:
-        self._items, self._is_started = items, True
-        self._stateful = self._start.stateful
-        if self._stateful is None and is_stateful(items):
-            self._stateful = items
+    def begin(self) -> None:
+        """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
+        if self._drawn == self.first and not self._ended:
+            self._start.settle()
+            if self.counts_epochs and self._start.shuffle is not None:
+                self.epoch = self._start.state.get("shuffle", {}).get("epoch", self.epoch)
+        if self._is_started:
+            return
+        self._is_started = self._ended = True  # unless it starts
+        self._items = self._start.first(self._items) if self._loaded is None else self._start.items()
+        self._stateful, self._ended = self._start.stateful, False
+        if self._stateful is None and is_stateful(self._items):
+            self._stateful = self._items
 
     def part(self, seq: int) -> PartBatch | None:
         """Which state a worker's dataset must have before a batch; None if it keeps none."""
@@ -177,8 +186,9 @@ class SamplerReading:
             delivered: How many batches the user has received.
             finished: Whether the user has seen the end of the epoch.
         """
-        if not self._is_started:
-            self._begin(self._start.first(self._items))
+        if self._loaded is not None and not self._is_started:
+            return copy.deepcopy(self._loaded)
+        self.begin()
         over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
         ahead = {number for number in self._ahead | over if number >= self._low}
         low = _advanced(self._low, ahead)

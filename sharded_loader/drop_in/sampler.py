@@ -1,10 +1,16 @@
 """The sampler of ``shuffle=True``: torch's `RandomSampler`, which also knows epochs and can be resumed.
 
-    ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state)
+    ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
 
-Without a generator, the first epoch has the order that torch's own sampler has: both draw one seed from torch's default
-generator. Later epochs follow from that seed and the epoch, so a state of two numbers says all of them. A generator of
-the user's is used as torch uses it, and its state is part of the sampler's.
+What decides the order of an epoch:
+
+    seed=                        the seed and the number of the epoch
+    a generator of the user's    the generator, as in torch
+    set_epoch(e)                 the first seed that was drawn, and e
+    otherwise                    a seed from torch's default generator for each epoch, as in torch
+
+Without ``seed`` and a generator, every epoch draws one number, also where ``set_epoch`` decides. So the default
+generator goes on as under torch.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ class ShuffleSampler(RandomSampler):
     Args:
         data_source: has a length.
         generator: as torch's sampler has it.
-        seed: instead of a drawn one.
+        seed: decides all epochs, whatever the generators say.
 
     Attributes:
         epoch: the epoch that the next ``iter()`` begins.
@@ -43,10 +49,14 @@ class ShuffleSampler(RandomSampler):
         super().__init__(data_source, generator=generator)
         self.seed = seed
         self.epoch = 0
+        self._is_told = False  # `set_epoch` decides the next epoch
+        self._first: int | None = None  # the seed that was drawn first
+        self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins."""
         self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        self._is_told = True
 
     def __iter__(self) -> Iterator[int]:
         # A generator function, as torch's: the seed is drawn with the first index.
@@ -54,28 +64,49 @@ class ShuffleSampler(RandomSampler):
         if self.generator is not None and self.seed is None:
             yield from super().__iter__()
             return
-        if self.seed is None:
-            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed, epoch = self._decided()
+        self._next, self._is_told = None, False
+        self.epoch += 1
         generator = torch.Generator()
         # torch takes no other numbers for a seed.
-        is_torchs = self.epoch == 0 and -(1 << 63) <= self.seed < 1 << 64
-        generator.manual_seed(self.seed if is_torchs else derive_key(self.seed, "shuffle", self.epoch) >> 65)
-        self.epoch += 1
+        is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
+        generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
         yield from torch.randperm(len(self.data_source), generator=generator).tolist()
 
+    def _decided(self) -> tuple[int, int]:
+        """The seed and the number that decide the next epoch. Number 0 is torch's order."""
+        if self.seed is not None:
+            return self.seed, self.epoch
+        if self._next is None:
+            self._next = int(torch.empty((), dtype=torch.int64).random_().item()), 0
+        if self._first is None:
+            self._first = self._next[0]
+        return (self._first, self.epoch) if self._is_told else self._next
+
     def begin_state(self) -> dict[str, Any]:
-        """What decides the next epoch and those after it."""
+        """What decides the next epoch. What it draws is drawn now, once."""
         if self.generator is not None and self.seed is None:
             return {"generator": self.generator.get_state().tolist()}
-        if self.seed is None:
-            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        return {"seed": self.seed, "epoch": self.epoch}
+        seed, epoch = self._decided()
+        return {"seed": seed, "epoch": epoch} if self.seed is not None else {**self.end_state(), "next": [seed, epoch]}
+
+    def end_state(self) -> dict[str, Any]:
+        """What is known of the epochs after this one, when it is over. It draws nothing."""
+        if self.generator is not None or self.seed is not None:
+            return self.begin_state()
+        return {"first": self._first, "told": self.epoch if self._is_told else None}
 
     def load_begin_state(self, state: dict[str, Any]) -> None:
-        """Make the next epoch the one of a state that `begin_state` has returned."""
+        """Make the next epoch the one of a state that `begin_state` or `end_state` has returned."""
         if "generator" in state:
             if self.generator is None:
                 self.generator = torch.Generator()
             self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-        else:
+        elif "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
+        else:
+            self._first, told = state["first"], state["told"]
+            self._next, self._is_told = None, told is not None
+            self.epoch = self.epoch if told is None else told
+            if "next" in state:
+                self._next, self._is_told = tuple(state["next"]), False

@@ -18,6 +18,7 @@ import copy
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class SamplerStart:
     Attributes:
         state: what decides the order of this epoch.
         own: the sampler's own state at the beginning of this epoch; None if it has none.
+        loaded: the state of the middle of an epoch; None: the sampler starts at its beginning.
+        may_be_told: it has ``set_epoch``, which may come between ``iter(loader)`` and the first ``next``.
     """
 
     def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool) -> None:
@@ -65,10 +68,11 @@ class SamplerStart:
         plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
         self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
         self._draws = not plain and self.stateful is None
+        self.may_be_told = any(hasattr(one, "set_epoch") for one in nested(sampler))
         found = [getattr(one, "generator", None) for one in nested(sampler) if one is not self.shuffle]
         own = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._sources = [torch.default_generator, *own.values()]
-        self._from = None if finished else state
+        self.loaded = None if finished else state
         self.state: dict[str, Any] = {}
         self.own: Any = None
         if state is not None and finished:
@@ -98,7 +102,7 @@ class SamplerStart:
 
     def _note(self) -> None:
         """Before the sampler is asked for its iterator."""
-        if self._from is None:
+        if self.loaded is None:
             if self._draws:
                 self.state["rng"] = [list(map(generator_state, self._sources))]
             if self.stateful is not None:
@@ -110,18 +114,19 @@ class SamplerStart:
         return iter(self.sampler)
 
     def settle(self) -> None:
-        """The loader draws nothing more: the sampler comes next."""
-        if self._from is None and self.shuffle is not None:
+        """What the sampler that shuffles draws is drawn now. `ShuffleSampler.set_epoch` may still come."""
+        if self.loaded is None and self.shuffle is not None:
             self.state["shuffle"] = self.shuffle.begin_state()
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items; what the sampler draws for the first one is drawn now."""
-        if self._draws and self._from is None:
+        if self._draws and self.loaded is None:
             now = list(map(generator_state, self._sources))
             self.state["rng"] += [now] if now not in self.state["rng"] else []
         if is_stateful(items) or not self._draws:
             return items
         try:
+            items = self._told(items)
             # Not chain(first, items), which would call iter(items): some begin again then.
             return itertools.chain([next(items)], map(next, itertools.repeat(items)))
         except StopIteration:
@@ -129,11 +134,22 @@ class SamplerStart:
         except Exception as error:
             return _raising(error)
 
+    def _told(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The items of the epoch that ``set_epoch`` has named since the sampler was asked for them."""
+        if not self.may_be_told or isinstance(items, GeneratorType):  # a generator has not begun
+            return items
+        before = list(map(generator_state, self._sources))
+        again = iter(self.sampler)
+        if before == list(map(generator_state, self._sources)):
+            return again
+        _set_all(self._sources, before)  # it draws when it is asked: torch asks once
+        return items
+
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, when it is over."""
         state: dict[str, Any] = {}
         if self.shuffle is not None:
-            state["shuffle"] = self.shuffle.begin_state()
+            state["shuffle"] = self.shuffle.end_state()
         if self._draws and self._sources[1:]:
             state["generators"] = list(map(generator_state, self._sources[1:]))
         return state
@@ -144,8 +160,8 @@ class SamplerStart:
         Raises:
             ValueError: those before it are not the ones of then.
         """
-        state = self._from
-        assert state is not None  # otherwise `begin`
+        state = self.loaded
+        assert state is not None  # otherwise `first`
         if self.shuffle is not None and "shuffle" in self.state:
             self.shuffle.load_begin_state(self.state["shuffle"])
         if self.own is not None and self.stateful is not None:

@@ -289,9 +289,7 @@ def _same_order(loader: DataLoader[Any], accelerator: Any) -> torch.Generator | 
     """See to it that all ranks draw the same order; the generator to synchronise at each epoch, if there is one."""
     for one in nested(loader.batch_sampler):
         if type(one) is ShuffleSampler and one.generator is None:
-            if one.seed is None:
-                one.begin_state()
-            one.seed = _broadcast(one.seed)
+            one.seed = _broadcast(one.begin_state()["next"][0] if one.seed is None else one.seed)
             return None
         if isinstance(one, RandomSampler):
             if one.generator is None:

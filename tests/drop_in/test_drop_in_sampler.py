@@ -27,11 +27,35 @@ def test_it_is_torchs_sampler() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 100])
-def test_its_first_epoch_is_torchs(length: int) -> None:
-    torch.manual_seed(3)
-    expected = list(RandomSampler(range(length)))
-    torch.manual_seed(3)
-    assert list(ShuffleSampler(range(length))) == expected
+def test_every_epoch_is_torchs_and_leaves_the_default_generator_as_torchs(length: int) -> None:
+    found = []
+    for kind in (ShuffleSampler, RandomSampler):
+        torch.manual_seed(3)
+        sampler = kind(range(length))
+        found.append([(list(sampler), torch.rand(()).item()) for _ in range(3)])
+    assert found[0] == found[1]
+
+
+def test_reseeding_before_an_epoch_decides_its_order() -> None:
+    sampler = ShuffleSampler(range(30))
+    orders = []
+    for _ in range(3):
+        torch.manual_seed(7)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_what_set_epoch_decides_draws_as_much_as_torchs() -> None:
+    left = []
+    for told in (False, True):
+        torch.manual_seed(3)
+        sampler = ShuffleSampler(range(9))
+        for epoch in range(3):
+            if told:
+                sampler.set_epoch(epoch)
+            list(sampler)
+        left.append(torch.get_rng_state().tolist())
+    assert left[0] == left[1]
 
 
 def test_with_a_generator_every_epoch_is_torchs() -> None:
@@ -49,7 +73,11 @@ def test_epochs_differ_and_each_has_every_index_once() -> None:
 @pytest.mark.parametrize("seed", [None, 0, 7, 2**63 - 1])
 def test_an_epoch_is_a_function_of_the_seed_and_its_number(seed: int | None) -> None:
     sampler = ShuffleSampler(range(30), seed=seed)
-    epochs = [list(sampler) for _ in range(3)]
+    epochs = []
+    for number in range(3):
+        if seed is None:
+            sampler.set_epoch(number)
+        epochs.append(list(sampler))
     for number in (2, 0, 1):
         sampler.set_epoch(number)
         assert list(sampler) == epochs[number]
@@ -69,7 +97,7 @@ def test_an_epoch_is_a_number_from_0_on(bad: Any) -> None:
         ShuffleSampler(range(3)).set_epoch(bad)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"seed": 4}, {"generator": seeded()}], ids=["", "seed", "generator"])
+@pytest.mark.parametrize("arguments", [{"seed": 4}, {"generator": seeded()}], ids=["seed", "generator"])
 def test_its_state_says_the_epochs_that_come(arguments: dict[str, Any]) -> None:
     sampler = ShuffleSampler(range(30), **arguments)
     list(sampler)
@@ -78,6 +106,46 @@ def test_its_state_says_the_epochs_that_come(arguments: dict[str, Any]) -> None:
     other = ShuffleSampler(range(30))
     other.load_begin_state(state)
     assert [list(other) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_without_a_seed_its_state_says_the_epoch_that_comes_and_those_that_set_epoch_names(told: bool) -> None:
+    sampler = ShuffleSampler(range(30))
+    list(sampler)
+    if told:
+        sampler.set_epoch(5)
+    state = json.loads(json.dumps(sampler.begin_state()))
+    other = ShuffleSampler(range(30))
+    other.load_begin_state(state)
+    assert list(other) == list(sampler)
+    for one in (sampler, other):
+        one.set_epoch(2)
+    assert list(other) == list(sampler)
+
+
+def test_a_state_of_its_end_draws_nothing() -> None:
+    sampler = ShuffleSampler(range(30))
+    sampler.set_epoch(1)
+    list(sampler)
+    before = torch.get_rng_state()
+    state = sampler.end_state()
+    assert torch.equal(torch.get_rng_state(), before)
+    other = ShuffleSampler(range(30))
+    other.load_begin_state(state)
+    for one in (sampler, other):
+        torch.set_rng_state(before)
+        assert list(one) != list(range(30))
+    for one in (sampler, other):
+        one.set_epoch(1)
+    assert list(sampler) == list(other)
+
+
+def test_a_state_of_before_in_which_a_drawn_seed_decides_all_epochs_is_loaded() -> None:
+    sampler = ShuffleSampler(range(30))
+    sampler.load_begin_state({"seed": 4, "epoch": 1})
+    seeded_by_4 = ShuffleSampler(range(30), seed=4)
+    seeded_by_4.set_epoch(1)
+    assert [list(sampler), list(sampler)] == [list(seeded_by_4), list(seeded_by_4)]
 
 
 def test_it_is_pickled_with_its_place() -> None:

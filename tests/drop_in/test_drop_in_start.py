@@ -9,19 +9,28 @@ import pytest
 import torch
 from conftest import covering
 from drop_in_samples import (
+    TORCHS,
     Backwards,
     Eager,
     ItsOwnIterator,
     Resets,
     StartsOver,
     StatefulIterators,
-    assert_as_torchs,
     assert_resumes,
     plain,
     some,
 )
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from sharded_loader import sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.torch import DataLoader
@@ -68,11 +77,115 @@ TWICE = ("eager batches", "eager, one by one", "stateful iterators")
 """They draw each time that they are asked for an iterator, and with workers torch asks twice."""
 
 
-@covering(kind=KINDS, workers=[0, 2])
-@pytest.mark.costly(9)
-def test_the_first_epoch_is_torchs(kind: str, workers: int) -> None:
-    if kind != "shuffle, seed":
-        assert_as_torchs(DATA, KINDS[kind], num_workers=workers)
+class Drawn(Dataset[Any]):
+    """The index, what the default generator gives for it, and the seed of the process that reads it."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), torch.rand(()).item(), float(torch.initial_seed() % 2**32)]
+
+
+def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: bool, **given: Any) -> list[Any]:
+    """Three epochs of two loaders, read in turn, and what the default generator gives in between."""
+    torch.manual_seed(3)
+    loaders = [kind(Drawn(), **given, **make()) for _ in range(2)]
+    found: list[Any] = []
+    for epoch in range(3):
+        if reseeds:
+            torch.manual_seed(100 + epoch)
+        batches = [iter(loader) for loader in loaders]
+        found.append(torch.rand(()).item())
+        for rows in zip(*batches, strict=True):
+            found += [repr(batch) for batch in rows]
+        found.append(torch.rand(()).item())
+    return found
+
+
+@covering(kind=[kind for kind in KINDS if kind != "shuffle, seed"], reseeds=[False, True], strength=1)
+def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bool) -> None:
+    own, torchs = (epochs_and_draws(loader, KINDS[kind], reseeds) for loader in (DataLoader, TORCHS))
+    assert own == torchs
+
+
+@covering(
+    kind=[kind for kind in KINDS if kind != "shuffle, seed"],
+    reseeds=[False, True],
+    persistent=[False, True],
+    strength=1,
+)
+@pytest.mark.costly(5)
+def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
+    kind: str, reseeds: bool, persistent: bool
+) -> None:
+    given = {"num_workers": 2, "persistent_workers": persistent}
+    own, torchs = (epochs_and_draws(loader, KINDS[kind], reseeds, **given) for loader in (DataLoader, TORCHS))
+    assert own == torchs
+
+
+class EveryOther(Sampler[int]):
+    """An order of its own for each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(place * (1 + self.epoch)) % 13 for place in range(13)])
+
+
+TOLD: dict[str, Callable[[], Any]] = {
+    "distributed": lambda: DistributedSampler(DATA, 2, 0, seed=1),
+    "of the user's": EveryOther,
+    "shuffle": lambda: None,
+}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": None}], ids=["batches", "samples"])
+def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
+    kind: str, epoch: int, workers: int, given: dict[str, Any]
+) -> None:
+    def make() -> Any:
+        sampler = TOLD[kind]()
+        return DataLoader(DATA, num_workers=workers, sampler=sampler, shuffle=sampler is None, **given)
+
+    loader = make()
+    for number in range(epoch + 1):
+        begun = iter(loader)
+        loader.sampler.set_epoch(number)
+        before = some(begun, 3)
+    state, rest = loader.state_dict(), plain(begun)
+    assert rest
+    other = make()
+    other.load_state_dict(state)
+    begun = iter(other)
+    assert other.state_dict() == state
+    other.sampler.set_epoch(epoch)
+    assert plain(begun) == rest
+    begun = iter(other)
+    other.sampler.set_epoch(epoch)
+    assert plain(begun) == before + rest
+
+
+def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names() -> None:
+    class Random(Drawn):
+        def __getitem__(self, index: int) -> Any:
+            return index, sample_rng().random()
+
+    def make() -> Any:
+        return DataLoader(Random(), 4, shuffle=True, seed=3)
+
+    expected = [repr(list(loader)) for loader in [make()] for _ in range(3)]
+    loader = make()
+    begun = iter(loader)
+    loader.sampler.set_epoch(2)
+    assert repr(list(begun)) == expected[2]
 
 
 @covering(kind=KINDS, count=[0, 1, 3, 5, None], before=[0, 2])
@@ -111,7 +224,7 @@ def test_another_order_than_before_is_an_error_that_names_the_sampler() -> None:
     other = DataLoader(DATA, 2, sampler=Backwards(12))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"the sampler, a BatchSampler, yields other indices than the 3 items before"):
-        iter(other)
+        next(iter(other))
 
 
 def test_a_sampler_that_is_shorter_than_before_is_the_same_error() -> None:
@@ -119,8 +232,10 @@ def test_a_sampler_that_is_shorter_than_before_is_the_same_error() -> None:
     some(iter(loader), 3)
     other = DataLoader(DATA, batch_sampler=[[1], [2]])
     other.load_state_dict(loader.state_dict())
+    batches = iter(other)
     with pytest.raises(ValueError, match="the sampler, a list, yields other indices"):
-        iter(other)
+        next(batches)
+    assert list(batches) == []
 
 
 def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
