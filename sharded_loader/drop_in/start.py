@@ -139,7 +139,7 @@ class SamplerStart:
         if not self.may_be_told or isinstance(items, GeneratorType):  # a generator has not begun
             return items
         before = list(map(generator_state, self._sources))
-        again = iter(self.sampler)
+        again: Iterator[Any] = iter(self.sampler)
         if before == list(map(generator_state, self._sources)):
             return again
         _set_all(self._sources, before)  # it draws when it is asked: torch asks once
