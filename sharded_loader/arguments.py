@@ -168,7 +168,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         raise TypeError(
             f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
         )
-    if isinstance(dataset, Mapping) and not has_sampler and dataset and named_columns(dataset) is not None:
+    if isinstance(dataset, Mapping) and not has_sampler and named_columns(dataset) is not None:
         raise TypeError(
             f"the dataset is a {kind.__name__} with the keys {some(list(map(repr, dataset)))}, and the default order "
             f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "

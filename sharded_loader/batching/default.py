@@ -19,7 +19,7 @@ import numpy as np
 
 from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, new_array, some
 from sharded_loader.batching.stack import PYTHON_NUMBERS, is_numbers, stack, stack_arrays, stack_numbers
-from sharded_loader.batching.tree import field_names, rebuild, to_torch
+from sharded_loader.batching.tree import field_names, reads_rows, rebuild, to_torch
 
 
 class Batchify:
@@ -158,6 +158,8 @@ def _kind_of(kind: type) -> str:
     """What a sample of this type is to the default rules."""
     if issubclass(kind, tuple):
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
+    if reads_rows(kind):
+        return "object"
     for types, name in _KINDS.items():
         if issubclass(kind, types):
             return name

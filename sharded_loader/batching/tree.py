@@ -101,6 +101,16 @@ def has_own(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None)) and method not in fields
 
 
+def reads_rows(kind: type) -> bool:
+    """Whether a mapping is indexed and iterated by rows, as a tensor is: a TensorDict is. Its truth is an error.
+
+    Example:
+        >>> reads_rows(dict)
+        False
+    """
+    return issubclass(kind, Mapping) and hasattr(kind, "__torch_function__")
+
+
 # -- one walk ----------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +124,7 @@ def children(tree: Any) -> list[Any] | None:
     if isinstance(tree, (list, tuple)):
         return list(tree)
     if isinstance(tree, Mapping):
-        return [tree[key] for key in tree]
+        return [tree[key] for key in tree.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
     if is_dataclass_instance(tree):
         return [getattr(tree, name) for name in field_names(tree)]
     return None
@@ -136,7 +146,7 @@ def rebuild(template: Any, parts: Sequence[Any]) -> Any:
     if kind is dict:
         return dict(zip(template, parts, strict=True))
     if isinstance(template, Mapping):
-        plain: Any = dict(zip(template, parts, strict=True))
+        plain: Any = dict(zip(template.keys(), parts, strict=True))
     elif isinstance(template, (list, tuple)):
         plain = list(parts) if isinstance(template, list) else tuple(parts)
     else:

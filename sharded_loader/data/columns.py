@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tree import is_masked
+from sharded_loader.batching.tree import is_masked, reads_rows
 from sharded_loader.data.bulk import checked_index
 
 _NUMBERS = "biufc"
@@ -44,7 +44,7 @@ def is_table(value: Any) -> bool:
 def named_columns(value: Any) -> dict[Any, Any] | None:
     """The columns of a table, or of a dict of columns, by name; None for everything else.
 
-    A dict whose keys are 0, 1, 2, ... is a dataset that is indexed as a list is, and no dict of columns.
+    A dict whose keys are 0, 1, 2, ... is indexed as a list is, and a TensorDict by rows: no dicts of columns.
 
     Raises:
         ValueError: two columns have the same name.
@@ -54,7 +54,7 @@ def named_columns(value: Any) -> dict[Any, Any] | None:
         ({'x': [1, 2], 'y': [3, 4]}, None, None)
     """
     if isinstance(value, Mapping):
-        return None if all(index in value for index in range(len(value))) else dict(value)
+        return None if reads_rows(type(value)) or all(index in value for index in range(len(value))) else dict(value)
     if not is_table(value):
         return None
     # Arrow's ``columns`` are the columns themselves.

@@ -1,7 +1,7 @@
 """Columns of other libraries are read by position. Masks and missing values, which no batch can hold, are refused."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from sharded_loader import (
     split_and_load,
     split_data,
 )
+from sharded_loader import torch as torchs
 from sharded_loader.batchify import Dict, List, Pad, Stack, Tuple
 from sharded_loader.data.bulk import gather_rows
 
@@ -437,3 +438,62 @@ def test_batches_of_size_0_are_alike_from_every_pool(new_pool: Any) -> None:
             assert (batch[name].dtype, batch[name].shape) == (wanted[name].dtype, wanted[name].shape)
     array_dataset = ArrayDataset(np.zeros((4, 0), np.float32), torch.zeros(4, 0, dtype=torch.bfloat16))
     assert [x.stride() for x in first(array_dataset)] == [x.stride() for x in next(iter(DataLoader(array_dataset, 4)))]
+
+
+# -- a mapping that is read by rows ------------------------------------------------------------------------------------
+
+
+class Rows(MutableMapping[str, Any]):
+    """Tensors under names, read by rows, as a TensorDict: it has no truth, and ``in`` is an error."""
+
+    __torch_function__ = None
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return self.tensors[index]
+        return Rows({name: tensor[index] for name, tensor in self.tensors.items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.tensors[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.tensors[name]
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.tensors["x"])
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("Converting a tensordict to boolean value is not permitted")
+
+    def __contains__(self, key: Any) -> bool:
+        raise NotImplementedError("use keys()")
+
+    def keys(self) -> Any:
+        return self.tensors.keys()
+
+
+def rows_stacked(samples: list[Any]) -> Any:
+    return Rows({name: torch.stack([one[name] for one in samples]) for name in ("x", "y")})
+
+
+ROWS = Rows({"x": torch.arange(6), "y": torch.arange(12).reshape(6, 2)})
+
+
+@pytest.mark.parametrize("kind", ["inline", "threads", "processes", "drop-in"])
+def test_a_mapping_of_rows_is_a_dataset_and_a_batch(kind: str) -> None:
+    arguments: dict[str, Any] = {"threads": {"thread_pool": True, "num_workers": 1}, "processes": {"num_workers": 1}}
+    made = torchs.DataLoader if kind == "drop-in" else ShardedDataLoader
+    batches = list(made(ROWS, 4, collate_fn=rows_stacked, **arguments.get(kind, {})))
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
+    assert [type(batch) for batch in batches] == [Rows, Rows]
+
+
+def test_a_mapping_of_rows_stays_a_sample() -> None:
+    assert [[int(one["x"]) for one in batch] for batch in ShardedDataLoader(ROWS, 3)] == [[0, 1, 2], [3, 4, 5]]
+    assert ArrayDataset(ROWS, list("abcdef"))[4][1] == "e" and int(ArrayDataset(ROWS)[4]["x"]) == 4
