@@ -7,6 +7,7 @@
     indexes.py       where the samples of a shard lie; made once, kept, and checked
     tar.py, ...      the formats: tar, RecordIO, Parquet and Arrow, MDS
     formats.py       which of them a file has
+    checksums.py     whether a file in the cache has the content that was fetched
     cache.py         whole shards of an object store on this machine's disk: `ShardCache`
     read_ahead.py    fetches shards before they are needed
     dataset.py       `ShardDataset`

@@ -3,17 +3,18 @@
     ShardCache(folder, "100 GB").open(url, stat, fetch) -> LocalFile
 
     <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name
+    <hash>-<size>.sum      its checksum (`checksums`); the time of this file says when the shard is needed
     <hash>-<size>.part     a shard that somebody fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
 
-A shard appears by being renamed, so nobody reads half of one. Of several processes that want the same shard, one
-fetches it and the others wait. For room, the shard goes that is needed last, as far as somebody has said so
-(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part whose lock nobody holds. The
-times of the files tell all this. Files with other names are never touched. A shard that is open somewhere can be read
-to its end after it has gone (on Windows it cannot go).
+A shard is renamed when the disk has all of it, so nobody reads half of one. Of several processes that want the same
+shard, one fetches it and the others wait. For room, the shard goes that is needed last, as far as somebody has said so
+(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part whose lock nobody holds. Files
+with other names are never touched. A shard that is open somewhere can be read to its end after it has gone (on Windows
+it cannot go). A damaged shard is deleted and fetched again.
 
-What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk. All are a
-`ShardError` that names the folder.
+What can go wrong: a shard that is larger than ``max_bytes``, a folder that cannot be written to, a full disk, a file
+that must not be deleted. All are a `ShardError` that names the folder or the file.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
+import stat as modes
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sharded_loader.storage.checksums import beside, is_sound, seal
 from sharded_loader.storage.files import LocalFile
 from sharded_loader.storage.redacted import shown
 from sharded_loader.storage.stores import ShardError, Stat
@@ -39,6 +43,9 @@ POLL = 0.005
 
 TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
+
+STUCK = 30.0 if os.name == "nt" else 0.0
+"""Seconds to wait for a file that cannot be deleted. Windows deletes a file when nobody has it open any more."""
 
 _LONG_AGO = 10**9
 """A time of files, in the year 2001: older than any shard that nobody has let go."""
@@ -106,15 +113,19 @@ class ShardCache:
         """
         path = self._path(url, stat)
         for _ in range(TRIES):
-            found = self._found(path, url)
-            if found is not None:
-                return found
-            with self._lock(_lock_of(path.name)):
-                found = self._found(path, url)  # somebody has fetched it meanwhile
+            with self._named(url):
+                found = self._found(path, url, stat)
                 if found is not None:
                     return found
-                self._fetch(path, url, stat, fetch)
-        raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes")
+                with self._lock(_lock_of(path.name)):
+                    found = self._found(path, url, stat, is_locked=True)  # somebody has fetched it meanwhile
+                    if found is not None:
+                        return found
+                    self._fetch(path, url, stat, fetch)
+        raise ShardError(
+            f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes, or a folder "
+            "that no other program cleans"
+        )
 
     def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
         """Fetch a shard that is not there, if it is still wanted when nobody else fetches it any more.
@@ -128,7 +139,7 @@ class ShardCache:
         """
         path = self._path(url, stat)
         if not path.exists():
-            with self._lock(_lock_of(path.name)):
+            with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch)
 
@@ -151,27 +162,37 @@ class ShardCache:
         self._touch(url, stat, (time_of_file, time_of_file))
 
     def _touch(self, url: str, stat: Stat, times: tuple[int, int] | None) -> bool:
+        path = self._path(url, stat)
         try:
-            os.utime(self._path(url, stat), times)
+            os.utime(beside(path), times)
         except OSError:
             return False
-        return True
+        return path.exists()
 
     def _path(self, url: str, stat: Stat) -> Path:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
-    def _found(self, path: Path, url: str) -> LocalFile | None:
+    def _found(self, path: Path, url: str, stat: Stat, is_locked: bool = False) -> LocalFile | None:
+        """A shard that is there and sound. Who holds its lock compares the checksum, and deletes a damaged one."""
         try:
+            if not modes.S_ISREG(os.stat(path).st_mode):
+                raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
             return None
+        if not is_sound(path, stat.size, is_locked):
+            file.close()
+            if is_locked:
+                _delete(path)
+            return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # by this time it is told which one was not opened for the longest time
+            os.utime(beside(path))  # by this time it is told which one was not opened for the longest time
         return file
 
     def _fetch(self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> None:
         """Fetch a shard, under its lock."""
+        (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # somebody may have deleted the folder
         part = path.with_suffix(".part")
         part.unlink(missing_ok=True)  # of a process that has died
         self._make_room(part, url, stat.size)
@@ -179,11 +200,22 @@ class ShardCache:
             with open(part, "wb") as file:
                 fetch(file)
                 written = file.tell()
-            if written != stat.size:
-                raise ShardError(f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again")
+                file.flush()
+                os.fsync(file.fileno())
+                if written != stat.size:
+                    raise ShardError(
+                        f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
+                    )
+                if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
+                    return  # somebody has deleted the locks, and another process fetches this shard too
+            seal(part, path)
             os.replace(part, path)
+            _sync_folder(self.folder)
         except BaseException as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
+            if isinstance(error, FileNotFoundError) and self._is_inside(error):
+                return  # somebody has deleted the part, or the folder: `open` tries again
             if isinstance(error, OSError) and type(error) is OSError:  # not one of ours: of the disk
                 raise ShardError(
                     f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
@@ -196,20 +228,43 @@ class ShardCache:
         if size > self.max_bytes:
             limit = f"the cache {self.folder} may take {self.max_bytes:,}"
             raise ShardError(f"{shown(url)} has {size:,} bytes, and {limit}: give a larger max_bytes")
+        until = time.monotonic() + STUCK
         while True:
             with self._lock("room"):
                 files = sorted(self._files(), key=lambda found: found[2])
+                disk = shutil.disk_usage(self.folder)
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
-                for path, taken, _ in files:
-                    if missing > 0 and self._may_go(path, part):
-                        with contextlib.suppress(FileNotFoundError, PermissionError):  # on Windows: it is open
-                            path.unlink()
-                            self.evicted += 1
-                            missing -= taken
-                if missing <= 0:
+                missing = max(missing, size - disk.free if disk.total else 0)  # 0: the system does not know
+                missing, is_waiting, stuck = self._evict(files, missing, part)
+                if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
                     return
+            if not is_waiting and time.monotonic() >= until:
+                raise ShardError(
+                    f"{shown(url)} has no room in the cache: {stuck}. Delete this file, or give another folder"
+                )
             time.sleep(0.02)  # others are being fetched
+
+    def _evict(self, files: list[tuple[Path, int, float]], missing: int, part: Path) -> tuple[int, bool, str]:
+        """Delete files until there is room.
+
+        Returns:
+            How many bytes are still missing, whether others are fetching, and which file cannot be deleted.
+        """
+        is_waiting, stuck = False, ""
+        for path, taken, _ in files:
+            if missing > 0:
+                try:
+                    if not self._may_go(path, part):
+                        is_waiting = True
+                        continue
+                    _delete(path)
+                except OSError as error:
+                    stuck = f"{path} cannot be deleted ({error})"
+                    continue
+                self.evicted += 1
+                missing -= taken
+        return missing, is_waiting, stuck
 
     def _may_go(self, path: Path, part: Path) -> bool:
         """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
@@ -225,11 +280,28 @@ class ShardCache:
 
     def _files(self) -> Iterator[tuple[Path, int, float]]:
         """The shards, whole or in parts, with their sizes and when they were opened last."""
-        for entry in os.scandir(self.folder):
-            match = _NAME.fullmatch(entry.name)
-            if match is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    yield Path(entry.path), int(match[1]), entry.stat().st_mtime
+        with contextlib.suppress(FileNotFoundError):  # somebody may have deleted the folder
+            for entry in list(os.scandir(self.folder)):
+                match = _NAME.fullmatch(entry.name)
+                if match is not None and entry.is_file():
+                    path, used = Path(entry.path), 0.0
+                    with contextlib.suppress(FileNotFoundError):
+                        used = os.stat(beside(path) if match[2] == "shard" else path).st_mtime
+                    yield path, int(match[1]), used
+
+    def _is_inside(self, error: OSError) -> bool:
+        """Whether an error is about a file of this folder."""
+        return str(error.filename).startswith(str(self.folder))
+
+    @contextlib.contextmanager
+    def _named(self, url: str) -> Iterator[None]:
+        """An error of the folder names it."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_inside(error):
+                raise
+            raise ShardError(f"{shown(url)}: the cache folder {self.folder} cannot be used ({error})") from None
 
     def _lock(self, name: str) -> Any:
         from filelock import FileLock
@@ -240,6 +312,22 @@ class ShardCache:
 def _lock_of(name: str) -> str:
     """The lock of a shard, by the name of its file."""
     return str(int(name[:8], 16) % LOCKS)
+
+
+def _delete(path: Path) -> None:
+    """Delete a shard or a part."""
+    beside(path).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder written to the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def bytes_of_text(text: int | str) -> int:

@@ -61,7 +61,7 @@ def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path)
     cache, calls = ShardCache(tmp_path, 3 * SIZE), []
     for number in (1, 2, 3):
         put(cache, number, calls)
-        for age, path in enumerate(sorted(tmp_path.glob("*.shard"), key=lambda one: one.stat().st_mtime_ns)):
+        for age, path in enumerate(sorted(tmp_path.glob("*.sum"), key=lambda one: one.stat().st_mtime_ns)):
             os.utime(path, (1000 + age, 1000 + age))  # times of files have steps
     for number in (1, 4):
         put(cache, number, calls)
