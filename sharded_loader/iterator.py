@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
+from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Entry, Run
@@ -285,3 +286,6 @@ class EpochIterator(Iterator[Batch]):
         except Warning as raised:
             return raised
         return None
+
+
+leave_alone(EpochIterator.__next__, EpochIterator.__del__)

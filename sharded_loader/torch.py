@@ -24,6 +24,7 @@ from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.readers import reader_for
 from sharded_loader.iterator import Batch
@@ -271,3 +272,6 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
         return {**self.__dict__, "_iterator": None, "_place": None, "_prepared": None, "_loaded": None, "_job": None}
+
+
+leave_alone(DataLoader.__iter__)

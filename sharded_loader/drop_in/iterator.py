@@ -31,6 +31,7 @@ from sharded_loader.drop_in.place import Place, next_epoch
 from sharded_loader.drop_in.reading import LanePlan, SamplerReading
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
+from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Run, StreamPlan
@@ -348,3 +349,6 @@ def _stream_of(
 def _close(close_pool: Any, close_placement: Any) -> None:
     close_pool()
     close_placement()
+
+
+leave_alone(LoaderIterator.__next__)

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from sharded_loader.dynamo import end_compiling
 from sharded_loader.engine import messages
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
@@ -225,6 +226,7 @@ def main(
         held: a descriptor that is open for as long as the worker lives, if it knows of one.
     """
     keep_from_children(conn, held)
+    end_compiling()
     # Handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)
     for number_of_signal in python_handlers():

@@ -1,0 +1,84 @@
+"""A loop over a loader inside `torch.compile`: Dynamo compiles neither the loader nor what the loader calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import METHODS
+
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.torch import DataLoader
+
+
+class Hooks(torch.utils.data.Dataset[Any]):
+    """Of each sample its number, and whether Dynamo's hook is set in the thread that reads it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+        if hook is None:
+            return index, 0
+        found = hook.set_eval_frame(None)
+        hook.set_eval_frame(found)
+        return index, int(found is not None)
+
+
+def total(loader: Any) -> Any:
+    found = torch.zeros(2, dtype=torch.int64)
+    for index, hooks in loader:
+        found = found + torch.stack([index.sum(), hooks.sum()])
+    return found
+
+
+@pytest.fixture
+def compiled() -> Any:
+    torch._dynamo.reset()
+    yield torch.compile(total, backend="eager")
+    torch._dynamo.reset()
+
+
+@METHODS
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_workers_have_no_hook(compiled: Any, kind: Any, method: str) -> None:
+    by_method = {"num_workers": 1, "start_method": method}
+    given = by_method if kind is DataLoader else {"pool": ProcessPool(1, start_method=method)}
+    assert compiled(kind(Hooks(), 4, **given)).tolist() == [66, 0]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("given", [{}, {"num_workers": 2, "thread_pool": True}], ids=["inline", "threads"])
+def test_what_the_loader_calls_is_not_compiled(compiled: Any, kind: Any, given: dict[str, Any]) -> None:
+    loader = kind(Hooks(), 4, **given)
+    for _ in range(2):
+        assert compiled(loader).tolist() == [66, 0]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_a_dataset_may_call_what_it_has_compiled(compiled: Any, kind: Any) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda x: 2 * x, backend=backend)
+
+    class Doubled(Hooks):
+        def __getitem__(self, index: int) -> Any:
+            return doubled(torch.tensor(index)), 0
+
+    assert compiled(kind(Doubled(), 4)).tolist() == [132, 0]
+    assert graphs
+
+
+def test_nothing_imports_dynamo() -> None:
+    code = "import sys, sharded_loader.torch as t; list(t.DataLoader(range(3))); print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"]
