@@ -22,7 +22,7 @@ APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it. Levels do not count them."""
 
 FLOORS = (
-    ("rng", "shuffle", "errors", "interrupts", "process_hooks"),
+    ("rng", "shuffle", "notices", "errors", "interrupts", "process_hooks"),
     ("batching",),
     ("memory",),
     ("sampling", "data", "recordio", "storage"),

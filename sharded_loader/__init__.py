@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from sharded_loader.errors import LoaderClosedError as LoaderClosedError
     from sharded_loader.errors import SampleError as SampleError
     from sharded_loader.errors import SampleReadError as SampleReadError
+    from sharded_loader.errors import TooManySkippedError as TooManySkippedError
     from sharded_loader.errors import WorkerDiedError as WorkerDiedError
     from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
     from sharded_loader.indices import IndexView as IndexView
     from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
+    from sharded_loader.notices import LoaderWarning as LoaderWarning
     from sharded_loader.parallel import Replicas as Replicas
     from sharded_loader.parallel import split_and_load as split_and_load
     from sharded_loader.parallel import split_data as split_data
@@ -82,10 +84,12 @@ _HOMES = {
         "LoaderClosedError",
         "SampleError",
         "SampleReadError",
+        "TooManySkippedError",
         "WorkerDiedError",
         "WorkerTimeoutError",
     ],
     "sharded_loader.indices": ["IndexView"],
+    "sharded_loader.notices": ["LoaderWarning"],
     "sharded_loader.pools.inline": ["InlinePool"],
     "sharded_loader.pools.on_ray": ["RayPool"],
     "sharded_loader.pools.processes": ["ProcessPool"],

@@ -227,6 +227,17 @@ def check_on_error(on_error: Any) -> None:
         )
 
 
+def check_max_skipped(limit: Any, on_error: Any) -> int | None:
+    """``max_skipped``, or an error that says what is wrong."""
+    if limit is None:
+        return None
+    if on_error == "raise":
+        raise ValueError(
+            'max_skipped needs on_error="skip", "replace" or a function: with "raise" no sample is skipped'
+        )
+    return check_int("max_skipped", limit, 0, "give the number of samples in an epoch that may be skipped, or None")
+
+
 def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
     if num_shards is not None:
         if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):

@@ -27,7 +27,7 @@ from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.stats import LoaderStats, Meter
+from sharded_loader.stats import LoaderStats, Meter, quiet_counts
 
 
 class LoaderAttributes:
@@ -135,7 +135,7 @@ class LoaderAttributes:
 
     @property
     def pool(self) -> Pool:
-        """Who reads."""
+        """The pool: it runs the workers that read the samples."""
         return self._workers
 
     @property
@@ -225,13 +225,13 @@ class LoaderAttributes:
         return self._progress.length()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch that was delivered, whatever has been read ahead.
+        """Where the loader is: after the last batch that was delivered. Prefetched batches do not count.
 
         A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
         the order that all ranks share: one saves it, any number of ranks load it.
 
         Returns:
-            A small dict, fit for JSON: ``epoch``, ``samples`` done in it (``batches`` with a given
+            A small JSON-serializable dict: ``epoch``, ``samples`` done in it (``batches`` with a given
             ``batch_sampler``), and what `load_state_dict` compares.
 
         Example:
@@ -284,7 +284,7 @@ class LoaderAttributes:
                 keeps the numbers of the last 1,000 epochs.
 
         Returns:
-            The numbers, zeros for an epoch that has given no batch. `LoaderStats.as_dict` makes a dict of them.
+            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
 
         Raises:
             TypeError, ValueError: ``epoch`` is not an integer of at least 0.
@@ -322,5 +322,6 @@ class LoaderAttributes:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
         parts.append(f"batch: {self._meter.looks or 'none read yet'}")
+        parts += quiet_counts(LoaderStats(**self._meter.own()._asdict()))
         at = "resumes at" if self._progress.resumes else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

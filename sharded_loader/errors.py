@@ -97,6 +97,29 @@ class WorkerTimeoutError(TimeoutError):
         self.index = index
 
 
+class TooManySkippedError(RuntimeError):
+    """``on_error`` has skipped or replaced more than ``max_skipped`` samples of an epoch.
+
+    Raised in the place of the batch. The ``__cause__`` is the error of the last sample.
+
+    Attributes:
+        skipped: how many samples of this epoch were skipped or replaced.
+
+    Example:
+        >>> TooManySkippedError(2, 1, "epoch 0, batch 3", 17, ValueError("bad")).skipped
+        2
+    """
+
+    def __init__(self, skipped: int, limit: int, where: str, index: Any, error: BaseException) -> None:
+        super().__init__(
+            f"on_error has skipped or replaced {skipped} samples of this epoch, and max_skipped is {limit}. The last "
+            f"is sample {index!r} in {where}: {type(error).__name__}: {text_of(error)}. Look at loader.skipped; if so "
+            f"many are expected, raise max_skipped"
+        )
+        self.skipped = skipped
+        self.__cause__ = error
+
+
 class SampleReadError(RuntimeError):
     """Stands in for an exception that cannot travel or must not pass through a ``for`` loop as itself.
 

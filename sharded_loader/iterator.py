@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.epochs import Epochs
 from sharded_loader.errors import LoaderClosedError, as_batch_error
 from sharded_loader.interrupts import is_from_outside
+from sharded_loader.notices import warn
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import ZERO, Counts, Meter
 
@@ -78,6 +78,7 @@ class EpochIterator(Iterator[Batch]):
         self._counted: Run | None = None  # the run that `_counts` belongs to
         self._counts: Counts
         self._own = ZERO  # when the epoch began
+        self._skipped = 0  # samples of this epoch
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
@@ -189,9 +190,9 @@ class EpochIterator(Iterator[Batch]):
             if run.reading.keeps:
                 run.reading.forget(run.delivered)
             if result.skipped:
-                meter.skip(result.skipped)
-                if result.error is None and (warning := self._warn_of_lost(run.epoch, entry.seq, result)) is not None:
-                    result = Result(result.run, result.seq, error=warning)
+                error = self._note_skipped(f"epoch {run.epoch}, batch {entry.seq}", result)
+                if result.error is None and error is not None:
+                    result = Result(result.run, result.seq, error=error)
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
@@ -272,9 +273,16 @@ class EpochIterator(Iterator[Batch]):
             placement.make_room()
             return
 
-    def _warn_of_lost(self, epoch: int, batch: int, result: Result) -> Warning | None:
-        """Warn of what ``on_error`` left out; the warning itself where the user has made warnings errors."""
-        where = f"epoch {epoch}, batch {batch}"
+    def _note_skipped(self, where: str, result: Result) -> Exception | None:
+        """Count what ``on_error`` left out, and warn of whole batches and shards.
+
+        Returns:
+            The error if it left out too many, or the warning where the user has made warnings errors.
+        """
+        error = self._meter.skip(result.skipped, where, self._skipped)
+        self._skipped += len(result.skipped)
+        if error is not None:
+            return error
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:
@@ -282,7 +290,7 @@ class EpochIterator(Iterator[Batch]):
         else:
             return None
         try:
-            warnings.warn(f"{message}: no sample of it could be read (see loader.skipped)", stacklevel=4)
+            warn(f"{message}: no sample of it could be read (see loader.skipped)")
         except Warning as raised:
             return raised
         return None

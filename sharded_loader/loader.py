@@ -24,6 +24,7 @@ import torch
 from sharded_loader.arguments import (
     check_batchify_fn,
     check_dataset,
+    check_max_skipped,
     check_on_error,
     check_prefetch_epochs,
     check_stream,
@@ -49,6 +50,7 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
 from sharded_loader.iterator import Batch, EpochIterator
+from sharded_loader.notices import Notices
 from sharded_loader.pools.resident import ResidentPool, check_resident
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
@@ -98,6 +100,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
             no batch is short. The next epoch continues where the last one ended.
         rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
+        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch of this process. One more
+            raises `TooManySkippedError`. Default: any number.
 
     Args: Workers
         thread_pool: Whether workers are threads instead of processes.
@@ -167,6 +171,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         rank: int | None = None,
         seed: int | None = None,
         on_error: OnError = "raise",
+        max_skipped: int | None = None,
         resident: bool | Literal["auto"] = False,
         prefetch_epochs: bool | None = None,
         streams: int | None = None,
@@ -225,7 +230,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         place = self._placement
         self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self.device_prefetch = self._placement.ahead
-        self._meter = Meter(dataset, self._workers)
+        self._workers.notices = notices = Notices()
+        self._meter = Meter(dataset, notices, check_max_skipped(max_skipped, on_error))
         self._progress = Progress(self._order)
         self._epochs = Epochs(
             dataset,
@@ -319,7 +325,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._order.resize(length(self.dataset))
 
     def close(self) -> None:
-        """Stop the workers. The loader cannot be used any more; batches that are held stay. Twice is fine.
+        """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.
 
         From any thread; one that waits in ``next`` gets a `LoaderClosedError`.
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
-from sharded_loader.engine.pool import Pool
+from sharded_loader.errors import TooManySkippedError, text_of
+from sharded_loader.notices import Notices
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class LoaderStats:
         samples: samples in them.
         seconds: time spent in epochs, by the loop and by the loader.
         waiting_seconds: of these, time spent inside ``next``, waiting for data.
-        reading_seconds: time the workers spent reading and batching, all workers added up.
+        reading_seconds: time the workers spent reading and batching, summed over all workers.
         placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
         retries: requests to a server that had to be tried again, in this process and in workers (`ShardDataset`).
         replaced_workers: workers that died, or stood still for longer than ``timeout``, and were replaced.
+        skipped_samples: samples that ``on_error`` skipped or replaced.
+        slow_batches: batches that did not fit into shared memory (``max_bytes``), and took a slower way.
 
     Example:
         >>> stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
@@ -53,6 +56,8 @@ class LoaderStats:
     placing_seconds: float = 0.0
     retries: int = 0
     replaced_workers: int = 0
+    skipped_samples: int = 0
+    slow_batches: int = 0
 
     @property
     def samples_per_second(self) -> float:
@@ -89,28 +94,46 @@ class LoaderStats:
         return {f"{prefix}{name}": float(getattr(self, name)) for name in names or known}
 
     def __str__(self) -> str:
-        return (
-            f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:,.0f} samples/s, "
-            f"{self.waiting_share:.0%} of the time waiting for data"
-        )
+        parts = [
+            f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:,.0f} samples/s",
+            f"{self.waiting_share:.0%} of the time waiting for data",
+        ]
+        return ", ".join([*parts, *quiet_counts(self)])
+
+
+def quiet_counts(stats: LoaderStats) -> list[str]:
+    """What has gone wrong without an error, in words.
+
+    Example:
+        >>> quiet_counts(LoaderStats(replaced_workers=1, skipped_samples=20))
+        ['1 worker replaced', '20 samples skipped or replaced']
+    """
+    words = {
+        "worker": (stats.replaced_workers, "replaced"),
+        "sample": (stats.skipped_samples, "skipped or replaced"),
+        "batch": (stats.slow_batches, "too large for shared memory"),
+    }
+    plural = {"batch": "batches"}
+    return [f"{n} {one if n == 1 else plural.get(one, one + 's')} {fate}" for one, (n, fate) in words.items() if n]
 
 
 class Own(NamedTuple):
     """What is not counted batch by batch, since the loader was made: fields of `LoaderStats`."""
 
-    retries: int
-    replaced_workers: int
+    retries: int = 0
+    replaced_workers: int = 0
+    skipped_samples: int = 0
+    slow_batches: int = 0
 
 
-ZERO = Own(0, 0)
+ZERO = Own()
 
 
 class Counts:
     """What one iterator has delivered in its epoch.
 
     Attributes:
-        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, retries, replaced_workers: as in
-            `LoaderStats`.
+        batches, samples, seconds, waiting_seconds, and the others: as in `LoaderStats`.
         began, ended: what was `own` when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
@@ -120,7 +143,8 @@ class Counts:
     sum: Counts | None = None
 
     def __init__(self) -> None:
-        self.batches = self.samples = self.retries = self.replaced_workers = 0
+        self.batches = self.samples = self.retries = 0
+        self.replaced_workers = self.skipped_samples = self.slow_batches = 0
         self.seconds = self.waiting_seconds = self.reading_seconds = self.placing_seconds = 0.0
 
     def merge(self, other: Counts) -> None:
@@ -144,25 +168,24 @@ class Meter:
 
     Args:
         dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
-        pool: what reads it, and counts the workers that it replaces.
+        notices: what the loader and its pool count.
+        max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
 
     Attributes:
         epochs: the counts of the last epochs, by their numbers.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
-        num_skipped: the number of samples in all.
+        notices, max_skipped: as above.
         looks: what the first batch looked like; None before it.
     """
 
     KEPT = KEPT_EPOCHS = 1000
 
-    def __init__(self, dataset: Any = None, pool: Pool | None = None) -> None:
-        self._dataset, self._pool = dataset, pool
-        self._replaced_before = 0 if pool is None else pool.replaced  # for another loader
+    def __init__(self, dataset: Any = None, notices: Notices | None = None, max_skipped: int | None = None) -> None:
+        self._dataset, self.notices, self.max_skipped = dataset, notices or Notices(), max_skipped
         self.epochs: dict[int, Counts] = {}
         self._sum = Counts()  # of the iterators before the last ones
         self._last: deque[tuple[int, Counts]] = deque([(-1, Counts())])
         self.skipped: list[tuple[Any, BaseException]] = []
-        self.num_skipped = 0
         self.looks: str | None = None
 
     def begin(self, epoch: int, own: Own) -> Counts:
@@ -209,18 +232,36 @@ class Meter:
         except Exception:  # a batch of the user's own class may not want to be looked at
             self.looks = type(batch).__name__
 
-    def skip(self, skipped: Sequence[tuple[Any, BaseException]]) -> None:
-        """Samples were skipped or replaced."""
+    @property
+    def num_skipped(self) -> int:
+        """The number of samples that ``on_error`` has skipped or replaced."""
+        return self.notices.counts["skipped_samples"]
+
+    def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
+        """Samples were skipped or replaced.
+
+        Args:
+            skipped: the index and the error of each.
+            where: epoch and batch, in words.
+            before: how many there were in this epoch before.
+
+        Returns:
+            The error to raise, if they are too many.
+        """
         self.skipped.extend(skipped)
-        self.num_skipped += len(skipped)
         del self.skipped[: -self.KEPT]
+        for index, error in skipped:
+            why = f"{type(error).__name__}: {text_of(error)}"
+            self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
+        count, limit = before + len(skipped), self.max_skipped
+        return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
 
     def own(self) -> Own:
-        """Requests that this process has tried again for the dataset, and workers that the pool has replaced."""
-        return Own(retries_of(self._dataset), 0 if self._pool is None else self._pool.replaced - self._replaced_before)
+        """What has been counted so far: requests that this process has tried again for the dataset, and the notices."""
+        return Own(retries_of(self._dataset), *(self.notices.counts[name] for name in Own._fields[1:]))
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
-        """The counts of all epochs, or of one; zeros if it has given nothing yet."""
+        """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
         if epoch is not None:
             counts = self.epochs.get(epoch)
             return LoaderStats() if counts is None else counts.report(self.own())

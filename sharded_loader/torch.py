@@ -19,7 +19,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.arguments import check_on_error, refuse_unknown_of_torch
+from sharded_loader.arguments import check_max_skipped, check_on_error, refuse_unknown_of_torch
 from sharded_loader.devices.names import find_devices
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
@@ -28,6 +28,7 @@ from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.readers import reader_for
 from sharded_loader.iterator import Batch
+from sharded_loader.notices import Notices
 from sharded_loader.sampling.base import tell_epoch
 
 __all__ = ["DataLoader"]
@@ -50,6 +51,8 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
         on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
             see `ShardedDataLoader`.
+        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch. One more raises
+            `TooManySkippedError`. None: any number.
         device: The device that the loader copies each batch to.
         devices, num_shards: Several devices, or the number of shards. Each batch is then a list of shards; see
             `ShardedDataLoader`.
@@ -95,6 +98,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         in_order: bool = True,
         seed: int | None = None,
         on_error: OnError = "raise",
+        max_skipped: int | None = None,
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
@@ -110,6 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         check_on_error(on_error)
         find_devices(device, devices)
         self.seed, self.on_error = seed, on_error
+        self.max_skipped, self._notices = check_max_skipped(max_skipped, on_error), Notices()
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool, self.restarts, self.max_bytes = (
             start_method,
@@ -271,7 +276,8 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        return {**self.__dict__, "_iterator": None, "_place": None, "_prepared": None, "_loaded": None, "_job": None}
+        gone = ("_iterator", "_place", "_prepared", "_loaded", "_job")
+        return {**self.__dict__, **dict.fromkeys(gone), "_notices": Notices()}
 
 
 leave_alone(DataLoader.__iter__)

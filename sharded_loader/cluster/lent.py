@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.notices import Notices
 
 Bytes = np.ndarray[Any, Any]
 
@@ -70,6 +71,7 @@ class Lent:
         self.max_bytes = max_bytes
         self.empty: Empty = new_array
         self.copies_all = False
+        self.notices = Notices()
         self._held = 0
         self._leases: set[_Lease] = set()
         self._ended: deque[_Lease] = deque()
@@ -86,6 +88,12 @@ class Lent:
     def take(self, memory: Bytes) -> Bytes:
         """The bytes of a group, for the user."""
         if self.copies_all or self.nbytes + memory.nbytes > self.max_bytes:
+            if not self.copies_all:
+                text = (
+                    f"{memory.nbytes:,} bytes of batches are copied out of Ray's object store: {self._held:,} of the "
+                    f"{self.max_bytes:,} bytes that may be held are in use; see RayPool(max_bytes=)"
+                )
+                self.notices.happened("slow_batches", text)
             copy = self.empty(memory.shape, memory.dtype)
             copy[...] = memory
             return copy

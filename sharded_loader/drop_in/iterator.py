@@ -123,6 +123,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
         self._pool = make_pool(loader)
+        self._pool.notices = loader._notices
         place = self._placement
         self._pool.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self._pipeline = Pipeline(self._pool)
@@ -201,7 +202,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             reading.any_order = True
         run = Run(number, 0, plan, reading, reading.first, reading.first, any_order=any_order)
         one: Any = _OneEpoch(self._pipeline, run, job)
-        self._inner = EpochIterator(None, one, self._pipeline, self._placement, Meter(), one)  # type: ignore[arg-type]
+        meter = Meter(loader.dataset, loader._notices, loader.max_skipped)
+        self._inner = EpochIterator(None, one, self._pipeline, self._placement, meter, one)  # type: ignore[arg-type]
         self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before, epoch)

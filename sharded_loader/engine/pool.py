@@ -27,6 +27,7 @@ from typing import Any
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.memory.arena import Register
+from sharded_loader.notices import Notices
 
 
 class PoolBroken(Exception):
@@ -48,7 +49,7 @@ class Pool(ABC):
         num_workers: the number of workers that read at the same time; 0 if the caller does.
         group: the number of tasks that are best submitted together, more than one while batches are cheap.
         room: the number of tasks that `submit` takes now.
-        replaced: the number of workers that have ended, or stood still, and whose place another has taken.
+        notices: counts the workers that are replaced, and the batches that take a slow way. The loader sets it.
         shares_dataset: whether the samples are read from the main process's own dataset object.
         is_here: whether the workers are on this machine, and see its files.
         empty: gives the memory that batches are put together in, where that is this process's own.
@@ -60,7 +61,7 @@ class Pool(ABC):
     num_workers: int = 0
     group: int = 1
     room: int = 0
-    replaced: int = 0
+    notices: Notices = Notices()
     shares_dataset: bool = True
     is_here: bool = True
     waiting: bool = False

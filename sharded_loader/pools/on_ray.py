@@ -37,7 +37,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.cluster.actor import Group
 from sharded_loader.cluster.connect import check_address, check_installed, connect, store_bytes
 from sharded_loader.cluster.lent import Lent
-from sharded_loader.cluster.members import Member, check_wanted, is_lost, is_of_call
+from sharded_loader.cluster.members import Member, cause_of, check_wanted, is_lost, is_of_call
 from sharded_loader.cluster.team import Team
 from sharded_loader.described import call_of
 from sharded_loader.engine.grouping import HELD, Grouping
@@ -207,6 +207,7 @@ class RayPool(Pool):
     def start(self, job: Job) -> None:
         connect(self.address)
         self._pid = os.getpid()
+        self._lent.notices = self.notices
         self._lent.max_bytes = store_bytes() // STORE_SHARE if self._max_bytes is None else self._max_bytes
         self._team.start(NewJob(job, self.worker_init_fn, self.timeout is not None))
         self._count_room()
@@ -284,7 +285,9 @@ class RayPool(Pool):
             member.calls.pop(what, None)  # type: ignore[arg-type]
             team.take_back(call.tasks if call is not None else ())
         else:  # it has died, was killed for want of memory, or is out of reach
-            self.replaced += member in team.members  # not told of before
+            if member in team.members:  # not told of before
+                fate = f"worker {member.number} died: {cause_of(error)}. Another is asked for"
+                self.notices.happened("replaced_workers", fate)
             results += team.bury(member, error)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:

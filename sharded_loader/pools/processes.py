@@ -213,6 +213,13 @@ class ProcessPool(Pool):
         """Memory for the next batch, which the worker knows; None if the batch is to go through the pipe."""
         wanted = self._sizes.wanted
         slot = self._resources.arena.take(wanted) if wanted >= SLOT_BYTES else None
+        if slot is None and wanted >= SLOT_BYTES:
+            self.notices.happened(
+                "slow_batches",
+                f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self._resources.max_bytes}, "
+                f"{self._resources.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
+                f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+            )
         if slot is not None and slot.segment >= handle.segments:
             for segment in self._resources.arena.segments[handle.segments : slot.segment + 1]:
                 send_segment(handle.link, segment)
@@ -251,7 +258,7 @@ class ProcessPool(Pool):
                 self._take(handle, results)
             if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
                 results += workforce.bury(handle)
-                self.replaced += 1
+                self.notices.happened("replaced_workers", f"{workforce.fate(handle)}. Another worker has its place")
         if self.timeout is not None:
             workforce.stop_late()
         requeued = workforce.requeued

@@ -238,7 +238,9 @@ class ThreadPool(Pool):
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
             shared.threads = [another if one is thread else one for one in shared.threads]
             another.start()
-            self.replaced += 1
+            self.notices.happened(
+                "replaced_workers", f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
+            )
 
     def wake(self) -> None:
         for shared in self._running:

@@ -203,9 +203,17 @@ class Workforce:
                 self._send_job(new.link)
         return results
 
+    def fate(self, handle: WorkerHandle) -> str:
+        """How a worker has ended, in words."""
+        if handle.hung:
+            return f"worker {handle.number} (pid {handle.pid}) made no progress for too long (timeout), and was killed"
+        return str(self._death(handle))
+
+    def _death(self, handle: WorkerHandle) -> Death:
+        return Death(handle.number, handle.pid, handle.exitcode, self.resources.oom_kills())
+
     def _count_death(self, handle: WorkerHandle) -> Result | None:
-        words = list(handle.board)
-        death = Death(handle.number, handle.pid, handle.exitcode, self.resources.oom_kills())
+        words, death = list(handle.board), self._death(handle)
         if not handle.ready:
             if self.deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()

@@ -98,6 +98,8 @@ NAMES = [
     "placing_seconds",
     "retries",
     "replaced_workers",
+    "skipped_samples",
+    "slow_batches",
     "samples_per_second",
     "waiting_share",
 ]

@@ -1,0 +1,146 @@
+"""What goes wrong quietly is said once, and counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sharded_loader.torch
+from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError
+from sharded_loader.notices import Notices, is_ours, warn
+
+ZEROS = np.zeros((8, 1 << 18), np.uint8)
+
+
+class Damaged:
+    """Every fourth sample of 16 cannot be read."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if index % 4 == 1:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+
+def levels(caplog: pytest.LogCaptureFixture, word: str) -> list[int]:
+    return [one.levelno for one in caplog.records if one.name == "sharded_loader" and word in one.getMessage()]
+
+
+def test_the_first_of_a_kind_is_a_warning_of_the_logger_and_the_others_are_information(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "sharded_loader")
+    notices = Notices()
+    for kind in ("skipped_samples", "slow_batches", "skipped_samples"):
+        notices.happened(kind, f"about {kind}")
+    assert levels(caplog, "skipped") == [logging.WARNING, logging.INFO] and levels(caplog, "slow") == [logging.WARNING]
+    assert notices.counts["skipped_samples"] == 2
+
+
+def test_a_warning_names_the_line_of_the_users_program() -> None:
+    with pytest.warns(LoaderWarning, match="once") as caught:
+        notices = Notices()
+        notices.warn("kind", "once")
+        notices.warn("kind", "once")
+        warn("once, too")
+    assert [one.filename for one in caught] == [__file__, __file__]
+    assert is_ours(sharded_loader.__file__) and not is_ours(__file__)
+
+
+def test_a_line_of_the_logger_is_no_exception_where_warnings_are(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Notices().happened("slow_batches", "text")
+    assert levels(caplog, "text") == [logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_left_out_are_said_once_and_counted(
+    kind: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: Any = ShardedDataLoader if kind == "ours" else sharded_loader.torch.DataLoader
+    loader = made(Damaged(), 4, num_workers=workers, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [[0, 2, 3], [4, 6, 7], [8, 10, 11], [12, 14, 15]]
+    [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: sample 1 is damaged" in said
+    if kind == "ours":
+        assert loader.stats().as_dict("skipped_samples") == {"skipped_samples": 4.0}
+        assert "4 samples skipped or replaced" in str(loader.stats()) and "4 samples skipped" in repr(loader)
+        list(loader)
+        assert [loader.stats(epoch).skipped_samples for epoch in (0, 1)] == [4, 4]
+        loader.close()
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("on_error", ["skip", "replace", lambda failed: 0], ids=["skip", "replace", "function"])
+def test_more_than_max_skipped_samples_of_an_epoch_are_an_error(kind: str, on_error: Any) -> None:
+    made: Any = ShardedDataLoader if kind == "ours" else sharded_loader.torch.DataLoader
+    loader = made(Damaged(), 4, on_error=on_error, max_skipped=3)
+    for _ in range(2):
+        batches, got = iter(loader), []
+        with pytest.raises(
+            TooManySkippedError, match=r"4 samples of this epoch, .* 3\. .* sample 13 in .*batch 3"
+        ) as e:
+            for batch in batches:
+                got.append(batch)
+        assert len(got) == 3 and e.value.skipped == 4 and isinstance(e.value.__cause__, ValueError)
+    assert len(list(made(Damaged(), 4, on_error=on_error, max_skipped=4))) == 4
+
+
+@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
+def test_max_skipped_is_a_number_and_needs_on_error(made: Any) -> None:
+    with pytest.raises(ValueError, match='max_skipped needs on_error="skip"'):
+        made(Damaged(), 4, max_skipped=3)
+    with pytest.raises(TypeError, match="max_skipped"):
+        made(Damaged(), 4, on_error="skip", max_skipped="1%")
+
+
+@pytest.mark.costly
+@pytest.mark.also_spawned
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(range(64), 4, pool=ProcessPool(1, start_method=method)) as loader:
+        batches = iter(loader)
+        next(batches)
+        os.kill(loader.pool.pids[0], signal.SIGKILL)
+        assert len(list(batches)) == 15
+        assert loader.stats().replaced_workers == 1 and "1 worker replaced" in str(loader.stats())
+        assert "1 worker replaced" in repr(loader)
+    [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
+
+
+@pytest.mark.costly
+def test_a_killed_worker_of_the_drop_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = sharded_loader.torch.DataLoader(range(64), 4, num_workers=1)
+    batches: Any = iter(loader)
+    next(batches)
+    os.kill(batches._workers[0].pid, signal.SIGKILL)
+    assert len(list(batches)) == 15
+    assert levels(caplog, "died: killed by SIGKILL") == [logging.WARNING]
+
+
+def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=1 << 18)) as loader:
+        for _ in range(3):
+            assert [batch.shape for batch in loader] == [(4, 1 << 18)] * 2
+        slow = loader.stats().slow_batches
+        assert 0 < slow <= 6 and f"{slow} batch" in str(loader.stats())
+    assert levels(caplog, "bytes finds no room in shared memory (max_bytes=262144") == [logging.WARNING]
+
+
+def test_batches_that_fit_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, num_workers=1) as loader:
+        for _ in range(3):
+            assert len(list(loader)) == 2
+        assert loader.stats().slow_batches == 0
+    assert caplog.records == []
