@@ -10,10 +10,14 @@ from typing import Any
 
 
 def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a user's script in a process of its own; it must end well and print nothing to stderr."""
+    """Run a user's script in a process of its own; it must end well and print nothing to stderr.
+
+    Except the loader's notice that a worker was replaced: many scripts kill workers.
+    """
     path.write_text(textwrap.dedent(text))
     done = subprocess.run(
         [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, check=False, **options
     )
-    assert (done.returncode, done.stderr) == (0, ""), done
+    told = [line for line in done.stderr.splitlines() if "Another worker has its place" not in line]
+    assert (done.returncode, told) == (0, []), done
     return done
