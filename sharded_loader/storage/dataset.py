@@ -4,7 +4,10 @@
 
 The shards and their lengths are known when the dataset is made: each shard is indexed once, and the indexes are kept
 (`indexes`). A process opens a shard when it first reads one of its samples, and keeps the last `OPEN` ones open, each
-with its index. The dataset travels to workers as its URLs, lengths and tags.
+with its index. The dataset travels to workers as its URLs, lengths and tags. Paths are absolute from the beginning.
+
+After each read, the dataset compares the time, size and inode of a shard on this machine with those that it had. So a
+shard that was replaced or changed is an error, and no sample is cut out of it by the index of another.
 
 With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
 shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
@@ -16,6 +19,7 @@ PermissionError); the message names the shard.
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import warnings
 from collections import OrderedDict
@@ -30,12 +34,11 @@ import numpy as np
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
+from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, checksum, is_rewritten, local_stat
 from sharded_loader.storage.formats import Format, format_of
-from sharded_loader.storage.indexes import Index, Indexes
+from sharded_loader.storage.indexes import Index, Indexes, default_folder
 from sharded_loader.storage.listing import SUFFIX, urls_in
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.redacted import shown
 from sharded_loader.storage.stores import ShardError, Stat, Store
 from sharded_loader.system import processes_here
 
@@ -92,17 +95,17 @@ class ShardDataset(Dataset):
     ) -> None:
         self._store, self._cache = Store(storage_options), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-        found: dict[str, Stat] = {}
+        found: dict[str, Stat | None] = {}
         for pattern in patterns:
-            for url, stat in self._store.find(os.fspath(pattern)).items():
+            for url, stat in self._store.find(absolute(os.fspath(pattern))).items():
                 if url.endswith(SUFFIX):
                     [content] = self._store.ranges(url, [0], [stat.size])
-                    found.update({shard: self._store.stat(shard) for shard in urls_in(url, content)})
+                    found.update(dict.fromkeys(map(absolute, urls_in(url, content))))
                 else:
                     found[url] = stat
         if not found:
             raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
-        self._urls, self._stats = list(found), list(found.values())
+        self._urls, self._stats = list(found), [self._stat(url, stat) for url, stat in found.items()]
         self._format = format_of(format, self._urls)
         folder = cache.folder / "indexes" if cache is not None else default_folder()
         self._indexes = Indexes(folder if index_folder is None else Path(index_folder))
@@ -120,9 +123,15 @@ class ShardDataset(Dataset):
         self._ahead: ReadAhead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open", "_ahead")}
+        kept = {name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_open", "_ahead")}
+        return {**kept, "_machine": platform.node()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.pop("_machine") != platform.node():  # which has copies of the shards, with other times and inodes
+            state["_stats"] = [
+                stat if local_path(url) is None else Stat(stat.size, "")
+                for url, stat in zip(state["_urls"], state["_stats"], strict=True)
+            ]
         vars(self).update(state)
         self._begin()
 
@@ -146,7 +155,10 @@ class ShardDataset(Dataset):
         for shard in numbers:
             here = np.flatnonzero(shards == shard)
             file, index = self._shard(shard, in_parts)
-            found = self._format.read(file, index, rows[here].tolist())
+            try:
+                found = self._format.read(file, index, rows[here].tolist())
+            finally:
+                self._check(shard, file, index)  # first: what a changed shard raises, or gives, says nothing
             for place, sample in zip(here.tolist(), found, strict=True):
                 samples[place] = sample
         return samples
@@ -259,22 +271,52 @@ class ShardDataset(Dataset):
             if found is not None:
                 self._open.move_to_end(key)
                 return found
-        made = self._file(shard, in_parts), self._index(shard)  # may take long: other threads read other shards
+        file, index = self._file(shard, in_parts), self._index(shard)  # may take long: other threads read other shards
+        self._check(shard, file, index)
+        if int(index["length"]) != self.lengths[shard]:
+            raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {_SINCE}")
         with self._lock:
-            found = self._open.setdefault(key, made)
+            found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)  # whoever reads it holds it
         return found
 
     def _index(self, shard: int) -> Index:
-        def make() -> Index:
-            file = self._file(shard, self._index_in_parts)
-            try:
-                return self._format.index(file)
-            finally:
-                file.close()
+        return self._indexes.of(
+            self._format.name, self._urls[shard], self._stats[shard], partial(self._make_index, shard)
+        )
 
-        return self._indexes.of(self._format.name, self._urls[shard], self._stats[shard], make)
+    def _make_index(self, shard: int) -> Index:
+        file = self._file(shard, self._index_in_parts)
+        try:
+            return self._indexed(shard, file)
+        finally:
+            self._check(shard, file)
+            file.close()
+
+    def _indexed(self, shard: int, file: ShardFile) -> Index:
+        is_local = local_path(self._urls[shard]) is not None
+        return {**self._format.index(file), **({"checksum": np.array(checksum(file))} if is_local else {})}
+
+    def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> None:
+        """Check that a shard of this machine is still the one of this index; None: of the one that is being made."""
+        stat = self._stats[shard]
+        if local_path(self._urls[shard]) is None or not isinstance(file, LocalFile) or file.stat() == stat:
+            return
+        now = file.stat()
+        if now.size != stat.size:
+            raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
+        if is_rewritten(stat, now):
+            raise ShardError(f"{file.name} was replaced or written again: it had another time {_SINCE}")
+        if index is not None:
+            again = self._indexed(shard, file)
+            if again.keys() != index.keys() or not all(np.array_equal(again[name], index[name]) for name in index):
+                raise ShardError(f"{file.name} was written again: it had other bytes {_SINCE}")
+        self._stats[shard] = now
+
+    def _stat(self, url: str, found: Stat | None = None) -> Stat:
+        path = local_path(url)
+        return local_stat(path) if path is not None else found or self._store.stat(url)
 
     def _file(self, shard: int, in_parts: bool = False) -> ShardFile:
         url, stat = self._urls[shard], self._stats[shard]
@@ -283,14 +325,21 @@ class ShardDataset(Dataset):
             return self._cache.open(url, stat, lambda file: self._store.fetch(url, file, stat))
         if path is None:
             return RemoteFile(self._store, url, stat)
-        file = LocalFile(path)
-        if file.size != stat.size:
-            file.close()
-            raise ShardError(
-                f"{shown(url)} has {file.size:,} bytes, and had {stat.size:,} when the dataset was made: make the "
-                "dataset again"
-            )
-        return file
+        if not stat.tag:
+            self._stats[shard] = Stat(stat.size, local_stat(path).tag)
+        return LocalFile(path)
+
+
+_SINCE = "when the dataset was made: make the dataset again"
+
+
+def absolute(url: str) -> str:
+    """A path as it is from any folder; another URL as it is."""
+    if local_path(url) is None:
+        return url
+    from fsspec.implementations.local import LocalFileSystem
+
+    return str(LocalFileSystem._strip_protocol(url))
 
 
 def local_path(url: str) -> str | None:
@@ -303,9 +352,3 @@ def local_path(url: str) -> str | None:
     if "://" not in url:
         return url
     return url.removeprefix("file://") if url.startswith("file://") else None
-
-
-def default_folder() -> Path:
-    """Where indexes are kept: the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/.cache")
-    return Path(home) / "sharded_loader" / "indexes"

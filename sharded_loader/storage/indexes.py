@@ -55,7 +55,7 @@ class Indexes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()  # the process may go to another one
+        self._folder = folder.expanduser().absolute()  # the process may go to another one
         self._is_told = False
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
@@ -92,6 +92,12 @@ class Indexes:
                 "give ShardDataset(index_folder=...) a folder that can be written to",
                 stacklevel=2,
             )
+
+
+def default_folder() -> Path:
+    """Where indexes are kept: the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/.cache")
+    return Path(home) / "sharded_loader" / "indexes"
 
 
 def load(path: Path) -> Index | None:
