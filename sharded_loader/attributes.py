@@ -23,6 +23,7 @@ from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
+from sharded_loader.integrations.callers import refuse_skipping
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.base import check_int
@@ -105,6 +106,8 @@ class LoaderAttributes:
     @property
     def multiprocessing_context(self) -> Any:
         """The context of the start method of worker processes; None without them."""
+        if isinstance(self._order, StreamOrder):
+            refuse_skipping(self)
         method = getattr(self._workers, "start_method", None)
         return None if method is None else multiprocessing.get_context(method)
 

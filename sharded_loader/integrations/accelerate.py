@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import accelerate.data_loader
 import torch.utils.data
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
@@ -61,10 +63,15 @@ class Prepared:
         self.end_of_dataloader, self.remainder = False, self._remainder()
         gradient_state._add_dataloader(self)
         try:
+            left, self._skips = self._skip(self._skips), 0
             batches = super().__iter__()  # type: ignore[misc]
-            skips, self._skips = self._skips, 0
-            for _ in range(skips):
-                next(batches, None)
+            for number in range(left):
+                if next(batches, self) is self:
+                    raise ValueError(
+                        f"{left} batches were to be left out, but the epoch has only {number}: the checkpoint is in a "
+                        f"later epoch. Trainer cannot know this without a length: give the loader steps_per_epoch=, or "
+                        f"the dataset a __len__"
+                    )
             yield from self._one_ahead(batches)
             self.iteration += 1
         finally:
@@ -81,6 +88,10 @@ class Prepared:
             self.end_of_dataloader = following is nothing
             yield batch
             batch = following
+
+    def _skip(self, count: int) -> int:
+        """Begin the next epoch behind its first ``count`` batches; how many of them have to be read for that."""
+        return count
 
     def _remainder(self) -> int:
         with contextlib.suppress(TypeError):
@@ -126,6 +137,14 @@ class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
 
+    def _skip(self, count: int) -> int:
+        order: Any = self._order
+        if not count or getattr(order, "stream", None) is not None:
+            return count
+        position = order.read(self.epoch).position_after(count)
+        self.load_state_dict(order.dump(position, order.signature(self.epoch)))
+        return 0
+
 
 def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None) -> Any:
     """A loader for this rank, whose batches are on the accelerator's device.
@@ -155,6 +174,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
 
     Source of the idea: ``accelerate.data_loader.prepare_data_loader``.
     """
+    _replace_skip_first_batches()
     if isinstance(loader, Prepared):
         prepared: Any = loader
     elif isinstance(loader, DataLoader):
@@ -192,19 +212,30 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         given = {name: value for name, value in given.items() if value is not None}
         given.update(_pool_like(loader))
     rest = _made(type(loader), given, loader)
-    epoch = loader.iteration
+    # transformers' Trainer calls set_epoch only after this: the epoch is not known before it begins.
     if isinstance(rest, PreparedShardedDataLoader):
-        epoch = loader.epoch  # type: ignore[attr-defined]
-        rest.set_epoch(epoch)
-    rest.iteration = epoch
+        rest.set_epoch(loader.epoch)  # type: ignore[attr-defined]
+    else:
+        rest.iteration = loader.iteration
     if given.get("batch_sampler") is None:
-        order: Any = getattr(rest, "_order", None)
-        if order is None or order.stream is not None:
-            rest._skips = num_batches
-        else:
-            position = order.read(epoch).position_after(num_batches)
-            rest.load_state_dict(order.dump(position, order.signature(epoch)))
+        rest._skips = num_batches
     return rest
+
+
+_accelerates_own = accelerate.data_loader.skip_first_batches
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Stands in for Accelerate's function, which would read the rest of the epoch with torch's loader."""
+    own = skip_first_batches if isinstance(dataloader, Prepared) else _accelerates_own
+    return own(dataloader, num_batches)
+
+
+def _replace_skip_first_batches() -> None:
+    for name in ("accelerate", "accelerate.data_loader", "accelerate.accelerator", "transformers.trainer"):
+        module: Any = sys.modules.get(name)
+        if getattr(module, "skip_first_batches", None) is _accelerates_own:
+            module.skip_first_batches = _skip_first_batches
 
 
 def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement: bool | None) -> Any:
