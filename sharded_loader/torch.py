@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.readers import reader_for
+from sharded_loader.integrations.callers import called_by, refuse_skipping
 from sharded_loader.iterator import Batch
 from sharded_loader.notices import Notices
 from sharded_loader.sampling.base import tell_epoch
@@ -180,6 +182,28 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             self._iterator._reset(self)
             self._place = getattr(self._iterator, "place", None)
         return self._iterator
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """As torch's. Accelerate reads it where it builds torch's loader from this one."""
+        if isinstance(self.dataset, IterableDataset):
+            refuse_skipping(self)
+        return super().multiprocessing_context
+
+    @multiprocessing_context.setter
+    def multiprocessing_context(self, context: Any) -> None:
+        torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """False. Accelerate asks for it before it builds torch's loader from this one."""
+        if called_by("prepare_data_loader", "accelerate") is not None:
+            warnings.warn(
+                "accelerator.prepare() makes a PyTorch DataLoader of this loader, so crashed workers end the program "
+                "and seed= has no effect. Call prepare(loader, accelerator) of sharded_loader.integrations.accelerate",
+                stacklevel=6,
+            )
+        return False
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.

@@ -9,6 +9,8 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS
 
+from sharded_loader import sample_rng
+
 pytestmark = IN_FRAMEWORKS
 
 LENGTH, EPOCHS, STEPS = 24, 3, 6
@@ -42,30 +44,40 @@ class KilledError(Exception):
     """The program ends here, as if it had been killed."""
 
 
-def run(transformers: Any, root: Path, loader: Any, resume: Any = None, stop_at: int | None = None, **how: Any) -> Any:
+def run(
+    transformers: Any,
+    root: Path,
+    loader: Any,
+    resume: Any = None,
+    stop_at: int | None = None,
+    prepared: bool = False,
+    tokens: Any = 0,
+    **how: Any,
+) -> Any:
     """Train a tiny model, and return the first token of each sample of each batch."""
+    from sharded_loader.integrations.accelerate import prepare
+
     seen: list[list[int]] = []
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return loader
+            return prepare(loader, self.accelerator) if prepared else loader
 
         def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             if self.state.global_step == stop_at:
                 raise KilledError
-            seen.append(inputs["input_ids"][:, 0].tolist())
+            seen.append(inputs["input_ids"][:, tokens].tolist())
             return super().training_step(model, inputs, *args, **options)
 
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     arguments = transformers.TrainingArguments(
         output_dir=str(root),
-        num_train_epochs=EPOCHS,
         per_device_train_batch_size=4,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
-        **({"save_strategy": "no"} | how),
+        **({"save_strategy": "no", "num_train_epochs": EPOCHS} | how),
     )
     trainer = Trainer(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=Sentences())
     try:
@@ -90,13 +102,95 @@ def test_the_trainer_sees_the_epochs_of_a_plain_loop(
     assert seen[:STEPS] != seen[STEPS : 2 * STEPS]
 
 
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+
 @BOTH
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("stop_at", [4, STEPS, STEPS + 3])
 def test_a_resumed_run_trains_on_the_batches_of_one_that_was_not_interrupted(
-    transformers: Any, make: Any, stop_at: int, tmp_path: Path
+    transformers: Any, make: Any, prepared: bool, stop_at: int, tmp_path: Path
 ) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    killed = run(transformers, tmp_path, make(Sentences(), **OPTIONS), stop_at=stop_at, **saving)
-    saved = tmp_path / f"checkpoint-{stop_at}"
-    resumed = run(transformers, tmp_path, make(Sentences(), **OPTIONS), resume=str(saved))
+    load = lambda: make(Sentences(), **OPTIONS)  # noqa: E731
+    killed = run(transformers, tmp_path, load(), stop_at=stop_at, prepared=prepared, **SAVING)
+    saved = str(tmp_path / f"checkpoint-{stop_at}")
+    resumed = run(transformers, tmp_path, load(), resume=saved, prepared=prepared)
     assert killed + resumed == plain(make)
+
+
+class Drawn(Sentences):
+    """The third token of a sample is drawn anew in each epoch."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.tensor([index, 1, int(sample_rng().integers(32)), 3])
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@BOTH
+def test_random_numbers_go_on_too(transformers: Any, make: Any, tmp_path: Path) -> None:
+    """They would not if torch's loader read the rest of the epoch."""
+
+    def train(**how: Any) -> Any:
+        loader = make(Drawn(), num_workers=1, **OPTIONS)
+        return run(transformers, tmp_path, loader, prepared=True, tokens=slice(0, 3, 2), **how)
+
+    whole, killed = train(), train(stop_at=STEPS + 3, **SAVING)
+    assert killed + train(resume=str(tmp_path / f"checkpoint-{STEPS + 3}")) == whole
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The sentences in their own order, another one in each epoch. It may have a length."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        part = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if part is None else (part.id, part.num_workers)
+        return (Sentences()[(index * 5 + self.epoch) % LENGTH] for index in range(first, LENGTH, step))
+
+
+class LongStream(Stream):
+    def __len__(self) -> int:
+        return LENGTH
+
+
+@BOTH
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop_at", [4, STEPS, STEPS + 3])
+def test_iterable_data_is_resumed_exactly(
+    transformers: Any, make: Any, num_workers: int, stop_at: int, tmp_path: Path
+) -> None:
+    def train(**how: Any) -> Any:
+        loader = make(LongStream(), batch_size=4, num_workers=num_workers, streams=2 if num_workers else 1)
+        return run(transformers, tmp_path, loader, prepared=True, **how)
+
+    whole, killed = train(), train(stop_at=stop_at, **SAVING)
+    assert len(whole) == EPOCHS * STEPS
+    assert whole[:STEPS] != whole[STEPS : 2 * STEPS]
+    assert killed + train(resume=str(tmp_path / f"checkpoint-{stop_at}")) == whole
+
+
+@BOTH
+def test_iterable_data_without_a_length_is_resumed_in_the_first_epoch_only(
+    transformers: Any, make: Any, tmp_path: Path
+) -> None:
+    def train(**how: Any) -> Any:
+        return run(transformers, tmp_path, make(Stream(), batch_size=4), prepared=True, max_steps=9, **how)
+
+    whole = train(**SAVING)
+    assert whole[:4] + train(resume=str(tmp_path / "checkpoint-4")) == whole
+    with pytest.raises(ValueError, match="has only 6"):
+        train(resume=str(tmp_path / "checkpoint-8"))
+
+
+@BOTH
+def test_iterable_data_is_not_resumed_with_torchs_loader(transformers: Any, make: Any, tmp_path: Path) -> None:
+    def train(**how: Any) -> Any:
+        return run(transformers, tmp_path, make(LongStream(), batch_size=4), **how)
+
+    train(stop_at=4, **SAVING)
+    with pytest.raises(TypeError, match=r"prepare\(\) of sharded_loader"):
+        train(resume=str(tmp_path / "checkpoint-4"))

@@ -69,3 +69,10 @@ def test_only_prepared_loaders_skip_batches() -> None:
 
     with pytest.raises(TypeError, match="prepare"):
         skip_first_batches(torch.utils.data.DataLoader(range(4)), 1)
+
+
+def test_accelerates_own_prepare_warns() -> None:
+    from sharded_loader.torch import DataLoader
+
+    with pytest.warns(UserWarning, match=r"makes a PyTorch DataLoader"):
+        accelerate.Accelerator(cpu=True).prepare(DataLoader(range(4)))
