@@ -1,10 +1,10 @@
-"""Finds the function of another library that asks this library for something, where that library has no other way to tell.
+"""Finds the function of another library that asks this library for something, where nothing that it passes says so.
 
     called_by("skip_first_batches", "accelerate") -> its frame, or None
 
-Accelerate builds loaders from the attributes of ours, and Lightning saves a position one batch later than the batch it
-trains on. Nothing that they pass says so. What can go wrong: a new version calls its function by another name. The tests
-with these libraries notice it.
+Accelerate builds torch's loader from the attributes of ours. Lightning saves a position one batch later than the batch
+that it trains on. What can go wrong: a new version of theirs has another name for the function. The tests with these
+libraries notice it.
 """
 
 from __future__ import annotations
