@@ -14,11 +14,13 @@ class RangeHandler(BaseHTTPRequestHandler):
     """Answers HEAD and GET.
 
     Attributes:
-        tag: the etag of every file.
+        tag: the etag of every file. None: none is said.
+        modified: when every file was changed last. None: that is not said.
     """
 
     protocol_version = "HTTP/1.1"
-    tag = "1"
+    tag: str | None = "1"
+    modified: str | None = None
 
     def log_message(self, *_: Any) -> None:
         """Nothing on stderr."""
@@ -38,18 +40,24 @@ class RangeHandler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         return None if match is None else (int(match[1]), min(int(match[2] or size) + 1, size))
 
-    def head(self, status: int, length: int, part: str | None = None) -> None:
+    def head(self, status: int, length: int, part: str | None = None, **headers: str) -> None:
         """Send everything before the bytes.
 
         Args:
             status: of the answer.
             length: how many bytes follow.
             part: which bytes of how many these are, such as "0-9/500".
+            headers: others, with _ in place of -.
         """
         self.send_response(status)
         self.send_header("Content-Length", str(length))
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{self.tag}"')
+        if self.tag is not None:
+            self.send_header("ETag", f'"{self.tag}"')
+        if self.modified is not None:
+            self.send_header("Last-Modified", self.modified)
         if part is not None:
             self.send_header("Content-Range", f"bytes {part}")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()

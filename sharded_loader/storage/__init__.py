@@ -1,6 +1,7 @@
 """Shards: files of many samples, on this machine or in an object store. From the bottom up:
 
     redacted.py      what messages show of a URL
+    versions.py      a part of a file, and whether it is of the version that was found first
     fast_s3.py       parts of files in S3 through obstore
     stores.py        the bytes of files: local, or wherever fsspec reaches
     files.py         one shard as bytes by their place, wherever it lies

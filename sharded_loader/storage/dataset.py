@@ -40,6 +40,7 @@ from sharded_loader.storage.indexes import Index, Indexes, default_folder
 from sharded_loader.storage.listing import SUFFIX, urls_in
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ShardError, Stat, Store
+from sharded_loader.storage.versions import with_tags
 from sharded_loader.system import processes_here
 
 OPEN = 32
@@ -99,13 +100,14 @@ class ShardDataset(Dataset):
         for pattern in patterns:
             for url, stat in self._store.find(absolute(os.fspath(pattern))).items():
                 if url.endswith(SUFFIX):
-                    [content] = self._store.ranges(url, [0], [stat.size])
+                    [content] = self._store.ranges(url, [0], [stat.size], stat)
                     found.update(dict.fromkeys(map(absolute, urls_in(url, content))))
                 else:
                     found[url] = stat
         if not found:
             raise ValueError("ShardDataset was given no shards: give a pattern, or a list of URLs")
-        self._urls, self._stats = list(found), [self._stat(url, stat) for url, stat in found.items()]
+        self._urls = list(found)
+        self._stats = with_tags({url: self._stat(url, stat) for url, stat in found.items()})
         self._format = format_of(format, self._urls)
         folder = cache.folder / "indexes" if cache is not None else default_folder()
         self._indexes = Indexes(folder if index_folder is None else Path(index_folder))

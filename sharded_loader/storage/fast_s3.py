@@ -1,13 +1,13 @@
 """Parts of files in S3 through obstore, which needs a fifth of the processor time that s3fs needs.
 
-    FastS3(storage_options).read("bucket/train-0.tar", begin, end, seconds) -> bytes | None
+    FastS3(storage_options).read("bucket/train-0.tar", begin, end, seconds, stat) -> (bytes, is_sure) | None
 
 None means: ask fsspec. That is so where obstore is not installed, where an option has no counterpart, in a process that
 was forked after its parent had used obstore (a request would never be answered there), and for a bucket whose first
 request failed in obstore: it may look for credentials or a region in fewer places than s3fs. After a first success,
 errors are those of the bucket, and go to the caller.
 
-Only parts of files are read here. Names, sizes and tags come from fsspec, so a shard has one tag, whoever reads it.
+Only parts of files are read here. Names, sizes and tags come from fsspec. Each answer is compared with the tag.
 
 One request, against a server in another process, median of 5: 0.74 ms of processor time for 1,000 bytes (s3fs: 3.6),
 3.7 ms for 4 MB (s3fs: 6.6).
@@ -19,6 +19,8 @@ import os
 import threading
 from collections.abc import Mapping
 from typing import Any
+
+from sharded_loader.storage.versions import Changed, Stat, agrees, tag_of
 
 _NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _CLIENT_NAMES = {"region_name": "region", "endpoint_url": "endpoint"} | {
@@ -47,16 +49,23 @@ class FastS3:
         self._buckets: dict[str, Any] = {}  # None: fsspec reads it
         self._proven: set[str] = set()
 
-    def read(self, path: str, begin: int, end: int, seconds: float) -> bytes | None:
+    def read(
+        self, path: str, begin: int, end: int, seconds: float, stat: Stat | None = None
+    ) -> tuple[bytes, bool] | None:
         """A part of a file, or None if fsspec has to read it.
 
         Args:
             path: bucket and key, ``"bucket/folder/file"``.
             begin, end: the part, in bytes.
             seconds: after which the request fails.
+            stat: of the file, as it was; None: of any version.
+
+        Returns:
+            The bytes, and whether the answer said that they are of this version.
 
         Raises:
             FileNotFoundError: there is no such file.
+            Changed: it is of another version.
             Exception: what obstore raises.
         """
         bucket, _, key = path.partition("/")
@@ -64,8 +73,10 @@ class FastS3:
         if store is None:
             return None
         try:
-            found = bytes(store.get_range(key, start=begin, end=end))
-        except FileNotFoundError:
+            answer = store.get(key, options={"range": (begin, end)})
+            is_sure = agrees(stat, tag_of(answer.meta))
+            found = bytes(answer.bytes())
+        except (FileNotFoundError, Changed):
             raise
         except Exception:
             if bucket in self._proven:
@@ -74,7 +85,7 @@ class FastS3:
                 self._buckets[bucket] = None
             return None
         self._proven.add(bucket)
-        return found
+        return found, is_sure
 
     def _bucket(self, name: str, seconds: float) -> Any:
         if self._settings is None or FastS3._used_in not in (None, os.getpid()):

@@ -133,11 +133,11 @@ class RemoteFile(ShardFile):
 
     def __init__(self, store: Store, url: str, stat: Stat) -> None:
         super().__init__()
-        self._store, self._url = store, url
+        self._store, self._url, self._stat = store, url, stat
         self.name, self.size = shown(url), stat.size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        return self._store.ranges(self._url, begins, ends)
+        return self._store.ranges(self._url, begins, ends, self._stat)
 
 
 def local_stat(path: str) -> Stat:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.storage.stores import Stat
+from sharded_loader.storage.versions import UNKNOWN, Stat
 
 Index = dict[str, npt.NDArray[Any]]
 """Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""
@@ -57,6 +57,7 @@ class Indexes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute()  # the process may go to another one
         self._is_told = False
+        self._unkept: dict[Path, Index] = {}  # of shards without a tag; it goes to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
         """Where the index of a shard in this format is kept."""
@@ -66,10 +67,13 @@ class Indexes:
     def of(self, name: str, url: str, stat: Stat, make: Callable[[], Index]) -> Index:
         """The index of a shard; it is made if there is none."""
         path = self.path(name, url, stat)
-        found = load(path)
+        found = self._unkept.get(path) or load(path)
         if found is None:
             found = make()
-            self._keep(path, found)
+            if stat.tag.startswith(UNKNOWN):
+                self._unkept[path] = found
+            else:
+                self._keep(path, found)
         return found
 
     def _keep(self, path: Path, index: Index) -> None:

@@ -2,11 +2,15 @@
 
     Store(options).find("s3://bucket/train-*.tar") -> {url: Stat}
     store.stat(url)                        -> Stat(size, tag): another tag means another file
-    store.ranges(url, begins, ends)        -> a list of bytes; neighbours are one request, requests run side by side
+    store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
     store.fetch(url, file, stat)           -> the whole file, in pieces
 
-A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses; `Store.retries`
-counts. What cannot be helped is not tried again: a file that is missing, no permission.
+Each answer is compared with ``stat`` (`versions`). If an answer has no tag, the store asks for the tag once more after
+the last part. So all bytes are those of one version, or there is an error.
+
+A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
+pause that the server asks for (``Retry-After``); `Store.retries` counts. What cannot be helped is not tried again: a
+file that is missing or has changed, no permission.
 
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
@@ -25,15 +29,21 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.data import retried
 from sharded_loader.storage.fast_s3 import FastS3
 from sharded_loader.storage.redacted import redacted, shown
+from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, is_same, part, tag_of
+from sharded_loader.storage.versions import Stat as Stat
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
 """Seconds before the second try, and at most before any."""
+
+LONGEST_WAIT = 60.0
+"""Seconds to wait at most, if the server asks to wait."""
 
 STALL = 30.0
 """Seconds without an answer, after which a request is given up."""
@@ -68,18 +78,6 @@ class ShardError(OSError):
         ...         print("is no plain tar file" in str(error))
         True
     """
-
-
-class Stat(NamedTuple):
-    """What tells a file from a later one at the same place.
-
-    Attributes:
-        size: in bytes.
-        tag: the server's etag, or the time of the last change.
-    """
-
-    size: int
-    tag: str
 
 
 class Store:
@@ -149,7 +147,10 @@ class Store:
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
         if not files:
             raise FileNotFoundError(f"no files match {shown(pattern)}: check the pattern")
-        return {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
+        stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
+        vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
+        with ThreadPoolExecutor(4 * CONNECTIONS) as threads:
+            return {**stats, **dict(zip(vague, threads.map(self.stat, vague), strict=True))}
 
     def stat(self, url: str) -> Stat:
         """The size and the tag of a file."""
@@ -161,21 +162,27 @@ class Store:
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
-    def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int], stat: Stat | None = None) -> list[bytes]:
         """Parts of a file, in the order in which they are asked for.
 
         Args:
             url: of the file.
             begins, ends: where each part begins and ends, in bytes.
+            stat: of the file, as it was. None: of any version.
+
+        Raises:
+            ShardError: it is another file now.
         """
         if not begins:
             return []
         spans, where = merged(begins, ends, GAP)
         if len(spans) == 1:
-            found = [self._part(url, *spans[0])]
+            answers = [self._part(url, spans[0][0], spans[0][1], stat)]
         else:
             with ThreadPoolExecutor(min(len(spans), 4 * CONNECTIONS)) as threads:
-                found = list(threads.map(lambda span: self._part(url, *span), spans))
+                answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
+        self._compare(url, stat, all(is_sure for _, is_sure in answers))
+        found = [content for content, _ in answers]
         return [
             found[number][begin - spans[number][0] : end - spans[number][0]]
             for number, begin, end in zip(where, begins, ends, strict=True)
@@ -185,27 +192,42 @@ class Store:
         """Write a whole file into another one, from its beginning on.
 
         Raises:
-            ShardError: it has another size than it had.
+            ShardError: it is another file now.
         """
         spans = [(begin, min(begin + PIECE, stat.size)) for begin in range(0, stat.size, PIECE)]
+        are_sure = True
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             for first in range(0, len(spans), CONNECTIONS):  # no more than these lie in memory
-                for piece in threads.map(lambda span: self._part(url, *span), spans[first : first + CONNECTIONS]):
+                some = spans[first : first + CONNECTIONS]
+                for piece, is_sure in threads.map(lambda span: self._part(url, span[0], span[1], stat), some):
                     file.write(piece)
+                    are_sure = are_sure and is_sure
+        self._compare(url, stat, are_sure)
 
-    def _part(self, url: str, begin: int, end: int) -> bytes:
+    def _compare(self, url: str, stat: Stat | None, are_sure: bool) -> None:
+        """After reading: if not all answers had the tag, see whether the file is still the same."""
+        if stat is None or are_sure or not stat.tag or stat.tag.startswith(UNKNOWN):
+            return
+        system, path = self._open(url)
+        system.invalidate_cache(path)
+        now = self.stat(url)
+        if now.size != stat.size or is_same(stat.tag, now.tag) is False:
+            raise _changed(url, "another version is there now")
+
+    def _part(self, url: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
+        """A part, and whether its answer said that it is of this version."""
         system, path = self._open(url)
 
-        def read() -> bytes:
-            fast = self._fast.read(path, begin, end, STALL) if url.startswith("s3://") else None
-            found: bytes = _within(STALL, system, "cat_file", path, start=begin, end=end) if fast is None else fast
-            if len(found) > end - begin:  # a server that does not know requests for parts sends the whole file
+        def read() -> tuple[bytes, bool]:
+            fast = self._fast.read(path, begin, end, STALL, stat) if url.startswith("s3://") else None
+            found, is_sure = part(system, path, begin, end, stat, STALL) if fast is None else fast
+            if len(found) > end - begin:  # a file system that does not know requests for parts
                 found = found[begin:end]
             if len(found) != end - begin:
-                raise _Short(
+                raise Unfit(
                     f"{len(found):,} bytes came where {end - begin:,} were asked for: the file may have been cut"
                 )
-            return found
+            return found, is_sure
 
         return self._try(url, read)
 
@@ -227,19 +249,23 @@ class Store:
 
     def _try(self, url: str, request: Callable[[], Result]) -> Result:
         """The answer to a request, which is tried again if it fails."""
-        message = ""
+        message, asked = "", 0.0
         for number in range(TRIES):
             if number:
-                time.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1))
+                time.sleep(pause(number, asked))
                 self.retries += 1
                 retried.note()
             self.requests += 1
             try:
                 return request()
-            except _Short as short:
-                message = str(short)
+            except Changed as changed:
+                raise _changed(url, str(changed)) from None
+            except Unfit as unfit:
+                message, asked = str(unfit), 0.0
             except Exception as error:
+                error = _reason(error)
                 kind, message = _meaning(error), redacted(f"{type(error).__name__}: {error}", self._options)
+                asked = _asked_pause(error)
                 if kind is not None:
                     break
         else:
@@ -265,17 +291,40 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _Short(Exception):
-    """Fewer bytes came than were asked for."""
+def _changed(url: str, how: str) -> ShardError:
+    return ShardError(f"{shown(url)} has changed since the dataset was made ({how}): make the dataset again")
 
 
-def _within(seconds: float, system: Any, method: str, *arguments: Any, **named: Any) -> Any:
-    """Call a method of a file system. An asynchronous one fails after ``seconds``; the others cannot be interrupted."""
-    if getattr(system, "async_impl", False):
-        from fsspec.asyn import sync
+def pause(number: int, asked: float) -> float:
+    """Seconds before a try.
 
-        return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=seconds, **named)
-    return getattr(system, method)(*arguments, **named)
+    Args:
+        number: of the try, from 1 on.
+        asked: the pause that the server asks for; 0: none.
+
+    Example:
+        >>> pause(2, 0) <= 0.4, pause(2, 5), pause(2, 3600)
+        (True, 5, 60.0)
+    """
+    own: float = min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1)
+    return max(min(asked, LONGEST_WAIT), own)
+
+
+def _asked_pause(error: Exception) -> float:
+    """The seconds to wait that a server of http asks for with an error."""
+    said = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
+    if said.isdigit():
+        return float(said)
+    try:
+        return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _reason(error: Exception) -> Exception:
+    """What the server said. For http, fsspec calls each error of ``info`` a missing file."""
+    cause = error.__cause__
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) else error
 
 
 def _meaning(error: Exception) -> type[OSError] | None:
@@ -291,10 +340,8 @@ def _meaning(error: Exception) -> type[OSError] | None:
 
 
 def _stat_of(info: Mapping[str, Any]) -> Stat:
-    names = ("ETag", "etag", "e_tag", "LastModified", "last_modified", "mtime", "created")
-    tag = next((info[name] for name in names if info.get(name) is not None), "")
     size = info.get("size")
-    return Stat(-1 if size is None else int(size), str(tag).strip('"'))
+    return Stat(-1 if size is None else int(size), tag_of(info))
 
 
 def _url_like(pattern: str, system: Any, path: str) -> str:

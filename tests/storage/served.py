@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 
@@ -24,17 +24,25 @@ class Served:
         stall: seconds that each of the next ``stalls`` requests takes before it is answered.
         truncate: how many answers are cut in half next.
         status: of failures.
+        refuses: the status of all answers, those without bytes too; 0: the server does not refuse.
         asked: the (path, range) of each request for bytes.
-        tag: of all files.
+        tag, modified: of all files; None: it is not said.
+        headers: others, of answers with bytes and of failures, with _ in place of -.
+        lie: takes the status, the bytes, and which they are ("0-9/500", or None), and gives others. None: no lies.
+        after: called after each answer with bytes.
         knows_parts: whether it answers requests for parts, or always sends the whole file.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.fail = self.truncate = self.stalls = 0
+        self.fail = self.truncate = self.stalls = self.refuses = 0
         self.status, self.stall = 503, 0.0
         self.asked: list[tuple[str, str | None]] = []
-        self.tag = "first"
+        self.tag: str | None = "first"
+        self.modified: str | None = None
+        self.headers: dict[str, str] = {}
+        self.lie: Callable[[int, bytes, str | None], tuple[int, bytes, str | None]] | None = None
+        self.after: Callable[[], None] = lambda: None
         self.knows_parts = True
         self.lock = threading.Lock()
         self.url = ""
@@ -55,19 +63,25 @@ def serving() -> Iterator[Served]:
 
     class Handler(RangeHandler):
         @property
-        def tag(self) -> str:  # type: ignore[override]
+        def tag(self) -> str | None:  # type: ignore[override]
             return served.tag
+
+        @property
+        def modified(self) -> str | None:  # type: ignore[override]
+            return served.modified
 
         def answer(self, with_bytes: bool) -> None:
             path = self.path.partition("?")[0]
             content = served.files.get(path)
+            if served.refuses:
+                return self.head(served.refuses, 0)
             if with_bytes:
                 with served.lock:
                     served.asked.append((path, self.headers.get("Range")))
                 if served.takes("stalls"):
                     time.sleep(served.stall)  # what a stall is
                 if served.takes("fail"):
-                    return self.head(served.status, 0)
+                    return self.head(served.status, 0, **served.headers)
             if content is None:
                 return self.head(404, 0)
             size, asked = len(content), self.asked(len(content)) if served.knows_parts else None
@@ -75,9 +89,13 @@ def serving() -> Iterator[Served]:
             sent = content[begin:end]
             if asked and with_bytes and served.takes("truncate"):
                 sent = sent[: len(sent) // 2]
-            self.head(206 if asked else 200, len(sent), f"{begin}-{end - 1}/{size}" if asked else None)
+            status, part = (206, f"{begin}-{end - 1}/{size}") if asked else (200, None)
+            if with_bytes and served.lie is not None:
+                status, sent, part = served.lie(status, sent, part)
+            self.head(status, len(sent), part, **(served.headers if with_bytes else {}))
             if with_bytes:
                 self.wfile.write(sent)
+                served.after()
             return None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

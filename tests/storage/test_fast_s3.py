@@ -19,6 +19,7 @@ from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataL
 from sharded_loader.storage import stores
 from sharded_loader.storage.fast_s3 import FastS3, settings_of
 from sharded_loader.storage.stores import ShardError, Store
+from sharded_loader.storage.versions import Changed, Stat
 
 with_server = pytest.mark.stores
 
@@ -42,11 +43,12 @@ class Refusing:
     def __init__(self, name: str, **settings: Any) -> None:
         self.settings = settings
 
-    def get_range(self, key: str, start: int, end: int) -> bytes:
+    def get(self, key: str, options: dict[str, Any]) -> Any:
         if not Refusing.answers:
             raise RuntimeError("503")
         Refusing.answers -= 1
-        return b"x" * (end - start)
+        begin, end = options["range"]
+        return types.SimpleNamespace(meta={"e_tag": '"first"'}, bytes=lambda: b"x" * (end - begin))
 
 
 @pytest.fixture
@@ -64,10 +66,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> type[Refusing]:
 def test_a_bucket_that_never_answered_is_left_to_fsspec_and_one_that_did_has_errors(refusing: type[Refusing]) -> None:
     fast = FastS3({})
     assert fast.read("bucket/a.tar", 0, 4, 30.0) is None
-    refusing.answers = 2
+    refusing.answers = 3
     assert fast.read("bucket/a.tar", 0, 4, 30.0) is None
-    assert fast.read("other/a.tar", 0, 4, 30.0) == b"xxxx"
-    assert fast.read("other/a.tar", 0, 2, 30.0) == b"xx"
+    assert fast.read("other/a.tar", 0, 4, 30.0) == (b"xxxx", False)
+    assert fast.read("other/a.tar", 0, 2, 30.0, Stat(9, "first")) == (b"xx", True)
+    with pytest.raises(Changed):
+        fast.read("other/a.tar", 0, 2, 30.0, Stat(9, "second"))
     with pytest.raises(RuntimeError, match="503"):
         fast.read("other/a.tar", 0, 4, 30.0)
 
@@ -173,7 +177,7 @@ def test_parts_of_files_come_through_obstore_where_it_is_installed(
     store = Store(s3)
     url = "s3://bucket/train-0.tar"
     expected = store.ranges(url, [0], [100])[0]
-    assert fast.read("bucket/train-0.tar", 0, 100, 30.0) == expected and b"0.txt" in expected
+    assert fast.read("bucket/train-0.tar", 0, 100, 30.0) == (expected, False) and b"0.txt" in expected
     with pytest.raises(FileNotFoundError):
         fast.read("bucket/nothing.tar", 0, 4, 30.0)
     store.close()

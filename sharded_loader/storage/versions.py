@@ -1,0 +1,197 @@
+"""Reads a part of a file, and sees whether the answer is of the version that was found first.
+
+    tag_of(info)                                      -> "abc", or "last-modified Wed, 21 Oct ...", or ""
+    part(system, path, begin, end, stat, seconds)     -> the bytes, and whether the answer had the tag of ``stat``
+
+The tag is the ETag, otherwise the time of the last change; each file system has names of its own for them. Servers of
+http and S3 send the tag with each answer. Of other file systems the caller asks for the tag again after reading.
+
+What can go wrong: `Changed` if the file is another one now, `Unfit` for an answer that is not what was asked for, and
+what the file system raises.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+import warnings
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sharded_loader.storage.redacted import shown
+
+_NAMES = (
+    *("etag", "generation", "blobid", "xethash", "md5hash", "sha", "sha256", "hex", "checksum", "contenthash", "crc"),
+    *("lastmodified", "updated", "modified", "mtime", "modificationtime", "modifiedtime", "lastwritetime", "modify"),
+    "created",
+)
+"""What file systems call a tag or a time, the best first. s3, abfs, gcs and http say etag or last-modified, Hugging
+Face blob_id and xet_hash, git and GitHub hex and sha, sftp mtime, ftp modify, memory created."""
+
+UNKNOWN = "unknown "
+"""How the tag begins that a dataset gives to a file of which the server says none."""
+
+
+class Stat(NamedTuple):
+    """What tells a file from a later one at the same place.
+
+    Attributes:
+        size: in bytes.
+        tag: the server's etag, or the time of the last change. Empty: the server says neither.
+    """
+
+    size: int
+    tag: str
+
+
+class Changed(Exception):
+    """The file is another one now."""
+
+
+class Unfit(Exception):
+    """An answer that is not what was asked for. Another try may be better."""
+
+
+def tag_of(info: Mapping[str, Any]) -> str:
+    """What a file system says of the version of a file; empty: nothing.
+
+    Example:
+        >>> tag_of({"size": 5, "ETag": '"abc"'}), tag_of({"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"})
+        ('abc', 'lastmodified Wed, 21 Oct 2015 07:28:00 GMT')
+    """
+    said = {re.sub("[^a-z0-9]", "", str(name).lower()): value for name, value in info.items()}
+    for name in _NAMES:
+        value = said.get(name)
+        if value not in (None, ""):
+            value = value.timestamp() if isinstance(value, datetime) else value
+            text = str(value).removeprefix("W/").strip('"')
+            return text.replace(" ", "") if name == "etag" else f"{name} {text}"
+    return ""
+
+
+def with_tags(stats: Mapping[str, Stat]) -> list[Stat]:
+    """What is known of files by their URLs. A file without a tag gets one that no other dataset has, and a warning."""
+    bare = [url for url, stat in stats.items() if not stat.tag]
+    if bare:
+        warnings.warn(
+            f"the server says neither an ETag nor the time of the last change of {shown(bare[0])} (and of "
+            f"{len(bare) - 1} more shards): nobody can tell when it is replaced. So its index and its copy in a "
+            "ShardCache serve this dataset only",
+            stacklevel=3,
+        )
+    return [stat if stat.tag else stat._replace(tag=UNKNOWN + uuid.uuid4().hex) for stat in stats.values()]
+
+
+def is_same(tag: str, other: str) -> bool | None:
+    """Whether two tags are of one version; None: they cannot be compared, as one is an etag and one is a time.
+
+    Example:
+        >>> is_same("abc", "abd"), is_same("abc", "lastmodified Wed, 21 Oct 2015 07:28:00 GMT"), is_same("abc", "")
+        (False, None, None)
+    """
+    kind, other_kind = (one.partition(" ")[0] if " " in one else "" for one in (tag, other))
+    return None if not tag or not other or kind != other_kind else tag == other
+
+
+def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, bool]:
+    """A part of a file. An asynchronous file system fails after ``seconds``; the others cannot be interrupted.
+
+    Args:
+        system, path: of fsspec.
+        begin, end: the part, in bytes.
+        stat: of the file, as it was; None: of any version.
+        seconds: see above.
+
+    Returns:
+        The bytes, and whether the answer said that they are of this version.
+    """
+    if not getattr(system, "async_impl", False):
+        return system.cat_file(path, start=begin, end=end), False
+    from fsspec.asyn import sync
+
+    names = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+    if "http" in names:
+        answer = _http_part(system, path, begin, end, stat)
+    elif "s3" in names and hasattr(system, "_call_s3"):
+        answer = _s3_part(system, path, begin, end, stat)
+    else:
+        answer = _any_part(system, path, begin, end)
+    found: tuple[bytes, bool] = sync(system.loop, _awaited, answer, timeout=seconds)
+    return found
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+async def _any_part(system: Any, path: str, begin: int, end: int) -> tuple[bytes, bool]:
+    return await system._cat_file(path, start=begin, end=end), False
+
+
+async def _s3_part(system: Any, path: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
+    bucket, key, version = system.split_path(path)
+    how = {"VersionId": version} if version else {}
+    answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **how)
+    try:
+        told = agrees(stat, tag_of(answer))
+        return await answer["Body"].read(), told
+    finally:
+        answer["Body"].close()
+
+
+async def _http_part(system: Any, url: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
+    seen: list[Any] = []
+
+    async def look(answer: Any) -> None:  # before the bytes are read
+        try:
+            check_answer(answer.status, answer.headers, begin, end, stat)
+            seen[:] = [answer.status, answer.status < 400 and agrees(stat, tag_of(answer.headers))]
+        except BaseException:
+            answer.close()
+            raise
+        answer.raise_for_status()
+
+    headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    found = await system._cat_file(url, start=begin, end=end, headers=headers, raise_for_status=look)
+    if seen and seen[0] == 200:  # a server that does not know requests for parts sends the whole file
+        if stat is not None and len(found) != stat.size:
+            raise Unfit(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
+        found = found[begin:end]
+    return found, bool(seen and seen[1])
+
+
+def agrees(stat: Stat | None, tag: str) -> bool:
+    """Whether an answer with this tag is of the version that is wanted, for sure.
+
+    Raises:
+        Changed: it is of another one.
+    """
+    same = None if stat is None else is_same(stat.tag, tag)
+    if same is False:
+        raise Changed("another version is there now")
+    return bool(same)
+
+
+def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, stat: Stat | None) -> None:
+    """Check which bytes a server of http is about to send.
+
+    Raises:
+        Changed: of a file of another size.
+        Unfit: others than were asked for.
+    """
+    if status == 416:
+        raise Changed(f"it has no bytes {begin:,} to {end:,} any more (HTTP 416)")
+    if status not in (200, 206):
+        return
+    coding = headers.get("Content-Encoding", "identity")
+    if coding not in ("identity", ""):
+        raise Unfit(f"the server sends it compressed (Content-Encoding: {coding}), so no part of it can be read")
+    if status == 200:
+        return
+    said = headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
+    if match is None or int(match[1]) != begin or int(match[2]) >= end:
+        raise Unfit(f"bytes {begin}-{end - 1} were asked for, and the server says that it sends {said or 'others'!r}")
+    if stat is not None and match[3] not in ("*", str(stat.size)):
+        raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")

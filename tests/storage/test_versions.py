@@ -1,0 +1,307 @@
+"""A file that is replaced, and servers that lie: the right bytes of one version, or an error that names the file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served, serving
+from shards import write_tar
+
+from sharded_loader import ShardCache, ShardDataset
+from sharded_loader.storage import stores
+from sharded_loader.storage.stores import ShardError, Stat, Store
+from sharded_loader.storage.versions import is_same, tag_of, with_tags
+
+OLD = random.Random(1).randbytes(500_000)
+NEW = OLD[::-1]
+FIRST, SECOND = "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2020 07:28:00 GMT"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(stores, "PAUSE", 0.01)
+    monkeypatch.setattr(stores, "PIECE", 50_000)
+    with serving() as found:
+        found.files["/a.bin"] = OLD
+        yield found
+
+
+def replace(served: Served) -> None:
+    """Put another file of the same size in its place."""
+    served.files = {name: content[::-1] for name, content in served.files.items()}
+    if served.tag is not None:
+        served.tag = "second"
+    if served.modified is not None:
+        served.modified = SECOND
+
+
+def fetched(store: Store, url: str, stat: Stat) -> bytes:
+    file = io.BytesIO()
+    store.fetch(url, file, stat)
+    return file.getvalue()
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+TAGS = [("first", None), (None, FIRST), ("first", FIRST)]
+
+
+@pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
+def test_no_part_of_another_version_is_read(served: Served, tag: str | None, modified: str | None) -> None:
+    served.tag, served.modified = tag, modified
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
+    replace(served)
+    asked = len(served.asked)
+    for begins, ends in (([10], [20]), ([10, 300_000], [20, 300_010])):
+        with pytest.raises(ShardError, match=r"a\.bin has changed since the dataset was made.*make the dataset again"):
+            store.ranges(url, begins, ends, stat)
+    assert store.retries == 0 and len(served.asked) == asked + 3
+    assert store.ranges(url, [10], [20]) == [NEW[10:20]]  # of any version
+
+
+@pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_a_file_that_is_replaced_while_it_is_fetched(
+    served: Served, tag: str | None, modified: str | None, number: int
+) -> None:
+    served.tag, served.modified = tag, modified
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    assert fetched(store, url, stat) == OLD
+    done = len(served.asked) + number
+    served.after = lambda: replace(served) if len(served.asked) == done and served.files["/a.bin"] == OLD else None
+    with pytest.raises(ShardError, match=r"a\.bin has changed since"):
+        fetched(store, url, stat)
+
+
+def test_a_server_whose_answers_have_no_tag_is_asked_once_more_at_the_end(served: Served) -> None:
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+
+    def silent(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:
+        served.tag = None  # for this answer
+        return status, content, part
+
+    def again() -> None:
+        served.tag = "first"
+
+    served.lie, served.after = silent, again
+    assert fetched(store, url, stat) == OLD and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
+    served.after = lambda: replace(served) or setattr(served, "tag", "second")
+    with pytest.raises(ShardError, match=r"a\.bin has changed since"):
+        store.ranges(url, [10], [20], stat)
+
+
+def test_a_file_system_without_tags_in_its_answers_is_asked_once_more() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.pipe("/versions/a.bin", OLD)
+    try:
+        store = Store()
+        [(url, stat)] = store.find("memory://versions/*.bin").items()
+        assert store.stat(url) == stat  # a list and a question say the same
+        assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
+        assert fetched(store, url, stat) == OLD
+        system.pipe("/versions/a.bin", NEW)
+        for read in (lambda: store.ranges(url, [10], [20], stat), lambda: fetched(store, url, stat)):
+            with pytest.raises(ShardError, match=r"a\.bin has changed since"):
+                read()
+    finally:
+        system.rm("/versions", recursive=True)
+
+
+def tar_of(folder: Path, texts: list[bytes]) -> bytes:
+    write_tar(folder / "x.tar", {f"{number}.txt": text for number, text in enumerate(texts)})
+    return (folder / "x.tar").read_bytes()
+
+
+@pytest.mark.parametrize(("tag", "modified"), [*TAGS, (None, None)], ids=["ETag", "Last-Modified", "both", "neither"])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["parts", "cache"])
+def test_a_later_dataset_reads_the_later_version(
+    served: Served, tmp_path: Path, tag: str | None, modified: str | None, is_cached: bool
+) -> None:
+    served.tag, served.modified = tag, modified
+    cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
+    for texts in ([b"a" * 700, b"b" * 10], [b"x" * 10, b"y" * 700]):
+        served.files = {"/a.tar": tar_of(tmp_path, texts)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
+        assert [sample["txt"] for sample in dataset] == texts
+        dataset.close()
+        told = [str(one.message) for one in caught]
+        assert len(told) == (tag is None and modified is None), told
+        assert all("neither an ETag nor the time" in text and "/a.tar" in text for text in told)
+        served.tag, served.modified = tag and "second", modified and SECOND
+    assert len(list((tmp_path / "indexes").glob("*"))) == (0 if tag is modified is None else 2)
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["parts", "cache"])
+def test_a_dataset_does_not_read_the_later_version_by_the_earlier_index(
+    served: Served, tmp_path: Path, is_cached: bool
+) -> None:
+    served.files = {"/a.tar": tar_of(tmp_path, [b"a" * 700, b"b" * 10])}
+    cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
+    dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
+    if cache is not None:
+        for path in cache.folder.glob("*.shard"):
+            path.unlink()
+    served.files, served.tag = {"/a.tar": tar_of(tmp_path, [b"x" * 10, b"y" * 700])}, "second"
+    with pytest.raises(ShardError, match=r"a\.tar has changed since the dataset was made"):
+        dataset[0]
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("info", "tag"),
+    [
+        ({"ETag": '"abc"', "LastModified": "x"}, "abc"),  # s3fs
+        ({"ETag": "", "LastModified": datetime.fromtimestamp(5, timezone.utc)}, "lastmodified 5.0"),
+        ({"etag": 'W/"abc"', "last_modified": "x"}, "abc"),  # adlfs
+        ({"generation": "17", "updated": "x"}, "generation 17"),  # gcsfs
+        ({"blob_id": "f00", "lfs": None, "xet_hash": None, "last_commit": None}, "blobid f00"),  # Hugging Face
+        ({"xet_hash": "f00", "blob_id": None}, "xethash f00"),
+        ({"mtime": 0}, "mtime 0"),
+        ({"modify": "2015"}, "modify 2015"),  # ftp
+        ({"size": 5, "type": "file"}, ""),
+    ],
+)
+def test_file_systems_have_their_own_names_for_tags(info: dict[str, Any], tag: str) -> None:
+    assert tag_of(info) == tag
+
+
+def test_a_time_is_not_compared_with_an_etag() -> None:
+    assert is_same("lastmodified 1", "lastmodified 2") is False and is_same("abc", "lastmodified 2") is None
+
+
+def test_a_warning_names_the_first_shard_without_a_tag() -> None:
+    found = {"http://h/a.tar": Stat(1, ""), "http://h/b.tar": Stat(1, "x"), "http://h/c.tar?key=s": Stat(1, "")}
+    with pytest.warns(UserWarning, match=r"http://h/a\.tar \(and of 1 more shards\)"):
+        first, second, third = with_tags(found)
+    assert second == Stat(1, "x") and first.tag != third.tag != ""
+
+
+# -- servers that lie --------------------------------------------------------------------------------------------------
+
+Answer = tuple[int, bytes, "str | None"]
+
+
+LIES: dict[str, tuple[Callable[[int, bytes, str | None], Answer], str]] = {
+    "other bytes": (lambda status, content, part: (206, content, "0-9/500000"), "asked for.*says that it sends"),
+    "no Content-Range": (lambda status, content, part: (206, content, None), "asked for.*says that it sends"),
+    "nonsense in Content-Range": (lambda status, content, part: (206, content, "x"), "asked for.*says that it sends"),
+    "more in Content-Range": (
+        lambda status, content, part: (206, OLD[100:], "100-499999/500000"),
+        "says that it sends",
+    ),
+    "another size": (lambda status, content, part: (206, content, "100-109/9"), "has changed.*had 500,000"),
+    "a page of an error": (lambda status, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
+    "a short body": (lambda status, content, part: (206, content[:5], part), "5 bytes came where 10 were asked for"),
+    "no body": (lambda status, content, part: (206, b"", part), "0 bytes came where 10 were asked for"),
+    "nothing to send": (lambda status, content, part: (204, b"", None), "0 bytes came where 10 were asked for"),
+    "no such range": (lambda status, content, part: (416, b"", None), "has changed.*HTTP 416"),
+    "bad request": (lambda status, content, part: (400, b"", None), "400"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_lies_is_named(served: Served, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    monkeypatch.setattr(stores, "TRIES", 2)
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    served.lie, message = LIES[lie]
+    with pytest.raises(ShardError, match=rf"a\.bin.*{message}"):
+        store.ranges(url, [100], [110], stat)
+    served.lie = None
+    assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
+
+
+@pytest.mark.parametrize("lie", ["other bytes", "no Content-Range", "a page of an error", "a short body", "no body"])
+def test_a_server_that_lies_once_is_asked_again(served: Served, lie: str) -> None:
+    store, url, left = Store(), f"{served.url}/a.bin", [1]
+    stat = store.stat(url)
+    served.lie = lambda *answer: LIES[lie][0](*answer) if left and left.pop() else answer
+    assert store.ranges(url, [100], [110], stat) == [OLD[100:110]] and store.retries == 1
+
+
+def test_a_server_that_ignores_ranges_sends_the_right_bytes(served: Served) -> None:
+    served.knows_parts = False
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    assert fetched(store, url, stat) == OLD
+    assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
+    served.files["/a.bin"] += b"longer"
+    with pytest.raises(ShardError, match=r"a\.bin: 500,006 bytes came for the whole file, which has 500,000"):
+        store.ranges(url, [100], [110], stat)
+
+
+@pytest.mark.parametrize("status", [200, 206])
+def test_compressed_answers_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(stores, "TRIES", 2)
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    served.lie = lambda _, content, part: (status, gzip.compress(content), part if status == 206 else None)
+    served.headers = {"Content_Encoding": "gzip"}
+    with pytest.raises(ShardError, match=r"a\.bin: the server sends it compressed \(Content-Encoding: gzip\)"):
+        store.ranges(url, [100], [110], stat)
+
+
+def test_redirects_are_followed(served: Served) -> None:
+    store, stat = Store(), Stat(len(OLD), "first")
+    served.fail, served.status, served.headers = 1, 307, {"Location": f"{served.url}/a.bin"}
+    assert store.ranges(f"{served.url}/moved.bin", [100], [110], stat) == [OLD[100:110]]
+    served.fail, served.headers = 1000, {"Location": f"{served.url}/moved.bin"}
+    with pytest.raises(ShardError, match=r"moved\.bin: TooManyRedirects"):
+        store.ranges(f"{served.url}/moved.bin", [100], [110], stat)
+
+
+def test_a_server_that_trickles_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STALL", 0.2)
+    monkeypatch.setattr(stores, "TRIES", 2)
+    served.stalls, served.stall = 2, 1.0
+    with pytest.raises(ShardError, match=r"a\.bin: .*Timeout.*tried 2 times"):
+        Store().ranges(f"{served.url}/a.bin", [100], [110], Stat(len(OLD), "first"))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    store, url = Store(), f"{served.url}/a.bin"
+    until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=50), usegmt=True)
+    for said, least, most in (("7", 7, 7), (until, 10, 50), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
+        served.fail, served.status, served.headers = 1, status, {"Retry_After": said}
+        assert store.ranges(url, [100], [110]) == [OLD[100:110]]
+        assert least <= pauses.pop() <= most, said
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, PermissionError), (404, FileNotFoundError), (503, ShardError)])
+def test_a_server_that_refuses_to_describe_a_file_says_why(
+    served: Served, monkeypatch: pytest.MonkeyPatch, status: int, error: type[OSError]
+) -> None:
+    monkeypatch.setattr(stores, "TRIES", 2)
+    served.refuses = status
+    with pytest.raises(error, match=r"a\.bin") as caught:
+        Store().stat(f"{served.url}/a.bin")
+    assert type(caught.value) is error and (status == 404 or str(status) in str(caught.value))
+
+
+def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:
+    served.files["/"] = b'<a href="a.bin">a.bin</a><a href="b.bin">b.bin</a><a href="c.txt">c</a>'
+    served.files["/b.bin"] = b"123"
+    served.headers = {"Content_Type": "text/html"}
+    found = Store().find(f"{served.url}/*.bin")
+    assert list(found.values()) == [Stat(len(OLD), "first"), Stat(3, "first")]
