@@ -35,6 +35,7 @@ from sharded_loader.engine.readers import reader_for
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.interrupts import is_from_outside
+from sharded_loader.notices import Notices
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.sampling.order import EpochOrder
@@ -54,6 +55,19 @@ class _KeptRun(NamedTuple):
     run: Run
     mark: Mark
     order: Any = None
+
+
+def warn_of_length(dataset: Any, known: int | None, notices: Notices, advice: str) -> None:
+    """Warn if a dataset has another length than is known, because nobody has told the loader."""
+    try:
+        now = None if known is None else length(dataset)
+    except Exception as error:  # what reads it will say so
+        if is_from_outside(error):
+            raise
+        return
+    if now is not None and now != known:
+        text = f"the dataset has {now} samples, and had {known} when the loader last looked. The loader still reads the"
+        notices.warn("length", f"{text} old number, and workers may have old copies: {advice}")
 
 
 class Epochs:
@@ -106,6 +120,9 @@ class Epochs:
         """
         self._pipeline.check_open()
         self._order.settle_replicas()
+        if self._order.stream is None and not (self.stale or (self._workers.shares_dataset and self._order.is_given)):
+            advice = "call loader.refresh() after you change the dataset"
+            warn_of_length(self.dataset, self._order.dataset_length, self._workers.notices, advice)
         iterator.run = self._take_kept(self._progress.mark()) or self._new_run(self._progress.begin())
 
     def open(self, iterator: Any) -> None:

@@ -40,6 +40,7 @@ from sharded_loader.arguments import (
 )
 from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.cores import warn_of_workers
 from sharded_loader.data.bulk import Indexed
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
@@ -51,6 +52,7 @@ from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
 from sharded_loader.iterator import Batch, EpochIterator
 from sharded_loader.notices import Notices
+from sharded_loader.pools.processes import ProcessPool
 from sharded_loader.pools.resident import ResidentPool, check_resident
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
@@ -231,6 +233,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self.device_prefetch = self._placement.ahead
         self._workers.notices = notices = Notices()
+        if isinstance(self._workers, ProcessPool):
+            warn_of_workers(self._workers.num_workers)
         self._meter = Meter(dataset, notices, check_max_skipped(max_skipped, on_error))
         self._progress = Progress(self._order)
         self._epochs = Epochs(

@@ -70,7 +70,7 @@ class Notices:
         """Count something that has happened, and log it."""
         self.counts[kind] += 1
         first = self.counts[kind] == 1
-        more = " (loader.stats() counts these; the logger 'sharded_loader' tells of each at level INFO)"
+        more = " (said once; the logger 'sharded_loader' tells of each at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
 
     def warn(self, kind: str, text: str) -> None:

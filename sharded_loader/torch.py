@@ -31,7 +31,8 @@ from sharded_loader.engine.readers import reader_for
 from sharded_loader.integrations.callers import called_by, refuse_skipping
 from sharded_loader.iterator import Batch
 from sharded_loader.notices import Notices
-from sharded_loader.sampling.base import tell_epoch
+from sharded_loader.sampling.base import nested, tell_epoch
+from sharded_loader.sampling.replicas import text_if_ranks_repeat
 
 __all__ = ["DataLoader"]
 
@@ -165,6 +166,10 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
         if self.num_workers:
             self.check_worker_number_rationality()
+        if not isinstance(self.dataset, IterableDataset):
+            text = text_if_ranks_repeat(nested(self._index_sampler))
+            if text is not None:
+                self._notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state, self._loaded = self._loaded, None
         iterator = LoaderIterator(self, state)
         self._place = iterator.place

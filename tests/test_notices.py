@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sharded_loader.torch
 from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError
@@ -144,3 +145,41 @@ def test_batches_that_fit_are_not_told(caplog: pytest.LogCaptureFixture) -> None
             assert len(list(loader)) == 2
         assert loader.stats().slow_batches == 0
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "process"])
+def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool: Any) -> None:
+    data = list(range(8))
+    with ShardedDataLoader(data, 4, num_workers=int(pool != "inline"), pool=pool) as loader:
+        assert len(list(loader)) == 2
+        data.extend([8, 9])
+        with pytest.warns(LoaderWarning, match=r"has 10 samples, and had 8 .*call loader\.refresh"):
+            assert len(list(loader)) == 2
+        assert len(list(loader)) == 2
+        loader.refresh()
+        assert len(list(loader)) == 3
+
+
+def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown() -> None:
+    data, indices = [0, 1], [0, 1]
+    with ShardedDataLoader(data, 2, sampler=indices) as loader:
+        assert len(list(loader)) == 1
+        data.extend([2, 3]), indices.extend([2, 3])
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_ranks_without_a_process_group_that_read_the_same_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.warns(LoaderWarning, match=r'one of 2 ranks \(WORLD_SIZE\), and each reads .* num_replicas="auto"'):
+        list(ShardedDataLoader(range(4), 2))
+    assert len(list(ShardedDataLoader(range(4), 2, num_replicas=1))) == 2
+    assert len(list(ShardedDataLoader(range(4), 2, num_replicas="auto"))) == 1
+    assert caplog.records == []
+    list(sharded_loader.torch.DataLoader(range(4), 2))  # torch's loader reads so on purpose: no warning
+    assert levels(caplog, "give sampler=DistributedSampler(dataset)") == [logging.WARNING]
+    sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=2, rank=1)  # type: ignore[arg-type]
+    list(sharded_loader.torch.DataLoader(range(4), 2, sampler=sampler))
+    assert len(caplog.records) == 1

@@ -10,9 +10,7 @@ Owns nothing. What can go wrong: a driver that hangs when it is asked for its GP
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
@@ -21,12 +19,12 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sharded_loader import __version__
 from sharded_loader.cli.busy import cores_of_others
-from sharded_loader.system import can_pass_descriptors, free_bytes, groups, open_memory
+from sharded_loader.cores import core_limit, usable_cores
+from sharded_loader.system import can_pass_descriptors, free_bytes, open_memory
 
 REQUIRED = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl")
 OPTIONAL = ("click", "rich", "pillow", "pyarrow", "ray", "scikit-learn", "torchvision")
@@ -176,38 +174,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def core_limit(root: Path = Path("/")) -> float | None:
-    """The processor time that the cgroups around this process allow, in cores; None: no limit.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-    """
-    found = []
-    for base, group, version in groups(root, "cpu"):
-        for folder in {base, *(one for one in [group, *group.parents] if base in one.parents)}:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                if version == 2:
-                    quota, period = map(float, (folder / "cpu.max").read_text().split())
-                else:
-                    quota, period = (float((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-                if quota > 0 and period > 0:
-                    found.append(quota / period)
-    return min(found, default=None)
-
-
-def cores_for_workers() -> int:
-    """How many cores worker processes can share, at least 1."""
-    limit = core_limit()
-    return max(1, min(usable_cores(), usable_cores() if limit is None else math.ceil(limit)))
 
 
 def _memory() -> int | None:

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
+from sharded_loader.notices import warn
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import (
     DrawnSeed,
@@ -42,7 +43,7 @@ from sharded_loader.sampling.replicas import (
     ReplicaSampler,
     refuse_distributed_sampler,
     resolve_replicas,
-    warn_if_ranks_repeat,
+    text_if_ranks_repeat,
 )
 from sharded_loader.sampling.state import (
     Position,
@@ -122,6 +123,11 @@ class EpochOrder:
     """How iterable data is read: this order is one of samplers."""
 
     dump, parse = staticmethod(dump), staticmethod(parse)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user has given a sampler, which knows the indices."""
+        return self._user is not None
 
     @property
     def _given(self) -> list[Any]:
@@ -213,8 +219,8 @@ class EpochOrder:
         self._replicas = self.replicas()
         if not self._settled:
             self._settled = True
-            if not self.replicated:
-                warn_if_ranks_repeat(nested(self.batch_sampler))
+            if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
+                warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
 
     # -- epochs ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -94,20 +93,26 @@ def _process_group() -> Any:
     return distributed
 
 
-def warn_if_ranks_repeat(samplers: Iterable[Any]) -> None:
-    """Warn if the ranks of a process group would all read the same samples, by these samplers."""
-    distributed = _process_group()
-    if distributed is None or distributed.get_world_size() == 1:
-        return
-    if any(
-        rank_of(one) is not None or hasattr(one, "num_replicas") or isinstance(one, SplitSampler) for one in samplers
+def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = os.environ) -> str | None:
+    """What to say if the ranks of a process group, or of WORLD_SIZE, would all read the same samples; otherwise None.
+
+    Example:
+        >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
+        'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
+    """
+    distributed, found = _process_group(), "(torch.distributed)"
+    if distributed is not None:
+        ranks = int(distributed.get_world_size())
+    else:
+        given, found = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
+        ranks = int(given) if given.strip().isdecimal() else 1
+    knows_ranks = ("num_replicas", "num_processes")  # of Accelerate's samplers
+    if ranks <= 1 or any(
+        rank_of(one) is not None or isinstance(one, SplitSampler) or any(hasattr(one, name) for name in knows_ranks)
+        for one in samplers
     ):
-        return
-    warnings.warn(
-        f"this process is one of {distributed.get_world_size()} ranks, and each reads the whole dataset: "
-        f'give num_replicas="auto" to share it out, or num_replicas=1 if that is meant',
-        stacklevel=5,
-    )
+        return None
+    return f"this process is one of {ranks} ranks {found}, and each reads the whole dataset: "
 
 
 def refuse_distributed_sampler(samplers: Iterable[Any]) -> None:

@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from sharded_loader.cli import facts
-from sharded_loader.cli.facts import collect, core_limit, cores_for_workers
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+from sharded_loader.cli.facts import collect
 
 
 def test_this_machine_is_described() -> None:
@@ -65,38 +58,6 @@ def test_the_kind_of_shared_memory_is_what_the_system_gives(monkeypatch: pytest.
         opened = lambda label, kind, folder=folder: (os.open(os.devnull, os.O_RDONLY), folder)  # noqa: E731
         monkeypatch.setattr(facts, "open_memory", opened)
         assert facts._shared_memory() == (kind, None)
-
-
-@pytest.mark.parametrize(
-    ("files", "limit"),
-    [
-        ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 0.5),
-        ({"sys/fs/cgroup/job/cpu.max": "nonsense\n"}, None),
-    ],
-)
-def test_the_tightest_limit_of_processor_time_counts(
-    files: dict[str, str], limit: float | None, tmp_path: Path
-) -> None:
-    assert core_limit(write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | files)) == limit
-
-
-@pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
-def test_the_first_kind_of_cgroups_is_read_too(quota: str, limit: float | None, tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/job\n",
-        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": quota,
-        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
-    }
-    assert core_limit(write(tmp_path, files)) == limit
-
-
-def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "usable_cores", lambda: 8)
-    for limit, cores in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
-        monkeypatch.setattr(facts, "core_limit", lambda limit=limit: limit)
-        assert cores_for_workers() == cores
 
 
 def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytest.MonkeyPatch) -> None:
