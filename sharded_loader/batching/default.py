@@ -158,11 +158,9 @@ def _kind_of(kind: type) -> str:
     """What a sample of this type is to the default rules."""
     if issubclass(kind, tuple):
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
-    if reads_rows(kind):
-        return "object"
     for types, name in _KINDS.items():
         if issubclass(kind, types):
-            return name
+            return "object" if name == "mapping" and reads_rows(kind) else name
     if hasattr(kind, "__dataclass_fields__"):
         return "dataclass"
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # tensors, PIL images
