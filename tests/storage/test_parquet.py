@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mutations import Subject, assert_noticed
 from served import serving
 
+from sharded_loader import ShardDataset, ShardedDataLoader
+from sharded_loader.storage import arrow
 from sharded_loader.storage.files import LocalFile, RemoteFile
-from sharded_loader.storage.parquet import KEPT, Arrow, Parquet
+from sharded_loader.storage.parquet import KEPT, Arrow, Parquet, _column
 from sharded_loader.storage.stores import ShardError, Store
 
-KINDS = {"parquet": Parquet, "arrow": Arrow}
+KINDS = {"parquet": Parquet, "arrow": Arrow, "stream": Arrow}
 
 
-def write(path: Path, kind: str, rows: int = 10, group: int = 4) -> None:
+def write(path: Path, kind: str, rows: int = 10, group: int = 4, has_checksums: bool = False) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table(
         {
@@ -25,14 +30,21 @@ def write(path: Path, kind: str, rows: int = 10, group: int = 4) -> None:
             "image": [bytes([i]) * i for i in range(rows)],
             "maybe": [None if i % 3 else i for i in range(rows)],
             "tokens": [list(range(i)) for i in range(rows)],
+            "kind": pyarrow.array([f"kind {i % 2}" for i in range(rows)]).dictionary_encode(),
         }
     )
-    if kind == "parquet":
-        import pyarrow.parquet
+    write_table(table, path, kind, group, has_checksums)
 
-        pyarrow.parquet.write_table(table, path, row_group_size=group)
+
+def write_table(table: Any, path: Path, kind: str, group: int, has_checksums: bool = False) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=group, write_page_checksum=has_checksums)
     else:
-        with pyarrow.ipc.new_file(path, table.schema) as file:
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with new(path, table.schema) as file:
             file.write_table(table, max_chunksize=group)
 
 
@@ -42,6 +54,7 @@ def check(found: list[Any], rows: list[int]) -> None:
     assert [one["image"] for one in found] == [bytes([i]) * i for i in rows]
     assert [one["maybe"] for one in found] == [None if i % 3 else i for i in rows]
     assert [list(one["tokens"]) for one in found] == [list(range(i)) for i in rows]
+    assert [one["kind"] for one in found] == [f"kind {i % 2}" for i in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +81,7 @@ def test_what_is_no_table_is_named(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "a.bin").write_bytes(b"nonsense" * 100)
     file = LocalFile(str(tmp_path / "a.bin"))
-    with pytest.raises(ShardError, match=rf"a\.bin is no {kind} file"):
+    with pytest.raises(ShardError, match=rf"a\.bin is no {KINDS[kind].name} file, or is damaged"):
         KINDS[kind]().index(file)
     file.close()
 
@@ -83,3 +96,115 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypa
     with pytest.raises(ShardError, match="pip install pyarrow"):
         Parquet().index(file)
     file.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_shard(tmp_path: Path, kind: str) -> None:
+    path, count = tmp_path / f"a.{KINDS[kind].name}", 2000
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"x": np.arange(count), "s": [str(i) for i in range(count)]})
+    write_table(table, path, kind, 20)
+    dataset = ShardDataset(path, index_folder=tmp_path)
+    order = np.random.default_rng(1).integers(0, count, 3000).tolist()
+    with ShardedDataLoader(dataset, 8, sampler=order, num_workers=8, thread_pool=True) as loader:
+        found = [(int(x), int(s)) for batch in loader for x, s in zip(batch["x"], batch["s"], strict=True)]
+    assert found == [(index, index) for index in order]
+    dataset.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path, kind: str) -> None:
+    """A mapped file would end the process with SIGBUS."""
+    path = tmp_path / f"a.{kind}"
+    pyarrow = pytest.importorskip("pyarrow")
+    write_table(pyarrow.table({"x": np.random.default_rng(1).random(100_000)}), path, kind, 50_000)
+    file, shards = LocalFile(str(path)), KINDS[kind]()
+    index = shards.index(file)
+    first = shards.read(file, index, [5])
+    os.truncate(path, file.size // 2)
+    with pytest.raises(ShardError, match=rf"a\.{kind} is damaged, or was cut: rows 50000 to 100000 cannot be read"):
+        shards.read(file, index, [99_999])
+    assert shards.read(file, index, [5]) == first  # it was decoded before
+    file.close()
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_dictionary_that_grows_or_is_replaced_on_the_way(tmp_path: Path, grows: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.arrow"
+    words = [["a", "b"], ["a", "b", "c"] if grows else ["x", "y"], ["a", "b", "c"] if grows else ["a"]]
+    batches = [
+        pyarrow.record_batch({"w": pyarrow.DictionaryArray.from_arrays([len(one) - 1, 0], one)}) for one in words
+    ]
+    options = pyarrow.ipc.IpcWriteOptions(emit_dictionary_deltas=grows)
+    with pyarrow.ipc.new_stream(path, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    dataset = ShardDataset(path, index_folder=tmp_path)
+    assert [dataset[i]["w"] for i in (5, 4, 3, 2, 1, 0)] == [w for one in words[::-1] for w in (one[0], one[-1])]
+    dataset.close()
+
+
+@pytest.mark.parametrize("writes_all", [True, False])
+def test_batches_without_rows_and_compressed_ones_are_read(tmp_path: Path, writes_all: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.feather"
+    batch = pyarrow.record_batch({"x": [1, 2], "s": ["a", "b"]})
+    options = None if writes_all else pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_file(path, batch.schema, options=options) as writer:
+        for one in (batch[:0], batch, batch[:0], batch[1:]):
+            writer.write_batch(one)
+    dataset = ShardDataset(path, index_folder=tmp_path)
+    assert [dataset[i]["s"] for i in range(len(dataset))] == ["a", "b", "b"]
+    dataset.close()
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def other_reader(content: bytes) -> list[Any] | None:
+    """What pyarrow makes of a table: None if it is damaged."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if content[:4] == b"PAR1":
+            source = pyarrow.parquet.ParquetFile(io.BytesIO(content))
+            tables = [source.read_row_group(number, use_threads=False) for number in range(source.num_row_groups)]
+        elif content[:6] == b"ARROW1":
+            opened = pyarrow.ipc.open_file(content)
+            tables = [opened.get_batch(number) for number in range(opened.num_record_batches)]
+        else:
+            tables = list(pyarrow.ipc.open_stream(content))
+        for table in tables:
+            table.validate(full=True)
+        columns = [{name: _column(table.column(name), name) for name in table.schema.names} for table in tables]
+        return [
+            {name: column[row] for name, column in one.items()}
+            for one, table in zip(columns, tables, strict=True)
+            for row in range(table.num_rows)
+        ]
+    except Exception:
+        return None
+
+
+def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
+    path = folder / f"a.{KINDS[kind].name}"
+    write(path, kind, rows=40, group=10, has_checksums=has_checksums)
+    content = path.read_bytes()
+    if kind == "parquet":
+        footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        return Subject(path.name, content, [] if has_checksums else [(4, footer)], other_reader)
+    rows = arrow.messages(io.BytesIO(content), len(content))
+    bodies = [(at + 8 + int.from_bytes(content[at + 4 : at + 8], "little"), end) for _, at, end, _, _ in rows]
+    return Subject(path.name, content, bodies, other_reader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_checksums"), [("parquet", False), ("parquet", True), ("arrow", False), ("stream", False)]
+)
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 2500), marks=pytest.mark.slow)])
+def test_damage_is_noticed(tmp_path: Path, kind: str, has_checksums: bool, seeds: range) -> None:
+    """Values have no checksum, except in Parquet files written so. What pyarrow does not notice passes too."""
+    pytest.importorskip("pyarrow")
+    assert_noticed(subject(tmp_path, kind, has_checksums), seeds, tmp_path)
