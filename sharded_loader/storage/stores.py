@@ -324,7 +324,8 @@ def _asked_pause(error: Exception) -> float:
 def _reason(error: Exception) -> Exception:
     """What the server said. For http, fsspec calls each error of ``info`` a missing file."""
     cause = error.__cause__
-    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) else error
+    is_of_http = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
 def _meaning(error: Exception) -> type[OSError] | None:

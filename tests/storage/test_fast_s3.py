@@ -241,3 +241,27 @@ def test_a_shard_that_was_replaced_is_indexed_again(options: dict[str, Any], tmp
         dataset = ShardDataset("s3://bucket/other.tar", None, options, ShardCache(tmp_path / "c", "1 MB"), tmp_path)
         assert [text(sample) for sample in dataset] == [first, first + 1, first + 2]
         dataset.close()
+
+
+@with_server
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_shard_that_is_replaced_under_way_is_an_error(options: dict[str, Any], tmp_path: Path, cached: bool) -> None:
+    import s3fs
+
+    system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+
+    def write(first: bytes, second: bytes) -> None:
+        write_tar(tmp_path / "x.tar", {"0.txt": first, "1.txt": second})
+        system.pipe("bucket/replaced.tar", (tmp_path / "x.tar").read_bytes())
+
+    write(b"a" * 700, b"b" * 10)
+    cache = ShardCache(tmp_path / "c", "1 MB") if cached else None
+    dataset = ShardDataset("s3://bucket/replaced.tar", None, options, cache, tmp_path / "indexes")
+    if cache is not None:
+        [path] = cache.folder.glob("*.shard")
+        path.unlink()
+    write(b"x" * 10, b"y" * 700)
+    with pytest.raises(ShardError, match=r"replaced\.tar has changed since the dataset was made"):
+        dataset[0]
+    assert dataset.retries == 0
+    dataset.close()

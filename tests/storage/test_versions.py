@@ -72,7 +72,7 @@ def test_no_part_of_another_version_is_read(served: Served, tag: str | None, mod
 
 
 @pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
-@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("number", [1, 4, 8])
 def test_a_file_that_is_replaced_while_it_is_fetched(
     served: Served, tag: str | None, modified: str | None, number: int
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched(
     stat = store.stat(url)
     assert fetched(store, url, stat) == OLD
     done = len(served.asked) + number
-    served.after = lambda: replace(served) if len(served.asked) == done and served.files["/a.bin"] == OLD else None
+    served.after = lambda: replace(served) if len(served.asked) >= done and served.files["/a.bin"] == OLD else None
     with pytest.raises(ShardError, match=r"a\.bin has changed since"):
         fetched(store, url, stat)
 
