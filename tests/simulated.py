@@ -7,7 +7,10 @@ allocator does it: a block that is dropped may be used again at once by work on 
 after the ends of the streams that it was recorded on.
 
 `Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
-unmapped under a copy, memory pinned for a device that nobody has made current, and so on.
+unmapped under a copy, memory pinned or an event asked for while another device is current, and so on.
+
+Pinned memory is torch's: a block that is dropped is used again at once, unless a copy reads it that torch knows of.
+Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins.
 """
 
 from __future__ import annotations
@@ -33,6 +36,15 @@ KIND = "privateuseone"
 class Event:
     def __init__(self) -> None:
         self.passed = False
+
+
+class PinnedBlock:
+    """Host memory that torch has pinned, as long as somebody holds it."""
+
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = memory
+        self.storage = 0
+        self.guards: list[Event] = []
 
 
 class Stream:
@@ -70,6 +82,8 @@ class Machine:
         self._random = random.Random(seed)
         self.recorded: dict[int, list[Stream]] = {}
         self._current = threading.local()
+        self.pinned_blocks: dict[int, PinnedBlock] = {}
+        self._unpinned: list[PinnedBlock] = []
         self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
         self._pending: list[tuple[list[Event], Stream, np.ndarray]] = []
         self._lock = threading.RLock()
@@ -177,6 +191,42 @@ class Machine:
         if getattr(self._current, "made", None) is None:
             self.faults.append("memory was pinned with no device made current")
 
+    def asks(self, device: torch.device) -> None:
+        """So does every call about an event or a stream."""
+        if getattr(self._current, "made", None) != device:
+            self.faults.append(f"{device} was asked for an event with no device made current, or another one")
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory: of a block that was dropped, if no copy reads it that is known of, or new."""
+        with self._lock:
+            size = 1 << max(6, (nbytes - 1).bit_length())
+            fits = (one for one in list(self._unpinned) if len(one.memory) == size)
+            block = next((one for one in fits if all(event.passed for event in one.guards)), None)
+            if block is None:
+                block = PinnedBlock(bytearray(size))
+            else:
+                self._unpinned.remove(block)
+                block.guards.clear()
+        array = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block.memory), np.uint8)
+        address = array.__array_interface__["data"][0]
+        whole = torch.from_numpy(array)
+        block.storage = whole.untyped_storage()._cdata
+        self.pinned[address], self.pinned_blocks[address] = size, block
+        weakref.finalize(array, self._unpin, address).atexit = False
+        return whole[:nbytes]
+
+    def _unpin(self, address: int) -> None:
+        del self.pinned[address]
+        self._unpinned.append(self.pinned_blocks.pop(address))
+
+    def guards(self, source: torch.Tensor) -> list[Event]:
+        """The guards of the block that a copy reads, if torch finds it."""
+        address = source.data_ptr()
+        for start, block in self.pinned_blocks.copy().items():
+            if start == address or block.storage == source.untyped_storage()._cdata:
+                return block.guards
+        return []
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.pins()
         if self.refuse:
@@ -217,6 +267,7 @@ class SimulatedStreams(Streams):
             threads.made = before
 
     def new_stream(self) -> Stream:
+        self.machine.asks(self.device)
         return self.machine.new_stream(self.device)
 
     def caller_stream(self) -> Stream:
@@ -226,17 +277,21 @@ class SimulatedStreams(Streams):
         return self.machine.on(self.device, stream)
 
     def record(self, stream: Stream) -> Event:
+        self.machine.asks(self.device)
         self.machine.log.append(("record", stream.name))
         return self.machine.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
+        self.machine.asks(self.device)
         self.machine.log.append(("wait", stream.name))
         stream.give(lambda: None, lambda: event.passed)
 
     def has_passed(self, event: Event) -> bool:
+        self.machine.asks(self.device)
         return event.passed
 
     def block(self, event: Event) -> None:
+        self.machine.asks(self.device)
         if not event.passed:
             self.machine.blocked += 1
         while not event.passed:
@@ -253,12 +308,12 @@ class SimulatedStreams(Streams):
             machine.faults.append("a copy from memory that is not pinned: the host waits for it")
         if source.stride() != target.stride():
             machine.faults.append("a copy between layouts: the host makes one first, and waits")
-        # Memory that torch pins it guards itself; of registered memory it knows nothing.
-        guard = None if machine.holds(start, nbytes) else source
-        to = target.data_ptr()
+        to, done = target.data_ptr(), Event()
+        machine.guards(source).append(done)
 
-        def move(guard: Any = guard) -> None:
+        def move() -> None:
             ctypes.memmove(to, start, nbytes)
+            done.passed = True
 
         stream.give(move, reads=range(start, start + nbytes))
 
@@ -278,11 +333,7 @@ class SimulatedStreams(Streams):
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         self.machine.pins()
-        array, pinned = np.frombuffer(bytearray(max(1, nbytes)), np.uint8), self.machine.pinned
-        address = array.__array_interface__["data"][0]
-        pinned[address] = max(1, nbytes)
-        weakref.finalize(array, pinned.pop, address, None).atexit = False
-        return torch.from_numpy(array)[:nbytes]
+        return self.machine.pin(max(1, nbytes))[:nbytes]
 
     def runtime(self) -> Any:
         return self.machine

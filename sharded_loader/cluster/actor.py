@@ -121,7 +121,7 @@ class LoaderActor:
                 if result.error is not None:
                     _explain(result.error)
                 encoded = reading.pack(result, slot, task)
-            # A negative size marks what a device cannot read by itself. Here all memory is alike.
+            # A negative size marks an object. If the main process pins the memory, it copies the objects out of it.
             places += [(-1 if offset < 0 else used + offset, abs(size)) for offset, size in encoded.places]
             rest += [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
             replies.append(pack_reply(run, seq, slot.wanted, encoded))

@@ -53,8 +53,7 @@ from sharded_loader.interrupts import program_ends
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
-hold 1.6 GB per process. Some three are under way while the host keeps step. With four the device has steps to do
-while the host waits."""
+hold 1.6 GB per process. With four the device has steps to do while the host waits. The number was not measured."""
 
 CLOSING_SECONDS = 10.0
 """How long `CopyStream.close` waits. The copies under way belong to a few steps, which take seconds at most.
@@ -181,11 +180,12 @@ class CopyStream:
         """
         streams = self.streams
         if pending.event is not None:
-            current = streams.caller_stream()
-            streams.wait(current, pending.event)
-            if current != pending.home:
-                for target in pending.targets:
-                    streams.used_on(target, current)
+            with streams.current():
+                current = streams.caller_stream()
+                streams.wait(current, pending.event)
+                if current != pending.home:
+                    for target in pending.targets:
+                        streams.used_on(target, current)
         if pending.staged:
             self._move(pending)
         pending.finished = True
@@ -236,7 +236,8 @@ class CopyStream:
         Returns:
             Whether they are done. They also are if the device's context is broken: then nothing is copied any more.
         """
-        with self._lock:  # otherwise `begin` in another thread would let go of what is waited for here
+        # The lock: otherwise `begin` in another thread would let go of what is waited for here.
+        with self._lock, self.streams.current():
             self._keep_given()
             waiting = [(kept, list(kept)) for kept in (self.kept, self._moved)]
             done = self._wait([event for _, items in waiting for event, _ in items], seconds)
@@ -249,7 +250,8 @@ class CopyStream:
     def _wait(self, events: list[Any], seconds: float) -> bool:
         def wait() -> None:
             # Torch raises it if the context is broken: an error of an earlier kernel, which the user gets to see.
-            with contextlib.suppress(RuntimeError):
+            # Device 0 is current in a new thread. To ask there for an event would make a context on it: 0.5 GB.
+            with contextlib.suppress(RuntimeError), self.streams.current():
                 for event in events:
                     self.streams.block(event)
 

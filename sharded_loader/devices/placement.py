@@ -36,7 +36,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
-from sharded_loader.devices.pinning import Registrar, Undo, pinned_empty
+from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
 from sharded_loader.devices.streams import is_capturing, note_late, streams_of
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.errors import Location, add_note, as_batch_error
@@ -85,6 +85,7 @@ class Placement:
         self._copies: dict[torch.device, CopyStream | None] = {}
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
+        self._gives_pinned = False
         self.copy_ahead(AHEAD)
 
     def copy_ahead(self, count: int) -> None:
@@ -138,6 +139,7 @@ class Placement:
         return self._empty if self.asynchronous else self._reused
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        self._gives_pinned = True
         return pinned_empty(self.copies(self.asynchronous[0]).streams, shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
@@ -171,6 +173,8 @@ class Placement:
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         host = to_torch(batch)
+        if self._gives_pinned:
+            host = copied_out(self.copies(self.asynchronous[0]).streams, host)
         shards = host if sharded else [host]
         return [self._send(device, shard) for device, shard in zip(self.devices or (), shards, strict=False)]
 

@@ -42,7 +42,10 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make the device current in the block: pinning and events belong to the current device."""
+        """Make the device current in the block, as pinning and every call about an event require.
+
+        Otherwise CUDA makes a context on the device that is current: in a new thread that is device 0.
+        """
         return self._module.device(self.device)  # type: ignore[no-any-return]
 
     def new_stream(self) -> Any:

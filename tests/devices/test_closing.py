@@ -242,6 +242,18 @@ def test_at_the_programs_end_the_device_is_neither_waited_for_nor_asked() -> Non
 # -- what is held ---------------------------------------------------------------------------------------------
 
 
+def test_no_context_is_made_on_the_first_device_by_a_loader_for_the_second(machine: Machine) -> None:
+    """Neither by the thread that waits for copies, nor by another thread that closes the loader."""
+    loader = ShardedDataLoader(dataset(), 32, device=machine.devices[1])
+    for _ in range(2):
+        list(loader)  # copies are under way at the end of the epoch
+    next(iter(loader))
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    closing.join()
+    assert machine.blocked > 0 and machine.faults == []
+
+
 def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     machine: Machine, process_pool: ProcessPool
 ) -> None:

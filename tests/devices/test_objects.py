@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 import torch
 from simulated import Machine, SimulatedStreams
 
-from sharded_loader import ProcessPool, ShardedDataLoader, empty
+from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
+from sharded_loader.cluster.lent import Lent
+from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pool import Pool
 
 WIDTH = 4096
@@ -141,32 +145,118 @@ def test_its_neighbours_are_still_copied_straight_from_the_slots(
     assert (pinned, machine.faults) == ([], [])
 
 
+class Halves:
+    """An object over parts of one array, as a collate function makes it with `empty`."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        whole = in_slot(samples)
+        self.unread, self.image = whole[:, :8], whole[:, 8:]
+
+
+class SlottedHalves:
+    """The same, deeper: arrays in a tuple in a slot."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, samples: list[Any]) -> None:
+        whole = empty((len(samples), WIDTH), np.float32)
+        np.stack(samples, out=whole)
+        self.parts = (whole[:2], {"last": [whole[:, 8:]]})
+
+    @property
+    def image(self) -> torch.Tensor:
+        return torch.from_numpy(self.parts[1]["last"][0])
+
+
+def whole(samples: list[Any]) -> Any:
+    return Sample(stacked(samples))
+
+
+def beside(samples: list[Any]) -> Any:
+    """Halves beside a tensor that the loader copies itself."""
+    return {"x": in_slot(samples), "meta": Halves(samples)}
+
+
+class Copier:
+    """Copies from pinned memory as the user would: the device reads it late, and nobody holds the source."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.device = machine, machine.devices[0]
+        self.streams = SimulatedStreams(machine, self.device)
+        self.found: list[list[float]] = []
+
+    def copy(self, image: torch.Tensor) -> None:
+        with self.streams.current():
+            moved = self.streams.empty_like(image)
+            to = moved.data_ptr()
+            if self.streams.is_pinned(image):
+                self.streams.copy(moved, image)
+            else:  # pageable memory the host reads at once
+                copied = image.contiguous().clone()
+                self.machine.stream(self.device).give(lambda: _write(to, copied))
+        self.machine.kernel(self.device, moved, lambda values: self.found.append(values[:, 0].tolist()))
+
+
 def test_the_users_own_copies_from_objects_are_intact(machine: Machine, pool: Pool) -> None:
-    device, found = machine.devices[0], []
-    streams = SimulatedStreams(machine, device)
-    data = [np.full(WIDTH, i, np.float32) for i in range(200)]
+    copy_from_objects(machine, pool, beside)
 
-    def batchify(samples: list[Any]) -> Any:
-        return Sample(stacked(samples))
 
-    with ShardedDataLoader(data, 4, batchify_fn=batchify, device=device, pool=pool) as loader:
+@pytest.mark.parametrize("build", [whole, Halves, SlottedHalves])
+def test_objects_of_any_shape_are_intact(machine: Machine, build: Any) -> None:
+    copy_from_objects(machine, ThreadPool(2), build)
+
+
+def copy_from_objects(machine: Machine, pool: Pool, build: Any) -> None:
+    data, copier = [np.full(WIDTH, i, np.float32) for i in range(120)], Copier(machine)
+    with ShardedDataLoader(data, 4, batchify_fn=build, device=machine.devices[0], pool=pool) as loader:
         for batch in loader:
-            moved = streams.empty_like(batch.image)
-            start, nbytes, to = batch.image.data_ptr(), batch.image.nbytes, moved.data_ptr()
-            if machine.holds(start, nbytes):  # then the device reads it late; pageable memory the host reads at once
-                streams.copy(moved, batch.image)
-            else:
-                copied = batch.image.clone()
-                machine.stream(device).give(lambda to=to, copied=copied: _write(to, copied))
-            machine.kernel(device, moved, lambda values: found.append(values[:, 0].tolist()))
-            del batch
+            image = (batch["meta"] if isinstance(batch, dict) else batch).image
+            for row in image:  # a row has no gaps: the device could read it where it lies
+                copier.copy(row[None])
+            del batch, image
         machine.finish()
-    assert found == [[4.0 * step + i for i in range(4)] for step in range(50)]
+    assert copier.found == [[float(i)] for i in range(120)]
+
+
+def test_objects_over_the_memory_of_a_group_of_batches_are_copied_out(machine: Machine) -> None:
+    """As `RayPool` brings them: all batches of a group lie in one pinned block."""
+    place, copier = Placement([machine.devices[0]], pin_memory=False), Copier(machine)
+    lent = Lent(0)
+    lent.empty, lent.copies_all = place.empty, True
+    for step in range(50):
+        group = lent.take(np.repeat(np.float32([step, step + 0.5]), WIDTH).view(np.uint8))
+        for number in range(2):
+            mine = group.view(np.float32).reshape(2, WIDTH)[number]
+            batch = place.place({"x": mine, "meta": [Sample(mine[8:])]}, sharded=False)
+            copier.copy(torch.as_tensor(batch["meta"][0].image)[None])
+            del batch, mine
+        del group
+    machine.finish()
+    place.closer()()
+    assert copier.found == [[step + half] for step in range(50) for half in (0.0, 0.5)]
+
+
+def test_an_object_that_cannot_be_copied_is_an_error_that_says_what_to_do(machine: Machine) -> None:
+    def batchify(samples: list[Any]) -> Any:
+        made: Any = Halves(samples)
+        made.lock = threading.Lock()
+        return made
+
+    data = [np.full(WIDTH, i, np.float32) for i in range(8)]
+    loader = ShardedDataLoader(data, 4, batchify_fn=batchify, device=machine.devices[0], pool=ThreadPool(2))
+    with loader, pytest.raises(TypeError, match=r"Halves in the batch .* cannot be copied .*lock.*\.clone\(\)"):
+        next(iter(loader))
+
+
+def test_objects_without_pinned_memory_stay_as_they_are(machine: Machine) -> None:
+    place = Placement([machine.devices[0]], pin_memory=False)
+    place.empty((2, 3), np.dtype("f4"))
+    kept: Any = Sample(torch.ones(3))
+    kept.lock, kept.cycle = threading.Lock(), kept
+    assert place.place([kept], sharded=False)[0] is kept
 
 
 def _write(to: int, source: torch.Tensor) -> None:
-    import ctypes
-
     ctypes.memmove(to, source.data_ptr(), source.nbytes)
 
 

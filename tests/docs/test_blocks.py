@@ -56,9 +56,13 @@ def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("loops", SKETCHES)
-def test_loops_of_the_readme_run_on_any_dataset(loops: str) -> None:
+def test_loops_of_the_readme_run_on_any_dataset(loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     names: dict[str, Any] = {"dataset": [(torch.zeros(3), 0)] * 300}
     exec(loops.replace('"cuda"', '"cpu"').replace("num_workers=8", "num_workers=0"), names)
+    assert chosen == ([0] if "torchrun" in loops else [])  # otherwise all ranks would use GPU 0
 
 
 # All blocks in one process, each as its own ``__main__``: to import torch for every one would take a minute.
