@@ -91,6 +91,8 @@ class Dataset:
             >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
             [[0, 1, 2], [3, 4]]
         """
+        if not all(isinstance(one, (int, np.integer)) for one in (num_shards, index)):
+            raise TypeError(f"shard({num_shards!r}, {index!r}): give two ints: how many parts, and which of them")
         if num_shards < 1:
             raise ValueError(f"shard(num_shards={num_shards}): the number of shards must be greater than 0")
         if not 0 <= index < num_shards:
@@ -172,13 +174,15 @@ class Dataset:
 
         Source of the idea: ``torch.utils.data.random_split``; ``stratify`` of scikit-learn's ``train_test_split``.
         """
+        if isinstance(sizes_or_ratios, str) or not isinstance(sizes_or_ratios, Iterable):
+            raise TypeError(f"split({sizes_or_ratios!r}): give a list of sizes or ratios, such as [0.8, 0.2]")
         sizes = split_sizes(len(self), list(sizes_or_ratios))
         key = rng.draw_seed() if seed is None else operator.index(seed)
         if stratify is not None:
             return [SubsetDataset(self, part) for part in stratified_parts(self, stratify, sizes, key)]
         return [SubsetDataset(self, part) for part in shuffled_parts(len(self), sizes, key, "split")]
 
-    def cache(self, max_bytes: int | None = None) -> CachedDataset:
+    def cache(self, max_bytes: int | str | None = None) -> CachedDataset:
         """Remember samples once read, until ``max_bytes`` are full; see `CachedDataset`."""
         return CachedDataset(self, max_bytes)
 
@@ -300,8 +304,8 @@ class CachedDataset(Remembered, Dataset):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        max_bytes: keep samples until these bytes are full; None: all of them. Per process. With a bound, a copy that
-            pickle makes is kept, because a view of a larger array would keep the whole array in memory.
+        max_bytes: keep samples until these bytes are full, such as 10**9 or "1 GB"; None: all. Per process. With
+            a bound, a copy that pickle makes is kept, because a view of a larger array would keep the whole array.
 
     Example:
         >>> dataset = CachedDataset(["a", "b"])

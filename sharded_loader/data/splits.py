@@ -38,7 +38,7 @@ def split_sizes(length: int, parts: list[Any]) -> list[int]:
     """
     if not parts:
         raise ValueError("split([]): give at least one size or ratio")
-    if any(isinstance(part, (bool, np.bool_)) or not 0 <= part < math.inf for part in parts):
+    if any(isinstance(part, (bool, np.bool_, str)) or not 0 <= part < math.inf for part in parts):
         raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
     if all(isinstance(part, (int, np.integer)) for part in parts):
         if sum(parts) == length:

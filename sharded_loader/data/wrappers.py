@@ -51,6 +51,7 @@ from sharded_loader.data.bulk import (
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
 from sharded_loader.described import brief, briefs
+from sharded_loader.sizes import bytes_of_text
 
 
 class Outer:
@@ -181,11 +182,9 @@ _MISS = object()
 class Remembered(Wrapper):
     """The samples of the other dataset, kept in memory once they have been read."""
 
-    def __init__(self, dataset: Any, max_bytes: int | None = None) -> None:
+    def __init__(self, dataset: Any, max_bytes: int | str | None = None) -> None:
         self._dataset = check_dataset(dataset, "CachedDataset")
-        if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"cache(max_bytes={max_bytes}): give 0 or more, or None for no bound")
-        self._max_bytes = max_bytes
+        self._max_bytes = None if max_bytes is None else bytes_of_text(max_bytes, 0, "0 or more, or None for no bound")
         self._own_store = _Store()
 
     @property

@@ -132,7 +132,7 @@ class ExpWidthBucket(BucketScheme):
     """
 
     def __init__(self, bucket_len_step: float = 1.1) -> None:
-        if not bucket_len_step > 0:
+        if isinstance(bucket_len_step, (str, list)) or not bucket_len_step > 0:
             raise ValueError(
                 f"bucket_len_step must be above 0, got {bucket_len_step}: "
                 "it is the width of a bucket over the width of the one before"

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sharded_loader.sizes import bytes_of_text
 from sharded_loader.storage.checksums import beside, is_sound, seal
 from sharded_loader.storage.files import LocalFile
 from sharded_loader.storage.redacted import shown
@@ -51,9 +52,6 @@ _LONG_AGO = 10**9
 """A time of files, in the year 2001: older than any shard that nobody has let go."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 class ShardCache:
@@ -328,19 +326,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def bytes_of_text(text: int | str) -> int:
-    """A number of bytes.
-
-    Example:
-        >>> bytes_of_text("1.5 GB"), bytes_of_text("2KiB"), bytes_of_text(7)
-        (1500000000, 2048, 7)
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or isinstance(text, bool) or float(match[1]) <= 0:
-        raise ValueError(
-            f"max_bytes is {text!r}: give a number of bytes above 0, or a text such as '100 GB' or '20 GiB'"
-        )
-    return int(float(match[1]) * unit)

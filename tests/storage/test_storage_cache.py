@@ -17,7 +17,7 @@ from served import serving
 from shards import write_tar
 
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
-from sharded_loader.storage.cache import ShardCache, bytes_of_text
+from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.stores import ShardError, Stat
 
 SIZE = 1000
@@ -186,21 +186,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ShardError, match=r"1\.tar cannot be written to .*No space left.*free some space"):
         ShardCache(tmp_path, "1 GB").open("s3://b/1.tar", Stat(SIZE, "tag"), fetch)
-
-
-def test_sizes_are_numbers_or_texts() -> None:
-    assert [bytes_of_text(one) for one in (5, "5", "5 b", "1kB", "2 MiB", "0.5 GB", "3TB")] == [
-        5,
-        5,
-        5,
-        1000,
-        2 << 20,
-        500_000_000,
-        3 * 10**12,
-    ]
-    for bad in (0, -1, "", "GB", "5 apples", True, "1e9"):
-        with pytest.raises(ValueError, match="give a number of bytes above 0"):
-            bytes_of_text(bad)
 
 
 @pytest.mark.parametrize("method", ["inline", "spawn", *(["fork"] if hasattr(os, "fork") else [])])
