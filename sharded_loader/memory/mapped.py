@@ -90,8 +90,9 @@ def memmap_of(array: Array) -> tuple[Any, int] | None:
         >>> memmap_of(np.arange(3))
     """
     base: Any = array
-    while isinstance(base, np.ndarray) and getattr(base, "filename", None) is None:
-        base = base.base
+    # Between the views may be a memoryview, and what as_strided and sliding_window_view hold their array by.
+    while base is not None and getattr(base, "filename", None) is None:
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     memory = getattr(base, "_mmap", None)
     if not isinstance(base, np.memmap) or not isinstance(memory, mmap.mmap) or memory.closed:
         return None

@@ -224,17 +224,15 @@ def _culprit(obj: Any, path: str, seen: set[int]) -> str | None:
     return None
 
 
-def _children(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _children(obj: Any, path: str) -> list[tuple[str, Any]]:
+    """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
     if isinstance(obj, abc.Mapping):
-        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple)):
-        yield from ((f"{path}[{i}]", value) for i, value in enumerate(obj))
-    else:
-        yield from ((f"{path}.{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
-        closure = getattr(obj, "__closure__", None) or ()
-        names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
-        for name, cell in zip(names, closure, strict=False):
-            try:
-                yield f"{path}: variable {name}", cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
+        return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
+    if isinstance(obj, (list, tuple)):
+        return [(f"{path}[{i}]", value) for i, value in enumerate(obj)]
+    found = [(f"{path}.{name}", value) for name, value in list(getattr(obj, "__dict__", {}).items())]
+    names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(obj, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append((f"{path}: variable {name}", cell.cell_contents))
+    return found

@@ -55,6 +55,12 @@ VIEWS: dict[str, Any] = {
     "other dtype": lambda m: m.view(np.uint8)[:, 1::4],
     "repeated": lambda m: np.broadcast_to(m[3], (7, 100)),
     "element": lambda m: m[2999:, 99:],
+    "windows": lambda m: np.lib.stride_tricks.sliding_window_view(m, 20, axis=0),
+    "part of windows": lambda m: np.lib.stride_tricks.sliding_window_view(m.reshape(-1), 50)[1000::7],
+    "strided": lambda m: np.lib.stride_tricks.as_strided(m, (20, 20), (800, 4)),
+    "strided memmap": lambda m: np.lib.stride_tricks.as_strided(m, (20, 20), (800, 4), subok=True),
+    "memoryview": lambda m: np.asarray(memoryview(m)),
+    "buffer": lambda m: np.frombuffer(m, np.uint16),
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,36 @@ def test_a_dataset_too_deep_for_pickle_is_a_clear_error() -> None:
         chain = [chain]
     with pytest.raises(TypeError, match="cannot send the dataset to worker processes: .* recursion"):
         publish(chain, dataset=chain)
+
+
+class Locked(Mapping[str, Any]):
+    """Holds a lock while somebody iterates over its items, as groups of HDF5 do."""
+
+    def __init__(self, lock: Any, names: str) -> None:
+        self.lock, self.names = lock, names
+
+    def __getitem__(self, name: str) -> Any:
+        return Locked(self.lock, "") if name != "lock" else threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def items(self) -> Any:
+        with self.lock:
+            yield from ((name, self[name]) for name in self.names)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_the_error_of_a_dataset_that_does_not_pickle_holds_no_lock_of_the_dataset(is_inside: bool) -> None:
+    lock = threading.Lock()
+    dataset: Any = Locked(lock, "abc")
+    with pytest.raises(TypeError, match=r"dataset(\[0\])?\['a'\]") as caught:
+        publish(dataset, dataset=[dataset] if is_inside else dataset)
+    assert lock.acquire(blocking=False), "an iterator over the dataset was left where it was"
+    del caught
 
 
 def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:
