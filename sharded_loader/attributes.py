@@ -26,12 +26,11 @@ from sharded_loader.epochs import Epochs
 from sharded_loader.integrations.callers import refuse_skipping
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
-from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.stats import LoaderStats, Meter, quiet_counts
+from sharded_loader.stats import LoaderStats, Metered, quiet_counts
 
 
-class LoaderAttributes:
+class LoaderAttributes(Metered):
     """The attributes of a `ShardedDataLoader`, which sets the parts."""
 
     _batch_size: int | None
@@ -42,7 +41,6 @@ class LoaderAttributes:
     _pipeline: Pipeline
     _workers: Pool
     _progress: Progress
-    _meter: Meter
     _resident: ResidentPool | None
     _epochs: Epochs
 
@@ -190,16 +188,6 @@ class LoaderAttributes:
         """Batches delivered in `epoch`."""
         return self._progress.at()[1]
 
-    @property
-    def skipped(self) -> list[tuple[Any, BaseException]]:
-        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
-        return self._meter.skipped
-
-    @property
-    def num_skipped(self) -> int:
-        """The number of samples that ``on_error`` has skipped or replaced."""
-        return self._meter.num_skipped
-
     # -- position ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -275,35 +263,6 @@ class LoaderAttributes:
         self._epochs.stale |= self._progress.load(state, strict)
 
     # -- what it has done ----------------------------------------------------------------------------------
-
-    def stats(self, epoch: int | None = None) -> LoaderStats:
-        """Samples per second, the share of time spent waiting for data, where the time went.
-
-        You can call it at any time: in the middle of an epoch, after its end, from another thread.
-
-        Args:
-            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
-                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
-                keeps the numbers of the last 1,000 epochs.
-
-        Returns:
-            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
-
-        Raises:
-            TypeError, ValueError: ``epoch`` is not an integer of at least 0.
-
-        Example:
-            >>> from sharded_loader import ShardedDataLoader
-            >>> loader = ShardedDataLoader(range(10), 4)
-            >>> for epoch in range(2):
-            ...     for batch in loader: pass
-            ...     print(loader.stats(epoch).as_dict("batches", "samples"))
-            {'batches': 3.0, 'samples': 10.0}
-            {'batches': 3.0, 'samples': 10.0}
-            >>> loader.stats().samples
-            20
-        """
-        return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
     def __repr__(self) -> str:
         if self._pipeline.closed:

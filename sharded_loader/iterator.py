@@ -22,6 +22,9 @@ import time
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
@@ -79,6 +82,8 @@ class EpochIterator(Iterator[Batch]):
         self._counts: Counts
         self._own = ZERO  # when the epoch began
         self._skipped = 0  # samples of this epoch
+        # For torch.profiler, as torch names that of its own loader. The drop-in has torch's.
+        self._range = "" if owner is None else f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
@@ -101,6 +106,13 @@ class EpochIterator(Iterator[Batch]):
         return True
 
     def __next__(self) -> Batch:
+        if _profiler_enabled() and self._range:
+            name, self._range = self._range, ""
+            try:
+                with torch.autograd.profiler.record_function(name):
+                    return next(self)
+            finally:
+                self._range = name
         if self._placement.kinds:
             self._placement.check_not_capturing()
         pipeline = self._pipeline

@@ -22,6 +22,7 @@ from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
 from sharded_loader.errors import TooManySkippedError, text_of
 from sharded_loader.notices import Notices
+from sharded_loader.sampling.base import check_int
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,51 @@ class Meter:
         for one in (self._sum, *(counts for _, counts in tuple(self._last))):
             total.merge(one)
         return total.report(self.own())
+
+
+class Metered:
+    """A loader with a `Meter`, as users see it."""
+
+    _meter: Meter
+
+    @property
+    def skipped(self) -> list[tuple[Any, BaseException]]:
+        """``(index, error)`` of the last 1,000 samples that ``on_error`` skipped or replaced."""
+        return self._meter.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of samples that ``on_error`` has skipped or replaced."""
+        return self._meter.num_skipped
+
+    def stats(self, epoch: int | None = None) -> LoaderStats:
+        """Samples per second, the share of time spent waiting for data, where the time went.
+
+        You can call it at any time: in the middle of an epoch, after its end, from another thread.
+
+        Args:
+            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
+                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
+                keeps the numbers of the last 1,000 epochs.
+
+        Returns:
+            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
+
+        Raises:
+            TypeError, ValueError: ``epoch`` is not an integer of at least 0.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> for epoch in range(2):
+            ...     for batch in loader: pass
+            ...     print(loader.stats(epoch).as_dict("batches", "samples"))
+            {'batches': 3.0, 'samples': 10.0}
+            {'batches': 3.0, 'samples': 10.0}
+            >>> loader.stats().samples
+            20
+        """
+        return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
 
 def describe(batch: Any) -> str:

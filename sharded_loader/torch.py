@@ -15,16 +15,16 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.arguments import check_max_skipped, check_on_error, refuse_unknown_of_torch
-from sharded_loader.devices.names import find_devices
+from sharded_loader.arguments import check_max_skipped, refuse_unknown_of_torch
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.readers import reader_for
@@ -33,13 +33,14 @@ from sharded_loader.iterator import Batch
 from sharded_loader.notices import Notices
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.replicas import text_if_ranks_repeat
+from sharded_loader.stats import Meter, Metered
 
 __all__ = ["DataLoader"]
 
 _HAS_IN_ORDER = "in_order" in inspect.signature(torch.utils.data.DataLoader).parameters  # torch 2.4 has none
 
 
-class DataLoader(torch.utils.data.DataLoader[Batch]):
+class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -105,19 +106,18 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
         device: Any = None,
         devices: Any = None,
         num_shards: int | None = None,
-        start_method: str | None = None,
+        start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         thread_pool: bool = False,
         restarts: int = 3,
         max_bytes: int | None = None,
         streams: int | None = None,
         snapshot_every_n_steps: int = 1,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown_of_torch(unknown, type(self).__init__)
-        check_on_error(on_error)
-        find_devices(device, devices)
         self.seed, self.on_error = seed, on_error
-        self.max_skipped, self._notices = check_max_skipped(max_skipped, on_error), Notices()
+        self.max_skipped = check_max_skipped(max_skipped, on_error)
+        self._meter = Meter(dataset, Notices(), self.max_skipped)
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool, self.restarts, self.max_bytes = (
             start_method,
@@ -126,8 +126,8 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             max_bytes,
         )
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
-        self.scales_prefetch = prefetch_factor is None
-        self._epoch = 0  # that the next iter() begins
+        self._scales_prefetch = prefetch_factor is None
+        self._epoch, self._is_told = 0, False  # that the next iter() begins; whether `set_epoch` was called
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
@@ -155,6 +155,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             **({"in_order": in_order} if _HAS_IN_ORDER else {}),
         )
         self.in_order = in_order
+        check_arguments(self)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
@@ -222,7 +223,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._epoch = None, epoch
+        self._prepared, self._epoch, self._is_told = None, epoch, True
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -306,7 +307,7 @@ class DataLoader(torch.utils.data.DataLoader[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
         gone = ("_iterator", "_place", "_prepared", "_loaded", "_job")
-        return {**self.__dict__, **dict.fromkeys(gone), "_notices": Notices()}
+        return {**self.__dict__, **dict.fromkeys(gone), "_meter": Meter(self.dataset, Notices(), self.max_skipped)}
 
 
 leave_alone(DataLoader.__iter__)

@@ -42,9 +42,23 @@ for batch in DataLoader(range(4), batch_size=2):
     batch.anything()
 wrong_word = ShardedDataLoader(range(4), 2, last_batch="drop")
 wrong_pool = ShardedDataLoader(range(4), 2, pool="processes")
+wrong_argument = ShardedDataLoader(range(4), batchsize=2)
+wrong_argument_of_drop_in = DataLoader(range(4), batchsize=2)
+wrong_method = ProcessPool(2, start_method="forks")
+wrong_method_of_drop_in = DataLoader(range(4), num_workers=1, start_method="forks")
 """
 
-WRONG = ("wrong_from_batchify_fn", "wrong_from_declaration", "wrong_from_collate_fn", "wrong_word", "wrong_pool")
+WRONG = (
+    "wrong_from_batchify_fn",
+    "wrong_from_declaration",
+    "wrong_from_collate_fn",
+    "wrong_word",
+    "wrong_pool",
+    "wrong_argument",
+    "wrong_argument_of_drop_in",
+    "wrong_method",
+    "wrong_method_of_drop_in",
+)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
-from sharded_loader.drop_in.place import Place, next_epoch
+from sharded_loader.drop_in.place import Place, stream_of
 from sharded_loader.drop_in.reading import LanePlan, SamplerReading
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
@@ -38,11 +38,9 @@ from sharded_loader.engine.plan import Run, StreamPlan
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reader import StreamReader
-from sharded_loader.engine.stream_state import StreamPosition, differences
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.processes import ProcessPool
-from sharded_loader.stats import Meter
 
 _numbers = itertools.count()
 
@@ -123,12 +121,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
         self._pool = make_pool(loader)
-        self._pool.notices = loader._notices
+        self._pool.notices = loader._meter.notices
         place = self._placement
         self._pool.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
         self._pipeline = Pipeline(self._pool)
         # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
-        self._pipeline.scale_by_group = loader.scales_prefetch
+        self._pipeline.scale_by_group = loader._scales_prefetch
         self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
         self._closer = weakref.finalize(self, _close, self._pool.closer(), self._placement.closer())
         self._shutdown = False
@@ -171,7 +169,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if start is None:
             found = None if state is None or ignores_state else state["_stream"]
             missing = {part: self._before[part] for part in self._unread & set(self._before)}
-            order, reading = _stream_of(loader, seed, found, finished, missing)
+            order, reading = stream_of(loader, seed, found, finished, missing)
             order.begun(reading)
             self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
             plan = StreamPlan(number, reading, split)
@@ -186,7 +184,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             if not ignores_state:
                 datasets = enumerate((found or {}).get("datasets", ()))
                 points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
-            job = replace(job, keeps_state=is_stateful(self._dataset))
+            # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
+            job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
             reading = SamplerReading(
                 start, items, lanes, None if finished else found, points, job.keeps_state, self._number
             )
@@ -195,15 +194,14 @@ class LoaderIterator(_BaseDataLoaderIter):
                 if not start.may_be_told:
                     reading.begin()
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
-        if loader.seed is not None:  # what is random differs from epoch to epoch, also in workers that live on
-            reading.epoch, reading.counts_epochs = epoch, True
+        reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
         any_order = not loader.in_order and loader.num_workers > 0
         if any_order:
             reading.any_order = True
-        run = Run(number, 0, plan, reading, reading.first, reading.first, any_order=any_order)
+        run = Run(number, epoch, plan, reading, reading.first, reading.first, any_order=any_order)
         one: Any = _OneEpoch(self._pipeline, run, job)
-        meter = Meter(loader.dataset, loader._notices, loader.max_skipped)
-        self._inner = EpochIterator(None, one, self._pipeline, self._placement, meter, one)  # type: ignore[arg-type]
+        meter, place = loader._meter, self._placement
+        self._inner = EpochIterator(None, one, self._pipeline, place, meter, one)  # type: ignore[arg-type]
         self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before, epoch)
@@ -309,43 +307,6 @@ def _start_of(loader: Any, state: dict[str, Any] | None) -> Any:
         return None
     finished = state is not None and bool(state["_iterator_finished"])
     return SamplerStart(loader._index_sampler, None if state is None else state["_sampler"], finished)
-
-
-def _stream_of(
-    loader: Any, seed: int, state: Any, finished: bool, points: dict[int, PartPoint]
-) -> tuple[StreamOrder, Any]:
-    """The order and the reading of an epoch of iterable data.
-
-    Args:
-        loader: the loader.
-        seed: of the epoch.
-        state: where it goes on; None: at its beginning, with parts at ``points``.
-        finished: the state was taken at the end of its epoch.
-        points: of parts that no worker has.
-    """
-    order = StreamOrder(
-        loader.dataset,
-        batch_size=loader.batch_size or 1,
-        last_batch="discard" if loader.drop_last else None,
-        num_replicas=None,
-        rank=None,
-        seed=seed,
-        steps_per_epoch=None,
-        streams=loader.streams or max(1, loader.num_workers),
-        num_workers=loader.num_workers,
-    )
-    if state is None:
-        return order, order.read(0, StreamPosition(0, 0, {}, points) if points else None)
-    position, signature = order.parse(state)
-    own = replace(order.signature(), streams=signature.streams)
-    found = differences(signature, own, position if any(position.counts.values()) else StreamPosition(0), strict=False)
-    if found:
-        raise ValueError(
-            f"the state cannot be resumed, it was saved by another loader: {', '.join(found)}. Make the loader as it "
-            f"was then"
-        )
-    order.adopt(signature)
-    return order, order.read(0, next_epoch(position) if finished else position)
 
 
 def _close(close_pool: Any, close_placement: Any) -> None:

@@ -2,6 +2,7 @@
 
     Place(reading, run, order, ...).state_dict()      a dict; the reading and the run say how far the epoch is
     next_epoch(position)                              the beginning of the epoch after a position
+    stream_of(loader, seed, state, ...)               iterable data from a state on
 
 A place outlives its iterator: the loader keeps it after a ``break``, when the workers have gone.
 """
@@ -16,7 +17,7 @@ from sharded_loader.drop_in.start import generator_state
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.engine.stream_state import StreamPosition
+from sharded_loader.engine.stream_state import StreamPosition, differences
 
 
 class Place:
@@ -29,7 +30,7 @@ class Place:
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received before.
         before: of parts of iterable data, how the workers that live on have left them.
-        epoch: its number. A state has it if the loader has a seed.
+        epoch: its number.
     """
 
     def __init__(
@@ -47,15 +48,14 @@ class Place:
         self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
-        self._epoch = None if loader.seed is None else epoch
+        self._epoch = epoch
         self._epoch_of_dataset = None if order is None else getattr(loader.dataset, "epoch", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
         state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
         state["_base_seed"] = self.base_seed
-        if self._epoch is not None:
-            state["_epoch"] = self._epoch
+        state["_epoch"] = self._epoch
         if isinstance(self._epoch_of_dataset, int):
             state["_epoch_of_dataset"] = self._epoch_of_dataset
         if self._generator is not None:
@@ -97,6 +97,43 @@ def next_epoch(position: StreamPosition) -> StreamPosition:
         state = None if point.state is None else (*point.state[:2], "next")
         points[part] = point._replace(batches=0, samples=0, checksum=0, ended=False, state=state)
     return StreamPosition(0, 0, dict.fromkeys(position.counts, 0), points)
+
+
+def stream_of(
+    loader: Any, seed: int, state: Any, finished: bool, points: dict[int, PartPoint]
+) -> tuple[StreamOrder, Any]:
+    """The order and the reading of an epoch of iterable data.
+
+    Args:
+        loader: the loader.
+        seed: of the epoch.
+        state: where it goes on; None: at its beginning, with parts at ``points``.
+        finished: the state was taken at the end of its epoch.
+        points: of parts that no worker has.
+    """
+    order = StreamOrder(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        last_batch="discard" if loader.drop_last else None,
+        num_replicas=None,
+        rank=None,
+        seed=seed,
+        steps_per_epoch=None,
+        streams=loader.streams or max(1, loader.num_workers),
+        num_workers=loader.num_workers,
+    )
+    if state is None:
+        return order, order.read(0, StreamPosition(0, 0, {}, points) if points else None)
+    position, signature = order.parse(state)
+    own = replace(order.signature(), streams=signature.streams)
+    found = differences(signature, own, position if any(position.counts.values()) else StreamPosition(0), strict=False)
+    if found:
+        raise ValueError(
+            f"the state cannot be resumed, it was saved by another loader: {', '.join(found)}. Make the loader as it "
+            f"was then"
+        )
+    order.adopt(signature)
+    return order, order.read(0, next_epoch(position) if finished else position)
 
 
 def _snapshot(position: StreamPosition, part: int) -> dict[str, Any]:

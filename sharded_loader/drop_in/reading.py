@@ -56,12 +56,11 @@ class SamplerReading:
 
     Attributes:
         first: the number of the first batch.
-        counts_epochs: with a seed, the random numbers of samples depend on the number of the epoch, ``epoch``.
     """
 
     keeps = True
     carry = None
-    resumed = in_mid_epoch = any_order = counts_epochs = False
+    resumed = in_mid_epoch = any_order = False
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class SamplerReading:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
-            if self.counts_epochs and self._start.shuffle is not None:
+            if self._start.shuffle is not None and self._start.shuffle.seed is not None:
                 self.epoch = self._start.state.get("shuffle", {}).get("epoch", self.epoch)
         if self._is_started:
             return

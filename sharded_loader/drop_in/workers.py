@@ -1,5 +1,6 @@
 """The workers of the drop-in: the pool that the loader's arguments ask for, and what torch's users see of it.
 
+check_arguments(loader)              what would otherwise fail at the first batch
 make_pool(loader) -> Pool
 Worker(handle)                       a worker process as torch's iterator shows it
 in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError that torch raises
@@ -7,14 +8,52 @@ in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError
 
 from __future__ import annotations
 
+import math
 import signal
 from typing import Any
 
+import torch
+from torch.utils.data import IterableDataset
+
+from sharded_loader.arguments import check_batchify_fn, check_on_error, make_split, refuse_streams
+from sharded_loader.described import refuse_class
+from sharded_loader.devices.names import find_devices
 from sharded_loader.engine.pool import Pool
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.processes import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
+from sharded_loader.sampling.base import check_int
+
+
+def check_arguments(loader: Any) -> None:
+    """Reject at construction what torch's constructor lets pass and the first batch would fail at.
+
+    Raises:
+        ValueError, TypeError: An argument has a wrong value or type.
+    """
+    check_on_error(loader.on_error)
+    check_batchify_fn(loader.collate_fn)
+    if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
+        raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
+    for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
+        if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
+    if loader.prefetch_factor is not None:
+        check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to read ahead per worker")
+    if loader.seed is not None:
+        loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
+    make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
+    if loader.streams is not None:
+        check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
+        if not isinstance(loader.dataset, IterableDataset):
+            refuse_streams(loader.streams, loader.dataset)
+    refuse_class("the dataset", loader.dataset)
+    if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
+        raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
+    if loader.start_method and loader.multiprocessing_context is not None:
+        raise ValueError("start_method and multiprocessing_context say the same: leave out one of them")
+    _processes(loader, max(1, loader.num_workers))
 
 
 def make_pool(loader: Any) -> Pool:
@@ -29,9 +68,13 @@ def make_pool(loader: Any) -> Pool:
     timeout = loader.timeout or None
     if loader.thread_pool:
         return ThreadPool(loader.num_workers, worker_init_fn=loader.worker_init_fn, timeout=timeout)
-    context = loader.multiprocessing_context
+    return _processes(loader, loader.num_workers)
+
+
+def _processes(loader: Any, count: int) -> ProcessPool:
+    context, timeout = loader.multiprocessing_context, loader.timeout or None
     return ProcessPool(
-        loader.num_workers,
+        count,
         start_method=loader.start_method or (None if context is None else context.get_start_method()),
         worker_init_fn=loader.worker_init_fn,
         timeout=timeout,

@@ -201,6 +201,7 @@ class Job:
             and not for each batch. None: for each batch.
         in_bulk: read several samples at once where the dataset can.
         keeps_state: the dataset has a state that each worker keeps; it is part of the results.
+        tells_epoch: process workers call the dataset's ``set_epoch``.
     """
 
     dataset: Any
@@ -212,6 +213,7 @@ class Job:
     base_seed: int | None = None
     in_bulk: bool = True
     keeps_state: bool = False
+    tells_epoch: bool = True
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def _replace_skip_first_batches() -> None:
 def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement: bool | None) -> Any:
     names = inspect.signature(DataLoader.__init__).parameters
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    if loader.scales_prefetch:
+    if loader._scales_prefetch:
         del given["prefetch_factor"]
     replicas, rank = accelerator.num_processes, accelerator.process_index
     size, drops, batched = loader.batch_size, loader.drop_last, loader.batch_sampler is not None

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -108,7 +108,7 @@ class ProcessPool(Pool):
         self,
         num_workers: int,
         *,
-        start_method: str | None = None,
+        start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         worker_init_fn: Callable[[int], Any] | None = None,
         timeout: float | None = None,
         restarts: int = 3,
@@ -123,7 +123,7 @@ class ProcessPool(Pool):
         else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
-        self.start_method = choose_start_method(start_method)
+        self.start_method: Any = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
         self._workforce = Workforce(self.num_workers, self.start_method, self.restarts, self.timeout, max_bytes)
         self._resources = self._workforce.resources

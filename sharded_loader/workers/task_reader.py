@@ -70,7 +70,7 @@ class TaskReader:
             new.worker_init_fn(number)
         self._reader = reader_for(
             new.job,
-            tells_epoch=True,
+            tells_epoch=new.job.tells_epoch,
             notes_samples=new.notes_samples,
             readers=self._num_workers,
             alone=True,

@@ -15,6 +15,7 @@ import torch
 from conftest import make_pool
 
 from sharded_loader import ShardedDataLoader
+from sharded_loader.torch import DataLoader
 
 
 class Bad:
@@ -214,3 +215,14 @@ def test_next_inside_the_work_of_next_is_an_error_that_says_what_to_do() -> None
     assert [batch.tolist() for batch in outer] == [[4, 5], [6, 7]]
     assert raised
     assert "set a flag there" in raised[0]
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("given", [{}, {"num_workers": 2, "thread_pool": True}], ids=["inline", "threads"])
+def test_a_profiler_sees_each_wait_for_a_batch(kind: Any, given: dict[str, Any]) -> None:
+    loader = kind(range(8), batch_size=4, **given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    ranges = [one.name for one in profile.events() if one.name.startswith("enumerate(")]
+    assert len(ranges) == 3  # two batches, and the end of the epoch
+    assert all(name.startswith(f"enumerate({kind.__name__})#") and name.endswith(".__next__") for name in ranges)

@@ -15,7 +15,7 @@ import torch.utils.data
 from conftest import METHODS
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from sharded_loader import sample_rng
+from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -203,6 +203,165 @@ def test_what_torch_refuses_is_the_same_error(name: str) -> None:
             kind(data, **arguments)
         errors.append((type(caught.value), str(caught.value)))
     assert errors[0] == errors[1]
+
+
+LATE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "seed": (TypeError, "seed must be an integer", {"seed": "x"}),
+    "seed, shuffle": (TypeError, "seed must be an integer", {"seed": 1.5, "shuffle": True}),
+    "generator": (TypeError, "must be a torch.Generator", {"generator": 3}),
+    "sampler": (TypeError, "sampler is 3; it must be an iterable", {"sampler": 3}),
+    "batch_sampler": (TypeError, "batch_sampler is 3; it must be an iterable", {"batch_sampler": 3}),
+    "collate_fn": (TypeError, "must be a function of a list of samples", {"collate_fn": 3}),
+    "worker_init_fn": (TypeError, "must be a function of the worker's number", {"worker_init_fn": 3}),
+    "start_method": (ValueError, "start_method is 'forks'; this platform has", {"start_method": "forks"}),
+    "two methods": (
+        ValueError,
+        "leave out one of them",
+        {"start_method": "spawn", "multiprocessing_context": "spawn", "num_workers": 1},
+    ),
+    "restarts": (ValueError, "restarts must be at least 0", {"restarts": -1}),
+    "max_bytes": (TypeError, "max_bytes must be an integer", {"max_bytes": "1GB"}),
+    "num_workers": (TypeError, "num_workers is 1.5; it must be an int", {"num_workers": 1.5}),
+    "timeout": (ValueError, "timeout is nan", {"timeout": float("nan")}),
+    "prefetch_factor": (TypeError, "prefetch_factor must be an integer", {"prefetch_factor": 1.5, "num_workers": 1}),
+    "num_shards": (ValueError, "num_shards is 0; it must be at least 1", {"num_shards": 0}),
+    "num_shards, device": (ValueError, "num_shards makes lists of shards", {"num_shards": 2, "device": "cpu"}),
+    "streams": (ValueError, "is for iterable data", {"streams": 2}),
+    "dataset": (TypeError, "a dataset needs __getitem__, and int has none", {"dataset": 3}),
+    "class": (TypeError, "the dataset is the class Rows", {"dataset": Rows}),
+    "device": (ValueError, "device 'nowhere' is unknown", {"device": "nowhere"}),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_would_fail_at_the_first_batch_is_refused_at_construction(name: str) -> None:
+    kind, text, arguments = LATE[name]
+    with pytest.raises(kind, match=text):
+        DataLoader(**{"dataset": Rows(), **arguments})
+
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "workers": {"num_workers": 2, "persistent_workers": True},
+    "everything": {
+        "num_workers": 2,
+        "prefetch_factor": 3,
+        "timeout": 5,
+        "generator": torch.Generator(),
+        "seed": 3,
+        "start_method": "spawn",
+        "on_error": "skip",
+        "max_skipped": 4,
+        "shuffle": True,
+        "device": "cpu",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_attributes_are_arguments_from_which_a_loader_is_built_again(kind: Any, name: str) -> None:
+    """Ignite's DeterministicEngine and MONAI build a loader from ``vars(loader)``."""
+    given = dict(PUBLIC[name]) if kind is DataLoader else {"num_workers": 2, "seed": 1}
+    loader = kind(Rows(), batch_size=2, **given)
+    public = {key: value for key, value in vars(loader).items() if not key.startswith("_")}
+    assert set(public) <= set(inspect.signature(kind.__init__).parameters)
+    if kind is DataLoader:
+        chosen = ("batch_size", "sampler", "drop_last", "batch_sampler")
+        rest = {key: value for key, value in public.items() if key not in chosen}
+        again = DataLoader(**rest, batch_sampler=[[1, 2], [0]])
+        assert {key: getattr(again, key) for key in rest} == rest
+    else:
+        loader.close()
+
+
+class Told(Rows):
+    """Samples that show which epoch the dataset was told of."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": 1, "seed": 1}], ids=str)
+def test_workers_read_the_dataset_in_the_epoch_that_its_owner_has_set(given: dict[str, Any]) -> None:
+    dataset = Told()
+    loader = DataLoader(dataset, batch_size=11, **given)
+    for epoch in (3, 7):
+        dataset.set_epoch(epoch)
+        assert next(iter(loader)).unique().tolist() == [epoch]
+    loader.set_epoch(5)
+    assert next(iter(loader)).unique().tolist() == [5]
+
+
+@METHODS
+@pytest.mark.costly
+def test_workers_that_live_on_are_told_what_the_loader_is_told(method: str) -> None:
+    loader = DataLoader(Told(), batch_size=11, num_workers=1, persistent_workers=True, start_method=method)
+    for epoch in (3, 2):
+        loader.set_epoch(epoch)
+        assert [batch.unique().tolist() for batch in loader] == [[epoch]]
+
+
+# -- what it has done ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_stats_count_every_epoch(given: dict[str, Any]) -> None:
+    loader = DataLoader(Rows(), batch_size=4, shuffle=True, **given)
+    for _ in range(2):
+        list(loader)
+    next(iter(loader))
+    counted = [loader.stats(epoch).as_dict("batches", "samples") for epoch in range(4)]
+    assert [(one["batches"], one["samples"]) for one in counted] == [(3, 11), (3, 11), (1, 4), (0, 0)]
+    assert loader.stats().samples == 26
+    assert loader.stats().seconds > 0
+
+
+def test_stats_of_a_loaded_epoch_count_from_its_position_on() -> None:
+    loader = DataLoader(Rows(), batch_size=4)
+    list(loader)
+    next(iter(loader))
+    other = DataLoader(Rows(), batch_size=4)
+    other.load_state_dict(loader.state_dict())
+    list(other)
+    assert other.stats(1).samples == 7
+
+
+def test_stats_count_what_was_skipped_and_which_workers_were_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    class Bad(Rows):
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise ValueError("bad")
+            return index
+
+    loader = DataLoader(Bad(), batch_size=4, on_error="skip")
+    for _ in range(2):
+        list(loader)
+    assert [index for index, _ in loader.skipped] == [5, 5]
+    assert (loader.num_skipped, loader.stats(1).skipped_samples) == (2, 1)
+    assert "skipped or replaced sample 5" in caplog.text
+
+    loader = DataLoader(Rows(), batch_size=1, num_workers=1)
+    for _ in range(2):
+        batches = iter(loader)
+        next(batches)
+        batches._workers[0].kill()
+        list(batches)
+    assert (loader.stats().replaced_workers, loader.stats(1).replaced_workers) == (2, 1)
+
+
+def test_copies_count_for_themselves() -> None:
+    loader = DataLoader(Rows(), batch_size=4)
+    list(loader)
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other.stats().batches == 0
+        list(other)
+    assert loader.stats().batches == 3
 
 
 @pytest.mark.parametrize(
