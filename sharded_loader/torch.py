@@ -170,7 +170,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
-                self._notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
+                self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state, self._loaded = self._loaded, None
         iterator = LoaderIterator(self, state)
         self._place = iterator.place
