@@ -244,7 +244,8 @@ class LoaderAttributes(Metered):
         Args:
             state: what `state_dict` returned.
             strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise refused in mid-epoch.
+                arguments (weights, budgets), which are otherwise refused in mid-epoch. It also says that other data of
+                the same length are meant, of which you are warned otherwise.
 
         Raises:
             ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what

@@ -14,6 +14,7 @@ What can go wrong is rejected here, in the constructor, as far as it can be know
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
@@ -42,6 +43,7 @@ from sharded_loader.attributes import LoaderAttributes
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.cores import warn_of_workers
 from sharded_loader.data.bulk import Indexed
+from sharded_loader.data.fingerprint import fingerprint_of
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
 from sharded_loader.devices.placement import Placement
@@ -236,7 +238,8 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         if isinstance(self._workers, ProcessPool):
             warn_of_workers(self._workers.num_workers)
         self._meter = Meter(dataset, notices, check_max_skipped(max_skipped, on_error))
-        self._progress = Progress(self._order)
+        self._fingerprint = functools.cache(functools.partial(fingerprint_of, dataset))
+        self._progress = Progress(self._order, self._fingerprint)
         self._epochs = Epochs(
             dataset,
             batchify_fn,
@@ -326,6 +329,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """
         self._pipeline.check_open()
         self._epochs.stale = True
+        self._fingerprint.cache_clear()
         self._order.resize(length(self.dataset))
 
     def close(self) -> None:

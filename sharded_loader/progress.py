@@ -15,8 +15,10 @@ delivered.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+from sharded_loader.data.fingerprint import warn_of_other_data
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.sampling.order import EpochOrder
@@ -31,13 +33,15 @@ class Progress:
 
     Args:
         order: the loader's.
+        fingerprint: what tells other data; see `data.fingerprint`. It is asked for with the first state.
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
         shown: the run that has given a batch, or its end, most recently.
     """
 
-    def __init__(self, order: EpochOrder | StreamOrder) -> None:
+    def __init__(self, order: EpochOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
+        self._fingerprint = fingerprint
         self._order: Any = order  # each kind has positions of its own kind
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.shown: Run | None = None
@@ -154,7 +158,8 @@ class Progress:
             before: Any = ended.reading
             position = before.after(position)
         state: dict[str, Any] = self._order.dump(position, reading.signature)
-        return state
+        data = self._fingerprint()
+        return state if data is None else {**state, "data": data}
 
     def load(self, state: Any, strict: bool) -> bool:
         """Continue at the position of a state.
@@ -173,6 +178,9 @@ class Progress:
                 f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
                 f"was then{hint}"
             )
+        if strict:
+            one = state[0] if isinstance(state, list | tuple) else state
+            warn_of_other_data(one.get("data"), self._fingerprint())
         changed: bool = self._order.adopt(saved)
         position = self._settled(position)
         self._order.set_epoch(position.epoch)

@@ -21,6 +21,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_max_skipped, refuse_unknown_of_torch
+from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import ShuffleSampler
@@ -132,6 +133,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
         self._job: Job | None = None  # of the newest epoch
+        self._data: str | None = None  # the dataset's fingerprint
         if shuffle and sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
             sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
@@ -277,7 +279,8 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
                 self._iterator = self._prepared
         if self._place is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        return self._place.state_dict()
+        state, self._data = self._place.state_dict(), self._data or fingerprint_of(self.dataset)
+        return state if self._data is None else {**state, "_data": self._data}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
@@ -293,6 +296,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         ]
         if missing:
             raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() of such a loader has returned")
+        warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._loaded = copy.deepcopy(dict(state_dict))
         self._prepared = None
         tell = getattr(self.dataset, "set_epoch", None)

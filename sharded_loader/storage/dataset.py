@@ -137,6 +137,13 @@ class ShardDataset(Dataset):
         vars(self).update(state)
         self._begin()
 
+    @property
+    def _fingerprint(self) -> str:
+        """For `data.fingerprint`: names and sizes of the shards, and tags of stores. Folders and times may change."""
+        names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in self._urls]
+        tags = [stat.tag if local_path(url) is None else "" for url, stat in zip(self._urls, self._stats, strict=True)]
+        return repr([*zip(names, tags, [stat.size for stat in self._stats], self.lengths.tolist(), strict=True)])
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
