@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, TypeVar
 from sharded_loader.data import retried
 from sharded_loader.storage.fast_s3 import FastS3
 from sharded_loader.storage.redacted import redacted, shown
-from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, is_same, part, tag_of
+from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, http_tag, is_same, part, tag_of
 from sharded_loader.storage.versions import Stat as Stat
 
 TRIES = 6
@@ -158,6 +158,8 @@ class Store:
         found = _stat_of(self._try(url, lambda: system.info(path)))
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
+        if not found.tag and url.startswith("http"):
+            return found._replace(tag=self._try(url, lambda: http_tag(system, path, STALL)))
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------

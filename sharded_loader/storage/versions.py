@@ -161,6 +161,20 @@ async def _http_part(system: Any, url: str, begin: int, end: int, stat: Stat | N
     return found, bool(seen and seen[1])
 
 
+def http_tag(system: Any, url: str, seconds: float) -> str:
+    """The tag of a file of a web server. Versions of fsspec before 2025.12 do not say the time of the last change."""
+    if not getattr(system, "async_impl", False):
+        return ""
+    from fsspec.asyn import sync
+
+    async def ask() -> str:
+        session, how = await system.set_session(), {"allow_redirects": True, **system.kwargs}
+        async with session.head(system.encode_url(url), **how) as answer:
+            return tag_of(answer.headers) if answer.status < 400 else ""
+
+    return str(sync(system.loop, ask, timeout=seconds))
+
+
 def agrees(stat: Stat | None, tag: str) -> bool:
     """Whether an answer with this tag is of the version that is wanted, for sure.
 

@@ -123,6 +123,23 @@ def test_a_file_system_without_tags_in_its_answers_is_asked_once_more() -> None:
         system.rm("/versions", recursive=True)
 
 
+def test_a_file_system_that_leaves_out_the_time_is_asked_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.http import HTTPFileSystem
+
+    info = HTTPFileSystem._info
+
+    async def older(self: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        found = await info(self, *arguments, **named)
+        found.pop("Last-Modified", None)
+        return found
+
+    monkeypatch.setattr(HTTPFileSystem, "_info", older)
+    served.tag, served.modified = None, FIRST
+    store, url = Store(), f"{served.url}/a.bin"
+    stat = store.stat(url)
+    assert stat == Stat(len(OLD), f"lastmodified {FIRST}") and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
+
+
 def tar_of(folder: Path, texts: list[bytes]) -> bytes:
     write_tar(folder / "x.tar", {f"{number}.txt": text for number, text in enumerate(texts)})
     return (folder / "x.tar").read_bytes()
