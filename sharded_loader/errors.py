@@ -15,9 +15,12 @@ import signal
 import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from sharded_loader.interrupts import is_from_outside
+from sharded_loader.notices import is_ours
+from sharded_loader.system import is_on
 
 
 class LoaderClosedError(RuntimeError):
@@ -260,6 +263,31 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException:
         return ""
+
+
+FULL_TRACEBACKS = "SHARDED_LOADER_FULL_TRACEBACKS"
+"""The environment variable that keeps the library's own frames in tracebacks."""
+
+
+def shorten(error: BaseException) -> None:
+    """Leave the user's frames in the traceback of an error, and of those that it comes from; the last one, if all are
+    the library's."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [] if is_on(FULL_TRACEBACKS) else [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        frames, trace = [], one.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        short = None
+        for at in reversed([at for at in frames if not is_ours(at.tb_frame.f_code.co_filename)] or frames[-1:]):
+            short = TracebackType(short, at.tb_frame, at.tb_lasti, at.tb_lineno)
+        BaseException.__setattr__(one, "__traceback__", short)
+        waiting += [one.__cause__, one.__context__]
 
 
 def format_traceback(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import SHARD, Board
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.errors import Location, as_exception
+from sharded_loader.errors import Location, as_exception, shorten
 from sharded_loader.interrupts import is_from_outside
 from sharded_loader.rng import SampleScope
 
@@ -53,4 +53,5 @@ class BatchScope(SampleScope):
             place.note(error, misfit=(found[0], found[1]))
         else:
             place.note(error, found or None, samples=indices)
+        shorten(error)
         return error

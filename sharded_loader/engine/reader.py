@@ -187,12 +187,20 @@ class Reader:
                     f"return one sample per index, in the order of the indices"
                 )
         except BaseException as error:
-            if not self._tolerant and not at.passes(error):
-                self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
-                at.set_index(NO_SAMPLE)
-                at.board[SAMPLE] = IN_BULK
-            raise
-        return self._make_batch(samples, at)
+            if self._tolerant or at.passes(error):
+                raise
+            failed: BaseException | None = error
+        else:
+            return self._make_batch(samples, at)
+        try:
+            # Here, not above: its error would be told with this one, which is the same.
+            self._read_one_by_one(number, at)  # raises the error of the sample that is to blame, if it is one
+            at.set_index(NO_SAMPLE)
+            at.board[SAMPLE] = IN_BULK
+            assert failed is not None  # for mypy
+            raise failed
+        finally:
+            failed = None  # otherwise error -> traceback -> this frame -> error
 
     def _read_one_by_one(self, number: int, at: BatchScope) -> list[Any]:
         """The samples of a shard; `Bad` where one could not be read, if that is no error of the batch.

@@ -15,7 +15,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.errors import SampleReadError, WorkerTraceback, format_traceback, notes_of, set_notes, text_of
+from sharded_loader.errors import (
+    SampleReadError,
+    WorkerTraceback,
+    format_traceback,
+    notes_of,
+    set_notes,
+    shorten,
+    text_of,
+)
 from sharded_loader.memory.codec import ReplyPickler, decode, encode
 
 
@@ -37,6 +45,7 @@ def encode_error(error: BaseException) -> EncodedError:
     main process would come too late.
     """
     notes = tuple(notes_of(error))
+    shorten(error)
     text = format_traceback(error)
     # An exception's own reduction knows nothing of slots.
     for pickler in (_ByParts, ReplyPickler) if _slots(error) else (ReplyPickler, _ByParts):
