@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, new_array, some
+from sharded_loader.batching.protocol import BatchifyError, Empty, check_not_empty, new_array, refuse_async, some
 from sharded_loader.batching.stack import PYTHON_NUMBERS, is_numbers, stack, stack_arrays, stack_numbers
 from sharded_loader.batching.tree import field_names, reads_rows, rebuild, to_torch
 
@@ -83,6 +83,7 @@ class DefaultBatchify(Batchify):
         if kind in _VALUES:
             return stack(samples, empty)
         if kind not in _TRAITS:
+            refuse_async(samples, "a field of the samples")
             return list(samples)
         for trait, what, advice in _TRAITS[kind]:
             if len(set(map(trait, samples))) > 1:

@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import AsyncGeneratorType, CoroutineType
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,30 @@ def in_fields(
         except BatchifyError as error:
             raise error.within(label.format(name))  # noqa: B904 - the same exception, which now knows more
     return fields
+
+
+def refuse_async(values: Sequence[Any], what: str) -> None:
+    """Reject what an ``async def`` returns with a TypeError: nobody awaits it.
+
+    Args:
+        values: samples or batches, of which the first one is looked at.
+        what: where they are from.
+
+    Example:
+        >>> refuse_async([1, 2], "dataset[index]")
+    """
+    if values and type(values[0]) in ASYNC:
+        for one in values:
+            if type(one) is CoroutineType:
+                one.close()  # or Python warns of each that it was never awaited
+        raise TypeError(
+            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader awaits nothing. Write it "
+            f"with def instead of async def, and read there with asyncio.run(). "
+            f"Many threads (num_workers=16, thread_pool=True) wait for a network side by side"
+        )
+
+
+ASYNC = (CoroutineType, AsyncGeneratorType)
 
 
 def check_not_empty(samples: Sequence[Any]) -> None:

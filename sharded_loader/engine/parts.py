@@ -21,10 +21,12 @@ import pickle
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, takes_part
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.worker_info import Part, here, tell
@@ -133,6 +135,10 @@ class OpenPart:
                 items = dataset
             else:  # a function
                 items = dataset(self.number, self._parts) if takes_part(dataset) else dataset()
+            method: Any = getattr(type(items), "__iter__", None)
+            if iscoroutinefunction(method) or isasyncgenfunction(method):
+                items = method(items)
+            refuse_async([items], "the dataset")
             self._items = iter(items)
             self._is_iterator = self._items is dataset
             if of_items is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
+from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
@@ -125,7 +125,9 @@ class Reader:
         try:
             reading.scope = scope
             scope.index = index
-            return self._dataset[index]
+            sample = self._dataset[index]
+            refuse_async([sample], "dataset[index]")
+            return sample
         finally:
             reading.scope = before
 
@@ -175,12 +177,16 @@ class Reader:
         try:
             if self._gather is not None:
                 batch = self._gather(indices, at.empty)
+                if type(batch) in ASYNC:
+                    refuse_async([batch], "dataset.get_batch")
                 if batch is not NOT_IN_BULK:
                     return batch
             if self._get_items is None:
                 return NOT_IN_BULK
             at.indices = indices = _as_list(indices)
-            samples = list(self._get_items(indices))
+            found = self._get_items(indices)
+            refuse_async([found], "dataset.__getitems__")
+            samples = list(found)
             if len(samples) != len(indices):
                 raise ValueError(
                     f"__getitems__ was asked for {len(indices)} samples and returned {len(samples)}: "
@@ -234,7 +240,12 @@ class Reader:
         at.set_index(OfBatch(task.seq if task.part is None else task.key, at.board[SHARD]))
         at.misfit = ()
         try:
-            return self._assemble(list(samples), at.empty)  # a list that it may change
+            if samples and type(samples[0]) in ASYNC:
+                refuse_async(samples, "dataset[index]")
+            batch = self._assemble(list(samples), at.empty)  # a list that it may change
+            if type(batch) in ASYNC:
+                refuse_async([batch], "collate_fn")
+            return batch
         except BatchifyError:
             at.misfit = self._misfit(samples)
             raise
