@@ -140,6 +140,17 @@ def test_a_file_system_that_leaves_out_the_time_is_asked_again(served: Served, m
     assert stat == Stat(len(OLD), f"lastmodified {FIRST}") and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
 
 
+def test_a_commit_of_hugging_face_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = Store(), []
+    monkeypatch.setattr(Store, "_part", lambda self, url, begin, end, stat: (bytes(end - begin), False))
+    monkeypatch.setattr(Store, "_open", lambda self, url: (asked.append(url) or io.BytesIO(), url))
+    store.ranges(f"hf://datasets/me/mine@{'0af' * 13}0/a.tar", [0], [2], Stat(9, "blobid 1"))
+    assert not asked
+    with pytest.raises(AttributeError):  # what stands for the file system has no tags
+        store.ranges("hf://datasets/me/mine@main/a.tar", [0], [2], Stat(9, "blobid 1"))
+    assert len(asked) == 1
+
+
 def tar_of(folder: Path, texts: list[bytes]) -> bytes:
     write_tar(folder / "x.tar", {f"{number}.txt": text for number, text in enumerate(texts)})
     return (folder / "x.tar").read_bytes()
@@ -322,3 +333,43 @@ def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:
     served.headers = {"Content_Type": "text/html"}
     found = Store().find(f"{served.url}/*.bin")
     assert list(found.values()) == [Stat(len(OLD), "first"), Stat(3, "first")]
+
+
+def read_among_lies(served: Served, seed: int) -> str:
+    """Read while the server lies and replaces the file, by chance: what came of it."""
+    chance = random.Random(seed)
+    served.files, served.tag, served.modified, served.lie = {"/a.bin": OLD}, "first", FIRST, None
+    store, url = Store(), f"{served.url}/a.bin"
+    stat, often, swaps = store.stat(url), chance.choice([0.1, 0.5, 0.9]), chance.choice([0, 0.1])
+
+    def lie(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:
+        with served.lock:
+            if chance.random() < swaps:
+                replace(served)
+            return (
+                LIES[chance.choice(list(LIES))][0](status, content, part)
+                if chance.random() < often
+                else (status, content, part)
+            )
+
+    served.lie = lie
+    try:
+        if seed % 2:
+            assert fetched(store, url, stat) == OLD
+        else:
+            begins = sorted(chance.sample(range(400_000), 4))
+            ends = [begin + chance.randrange(1, 1000) for begin in begins]
+            assert store.ranges(url, begins, ends, stat) == [OLD[a:b] for a, b in zip(begins, ends, strict=True)]
+    except ShardError as error:
+        assert "a.bin" in str(error)
+        return "refused"
+    finally:
+        store.close()
+    return "right"
+
+
+@pytest.mark.slow
+def test_among_lies_bytes_are_right_or_the_file_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PAUSE", 0.001)
+    found = {read_among_lies(served, seed) for seed in range(200)}
+    assert found == {"right", "refused"}
