@@ -257,6 +257,7 @@ class MXIndexedRecordIO(MXRecordIO):
         else:
             offsets = self._opened("read").scan(stacklevel=6)
             self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
+        self._opened("read").watch()
         self.idx = dict(zip(self.keys, offsets, strict=True))
         if len(self.idx) < len(self.keys):
             twice = next(key for key, times in Counter(self.keys).items() if times > 1)
@@ -297,10 +298,13 @@ class MXIndexedRecordIO(MXRecordIO):
 
         Raises:
             KeyError: an unknown key. A negative number is a key like any other.
-            RecordIOError: there is no whole record at the offset that the index gives.
+            RecordIOError: there is no whole record at the offset that the index gives, or the file was replaced or
+                written again. Records may be appended.
         """
         record: bytes
-        record, self._position = self._opened("read").read(self._offset(idx))
+        file = self._opened("read")
+        record, self._position = file.read(self._offset(idx))
+        file.check()
         return record
 
     def write_idx(self, idx: Any, buf: bytes | bytearray | memoryview) -> None:

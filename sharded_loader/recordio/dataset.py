@@ -18,7 +18,8 @@ then a call for each costs nothing beside its bytes.
 
 Memory: records, headers and gaps, at most the size of the file, and once more while they are gathered or joined.
 
-What can go wrong: a damaged record raises `RecordIOError` with file and offset, also in a batch.
+What can go wrong: a damaged record raises `RecordIOError` with file and offset, also in a batch. So does a file that
+was replaced or written again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class RecordFileDataset(Dataset):
     Raises:
         OSError: The file cannot be opened.
         ValueError: The index is malformed, or it is empty and the file is not.
-        RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record.
+        RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record, and for a file that was
+            replaced or written again. You may append records: the dataset does not read them.
 
     Example:
         >>> import os, tempfile
@@ -83,6 +85,7 @@ class RecordFileDataset(Dataset):
     def __init__(self, filename: str | os.PathLike[str]) -> None:
         self.filename = os.fspath(filename)
         self._file = RecordFile(self.filename)
+        self._file.watch()
         idx_path = os.path.splitext(self.filename)[0] + ".idx"
         if os.path.exists(idx_path):
             _, offsets = load_index(idx_path, str)
@@ -103,7 +106,9 @@ class RecordFileDataset(Dataset):
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.filename}: index {number} is out of range, it has {len(self)} records")
-        return self._file.read(int(self._offsets[number]))[0]
+        record: bytes = self._file.read(int(self._offsets[number]))[0]
+        self._file.check()
+        return record
 
     @bulk
     def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
@@ -135,6 +140,7 @@ class RecordFileDataset(Dataset):
         numbers = checked_indices(indices, len(self))
         guesses = self._sizes[numbers]
         records, sizes = read_records(self._file, self._offsets[numbers], guesses)
+        self._file.check()
         if sizes is not guesses and self._sizes.flags.writeable:  # only news: after a fork each page is copied for it
             self._sizes[numbers] = np.minimum(sizes, LARGE)
         return records

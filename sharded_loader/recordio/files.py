@@ -16,7 +16,8 @@ Writing: one ``os.write`` per record and index line, nothing buffered: a killed 
 record incomplete, and a forked child has nothing to write twice.
 
 What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
-all records before it stay readable. A length is compared with the file's size before memory is allocated.
+all records before it stay readable. A length is compared with the file's size before memory is allocated. A file that
+is read by offsets is watched: if it is replaced or written again, that is an error too. It may be appended to.
 
 The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.recordio`.
 """
@@ -26,15 +27,18 @@ from __future__ import annotations
 import errno
 import io
 import os
+import platform
 import stat
 import struct
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO
 
 from sharded_loader.data.bulk import Int64s
+from sharded_loader.data.versions import checksums, is_rewritten, settled, tag_of
 from sharded_loader.recordio.gather import Gatherer
 
 MAGIC_NUMBER = 0xCED7230A
@@ -109,6 +113,10 @@ class _Descriptor:
         self.size = os.fstat(self._fd).st_size
         return self.size
 
+    def stat(self) -> os.stat_result:
+        """Of the open file."""
+        return os.fstat(self._fd)
+
     def bytes_at(self, offset: int, size: int) -> bytes:
         """Up to `size` bytes from `offset`; fewer only at the end of the file."""
         if offset > self.size and offset > self.refresh_size():
@@ -162,9 +170,16 @@ class RecordFile:
         self.path = os.fspath(path) if content else os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: Any = content or _Descriptor(self.path)
+        self._version: tuple[str, int, list[int]] | None = None  # tag; size when it was opened, and its checksums
+        self._seen: tuple[int, ...] = ()  # size and times when it was last found to be that version
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "closed": self.closed, "_descriptor": None}
+        return {**vars(self), "_descriptor": None, "_machine": platform.node()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.pop("_machine") != platform.node():
+            state["_version"] = None  # another machine has a copy, with another time and inode
+        vars(self).update(state)
 
     def close(self) -> None:
         self.closed = True
@@ -190,6 +205,36 @@ class RecordFile:
         """From each offset its size in bytes, in one buffer; None if the file cannot be gathered (`Gatherer`)."""
         file = self._open()  # held meanwhile: `close` in another thread would have its descriptor closed
         return file.gatherer.read(offsets, sizes)  # type: ignore[no-any-return]
+
+    def watch(self) -> None:
+        """From now on, `check` raises if the file is another one."""
+        settled(self.path)
+        file = self._open()
+        found = file.stat()
+        self._seen = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        self._version = tag_of(found), found.st_size, checksums(file.bytes_at, found.st_size)
+
+    def check(self) -> None:
+        """Raise if the file was written again since `watch`, or the one that this process opened is another one. What
+        was cut off is no change of the rest."""
+        file = self._descriptor
+        if file is None or self._version is None:  # closed by another thread, or not watched
+            return
+        tag, size, content = self._version
+        for pause in (0.05, 0.0):
+            found = file.stat()
+            seen = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            if self._seen == seen:
+                return
+            has_other_length = found.st_size != self._seen[0] and found.st_ino == int(tag.split()[1])
+            if has_other_length or (found.st_size == self._seen[0] and not is_rewritten(tag, tag_of(found))):
+                left = checksums(file.bytes_at, size, found.st_size)
+                if left == content[: len(left)]:
+                    self._seen, self._version = seen, (tag_of(found), size, content)
+                    return
+                break
+            time.sleep(pause)  # while records are appended, a system may set the time before the size
+        raise RecordIOError(self.path, 0, "the file was replaced or written again since it was opened: open it again")
 
     @property
     def size(self) -> int:
@@ -242,10 +287,10 @@ class RecordFile:
                 return whole.getvalue(), end
             offset = end
 
-    def scan(self, stacklevel: int, stream: BinaryIO | None = None) -> list[int]:
+    def scan(self, stacklevel: int | None, stream: BinaryIO | None = None) -> list[int]:
         """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
-        reading it raises; a file that is damaged from its first record on raises here. ``stream`` is the file, if it
-        does not lie at its path."""
+        reading it raises; a file that is damaged from its first record on raises here, and without a ``stacklevel``
+        for the warning any damage does. ``stream`` is the file, if it does not lie at its path."""
         offsets: list[int] = []
         begin = offset = 0
         size = self.size
@@ -259,7 +304,7 @@ class RecordFile:
                     if flag in (_WHOLE, _LAST):
                         begin = offset
         except RecordIOError as error:
-            if not error.offset:
+            if not error.offset or stacklevel is None:
                 raise
             warnings.warn(
                 f"{error} While its index was rebuilt, {len(offsets) - 1} records were found before; the next one "

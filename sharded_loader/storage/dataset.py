@@ -33,8 +33,9 @@ import numpy as np
 
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
+from sharded_loader.data.versions import checksums, is_rewritten
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, checksum, is_rewritten, local_stat
+from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import Format, format_of
 from sharded_loader.storage.indexes import Index, Indexes, default_folder
 from sharded_loader.storage.listing import SUFFIX, urls_in
@@ -304,8 +305,11 @@ class ShardDataset(Dataset):
             file.close()
 
     def _indexed(self, shard: int, file: ShardFile) -> Index:
-        is_local = local_path(self._urls[shard]) is not None
-        return {**self._format.index(file), **({"checksum": np.array(checksum(file))} if is_local else {})}
+        index = self._format.index(file)
+        if local_path(self._urls[shard]) is not None:
+            content = checksums(lambda begin, size: file.ranges([begin], [begin + size])[0], file.size)
+            index = {**index, "checksums": np.array(content)}
+        return index
 
     def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> None:
         """Check that a shard of this machine is still the one of this index; None: of the one that is being made."""
@@ -315,7 +319,7 @@ class ShardDataset(Dataset):
         now = file.stat()
         if now.size != stat.size:
             raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
-        if is_rewritten(stat, now):
+        if is_rewritten(stat.tag, now.tag):
             raise ShardError(f"{file.name} was replaced or written again: it had another time {_SINCE}")
         if index is not None:
             again = self._indexed(shard, file)

@@ -7,7 +7,7 @@ Formats see nothing else, so each of them reads local shards, cached ones and re
 is held by a descriptor: if somebody deletes it meanwhile, it can still be read (not on Windows, where it cannot be
 deleted meanwhile). Threads may share a file; a forked child opens its own.
 
-`local_stat` tells a file from a later one at the same path, by its size, times and inode.
+`local_stat` tells a file from a later one at the same path (`data.versions`).
 
 What can go wrong: `ShardError` for a file that is shorter than it was, FileNotFoundError, PermissionError.
 """
@@ -18,24 +18,16 @@ import io
 import os
 import stat
 import threading
-import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from sharded_loader.data.versions import settled, tag_of
 from sharded_loader.storage.redacted import shown
 from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store
 
 _BINARY = getattr(os, "O_BINARY", 0)
-
-CHECKS, CHECKED = 8, 4096
-"""Parts of a file for a checksum, and bytes of each."""
-
-TICK, LONG_TICK = 0.03, 2.0
-"""Seconds in which two changes of a file may get the same time: systems count in ticks of up to 16 ms, and some file
-systems in whole seconds, or in two."""
 
 
 class ShardFile(ABC):
@@ -146,41 +138,14 @@ def local_stat(path: str) -> Stat:
     Raises:
         ShardError: it is no file.
     """
-    for _ in range(10):  # not for ever: somebody may be writing
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise ShardError(f"{path} is no file: give the names of shards, or a pattern such as {path}/*.tar")
-        changed = max(found.st_mtime_ns, found.st_ctime_ns)
-        age = (time.time_ns() - changed) / 1e9
-        tick = TICK if changed % 1_000_000_000 else LONG_TICK
-        if not 0 <= age < tick:
-            break
-        time.sleep(tick - age)  # a change in this tick would not be seen
+    found = settled(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ShardError(f"{path} is no file: give the names of shards, or a pattern such as {path}/*.tar")
     return _stat_of(found)
 
 
 def _stat_of(found: os.stat_result) -> Stat:
-    return Stat(found.st_size, f"{found.st_mtime_ns} {found.st_ino} {found.st_ctime_ns}")
-
-
-def is_rewritten(then: Stat, now: Stat) -> bool:
-    """Whether a local file was written again or replaced. A change of its mode or of its links does not count, nor does
-    a file system that numbers its files anew: they change either the last time or the inode.
-
-    Example:
-        >>> made = Stat(9, "100 7 100")
-        >>> is_rewritten(made, Stat(9, "100 7 200")), is_rewritten(made, Stat(9, "100 8 200"))
-        (False, True)
-    """
-    pairs = zip(then.tag.split(), now.tag.split(), strict=True)
-    is_other, has_other_inode, is_changed = (one != other for one, other in pairs)
-    return then.size != now.size or is_other or (has_other_inode and is_changed)
-
-
-def checksum(file: ShardFile) -> int:
-    """Of some parts of a file, from its beginning to its end: a file with other samples has most likely another one."""
-    begins = [part * max(0, file.size - CHECKED) // (CHECKS - 1) for part in range(CHECKS)]
-    return zlib.crc32(b"".join(file.ranges(begins, [min(file.size, begin + CHECKED) for begin in begins])))
+    return Stat(found.st_size, tag_of(found))
 
 
 def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:

@@ -4,7 +4,7 @@
 
 An index is the offset of each record; it is made by reading the headers. ``.idx`` files are not looked at.
 
-What can go wrong: a damaged file is a `RecordIOError` with the shard and the offset, when it is indexed or read.
+What can go wrong: a damaged file is a `ShardError` with the shard and the offset, when it is indexed or read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.recordio.files import RecordBytes, RecordFile
+from sharded_loader.recordio.files import (
+    HEAD_SIZE,
+    MAGIC_NUMBER,
+    RecordBytes,
+    RecordFile,
+    RecordIOError,
+    framed,
+    padded,
+)
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index
+from sharded_loader.storage.stores import ShardError
 
 
 class _Whole(RecordBytes):
@@ -38,7 +47,10 @@ class Records:
 
     def index(self, file: ShardFile) -> Index:
         """The offset of each record, and the end of the file."""
-        offsets = RecordFile(file.name, _Whole(file)).scan(2, file.stream())
+        try:
+            offsets = RecordFile(file.name, _Whole(file)).scan(None, file.stream())
+        except RecordIOError as error:
+            raise ShardError(str(error)) from None
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
@@ -46,7 +58,24 @@ class Records:
         offsets, where = index["offsets"], np.array(rows, np.int64)
         begins = offsets[where].tolist()
         parts = file.ranges(begins, offsets[where + 1].tolist())
-        return [
-            RecordFile(file.name, RecordBytes(part, begin)).read(begin)[0]
-            for part, begin in zip(parts, begins, strict=True)
-        ]
+        records = []
+        try:
+            for part, begin in zip(parts, begins, strict=True):
+                record, _ = RecordFile(file.name, RecordBytes(part, begin)).read(begin)
+                if not _is_written(part, record):
+                    raise ShardError(f"{file.name}, offset {begin}: the record is not as a writer leaves it. {_ADVICE}")
+                records.append(record)
+        except RecordIOError as error:
+            raise ShardError(str(error)) from None
+        return records
+
+
+_ADVICE = "The length of a part is damaged, or what follows the part. Copy or write the shard again"
+
+
+def _is_written(part: bytes, record: bytes) -> bool:
+    """Whether a writer makes these bytes of the record: zeros fill it up, and no part begins within another."""
+    if len(part) == HEAD_SIZE + padded(len(record)):
+        has_one_part = np.count_nonzero(np.frombuffer(part, "<u4") == MAGIC_NUMBER) == 1
+        return bool(has_one_part) and not part[HEAD_SIZE + len(record) :].strip(b"\0")
+    return framed(record) == part

@@ -7,10 +7,8 @@ import os
 import pickle
 import platform
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,30 +150,6 @@ def test_a_format_that_opens_the_shard_by_its_path_reads_no_later_version(tmp_pa
     with pytest.raises(ShardError, match=r"a\.mds was replaced"):
         dataset[0]
     dataset.close()
-
-
-def test_a_change_in_the_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    for round in range(10):
-        path.write_bytes(b"%d" % round)
-        found = files.local_stat(str(path))
-        path.write_bytes(b"x")
-        assert files.local_stat(str(path)) != found
-
-
-def test_a_clock_of_whole_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept = [1_700_000_000_500_000_000], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += int(seconds * 1e9)
-
-    written = {"st_mode": stat.S_IFREG, "st_size": 1, "st_mtime_ns": 1_700_000_000 * 10**9, "st_ino": 1}
-    fake = SimpleNamespace(**written, st_ctime_ns=1_700_000_000 * 10**9)
-    monkeypatch.setattr(files, "os", SimpleNamespace(stat=lambda path: fake))
-    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: now[0], sleep=sleep))
-    files.local_stat("a.tar")
-    assert slept == [1.5]
 
 
 def test_a_folder_in_place_of_a_shard_is_named(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from served import serving
 
 from sharded_loader import RecordFileDataset
-from sharded_loader.recordio import MXRecordIO, RecordIOError
+from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
 from sharded_loader.storage.records import Records
-from sharded_loader.storage.stores import Store
+from sharded_loader.storage.stores import ShardError, Store
 
 MAGIC = (0xCED7230A).to_bytes(4, "little")
 RECORDS = [b"a", b"", b"with" + MAGIC + b"inside" + MAGIC, b"x" * 3000, MAGIC * 3, b"last"]
@@ -46,14 +46,19 @@ def test_records_are_those_of_the_file_local_or_remote(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     write(path)
-    path.write_bytes(path.read_bytes()[:-3])
+    whole = path.read_bytes()
     file = LocalFile(str(path))
-    with pytest.warns(UserWarning, match=r"a\.rec, offset \d+.*5 records were found before"):
-        index = Records().index(file)
-    assert Records().read(file, index, [4]) == [RECORDS[4]]
-    with pytest.raises(RecordIOError, match=r"a\.rec, offset \d+: "):
-        Records().read(file, index, [5])
+    index = Records().index(file)
+    path.write_bytes(whole[:12] + b"nonsense" + whole[20:])
+    with pytest.raises(ShardError, match=r"a\.rec, offset 12: no record at 12"):
+        Records().read(file, index, [1])
     file.close()
-    (tmp_path / "b.rec").write_bytes(b"nonsense" * 9)
-    with pytest.raises(RecordIOError, match=r"b\.rec, offset 0: .*Is it a RecordIO file"):
-        read(LocalFile(str(tmp_path / "b.rec")), [0])
+    path.write_bytes(whole[:9] + b"x" + whole[10:])
+    with pytest.raises(ShardError, match=r"a\.rec, offset 0: the record is not as a writer leaves it"):
+        read(LocalFile(str(path)), [0])
+    path.write_bytes(whole[:-3])
+    with pytest.raises(ShardError, match=r"a\.rec, offset \d+: the part at .* the file ends at"):
+        read(LocalFile(str(path)), [0])
+    path.write_bytes(b"nonsense" * 9)
+    with pytest.raises(ShardError, match=r"a\.rec, offset 0: .*Is it a RecordIO file"):
+        read(LocalFile(str(path)), [0])
