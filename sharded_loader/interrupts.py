@@ -32,16 +32,27 @@ def uninterrupted() -> Iterator[None]:
         return
     noted: dict[int, Any] = {}
     before = python_handlers()
+    _noted.append(noted)
     try:
         for number in before:
             signal.signal(number, noted.setdefault)  # as the kernel does: a signal that waits is one signal
         yield
     finally:
+        _noted.pop()
         for number, handler in before.items():
             signal.signal(number, handler)
         with contextlib.ExitStack() as calls:  # each handler runs, whatever another one raises
             for number, frame in reversed(noted.items()):
                 calls.callback(before[number], number, frame)
+
+
+_noted: list[dict[int, Any]] = []
+"""The signals that wait for the end of `uninterrupted`."""
+
+
+def should_stop() -> bool:
+    """Whether a Ctrl-C or a SIGTERM waits for the end of `uninterrupted`. Then a step that takes minutes gives up."""
+    return any(number in noted for noted in _noted for number in (signal.SIGINT, signal.SIGTERM))
 
 
 def python_handlers() -> dict[int, Any]:

@@ -44,7 +44,7 @@ def encode_error(error: BaseException) -> EncodedError:
     with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
     main process would come too late.
     """
-    notes = tuple(notes_of(error))
+    notes = (*notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
     shorten(error)
     text = format_traceback(error)
     # An exception's own reduction knows nothing of slots.
@@ -59,6 +59,19 @@ def encode_error(error: BaseException) -> EncodedError:
         except BaseException:  # a __reduce__ may call sys.exit
             continue
     return EncodedError(None, _summary(error), text, notes)
+
+
+NO_CUDA_HERE = (
+    "sharded_loader: a forked worker cannot use the accelerator that the main process uses. Return CPU tensors from "
+    'the dataset, and give the loader device="cuda": it copies batches in the background. If the dataset needs the '
+    'accelerator, use ProcessPool(n, start_method="spawn"), or multiprocessing_context="spawn" with the drop-in'
+)
+
+
+def _needs_cuda(error: BaseException) -> bool:
+    """Whether an accelerator was used in a process that was forked from one that uses it."""
+    text = text_of(error)
+    return ("Cannot re-initialize" in text and "forked" in text) or text.startswith("CUDA error: initialization error")
 
 
 def _text(error: BaseException) -> str:

@@ -10,8 +10,8 @@ so are taken out of what it sends, for this thread and only while it starts a wo
 A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which comes before,
 and ends with its trainer even if the user's code holds the GIL from its first line on.
 
-What can go wrong: no process, no descriptor (OSError). A template that is dead, or hangs, is replaced. Templates that
-are killed one after the other before they fork a worker are replaced a few times.
+What can go wrong: no process, no descriptor (OSError). A template that is dead is replaced. If several die one after
+the other before they fork a worker, the worker is forked from the trainer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sharded_loader.workers import spawned, template, worker
 from sharded_loader.workers.link import Link, make_link
 from sharded_loader.workers.resources import WorkerHandle, WorkerResources
 
-TEMPLATES = 5
+TEMPLATES = 3
 """How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
 
 _AS_IT_IS_NOW = "workers are forked from the trainer as it is now: with its threads, and with the dataset as it is now"
@@ -80,8 +80,8 @@ def launch(
         )
     if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
         # The template could not be given the worker's end of the pipe, so there is none.
-        _warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
-    for left in reversed(range(TEMPLATES)):
+        template.warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
+    for _ in range(TEMPLATES):
         try:
             started, link = _start(number, num_workers, start_method, resources, new_job)
             break
@@ -89,9 +89,9 @@ def launch(
             gone, resources.template = resources.template, None
             if gone is not None:
                 gone.close()
-            if not left:
-                raise
-            _warn(f"{error}; {_AS_IT_IS_NOW}")
+            template.warn(f"{error}; {_AS_IT_IS_NOW}")
+    else:
+        started, link = _start(number, num_workers, start_method, resources, new_job, directly=True)
     handle = WorkerHandle(number, started, link)
     if resources.board is not None:
         handle.board = board_in(resources.board.mapping, number)
@@ -111,18 +111,16 @@ def send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: in
     link.send(pack_head(kind, number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
 
 
-def _warn(text: str) -> None:
-    """A warning that costs no batch where the user has made warnings errors."""
-    try:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
-        print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
-
-
 def _start(
-    number: int, num_workers: int, start_method: str, resources: WorkerResources, new_job: NewJob
+    number: int,
+    num_workers: int,
+    start_method: str,
+    resources: WorkerResources,
+    new_job: NewJob,
+    *,
+    directly: bool = False,
 ) -> tuple[Any, Link]:
-    if start_method == "fork" and resources.template is None and can_pass_descriptors():
+    if start_method == "fork" and resources.template is None and can_pass_descriptors() and not directly:
         # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
         resources.template = template.Template(new_job, num_workers)
     # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.

@@ -13,9 +13,10 @@ It reaps a child only when it is told to, so a pid that the trainer knows is tha
 with the pipe to the trainer, when the trainer shuts it or dies, after it has reaped the workers that are left, which
 have pipes of their own.
 
-What can go wrong: it is killed, or stopped. Then the next `fork` raises TemplateGone, if need be after `ANSWER`
-seconds, and the pool makes another template out of the trainer as it is now: a last resort, of which it warns. Exit
-codes of its workers are unknown from then on (None).
+What can go wrong: it is slow, or stopped. The trainer waits, and warns once after `SLOW` seconds: a fork may wait for
+processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone, and the pool
+makes another template out of the trainer as it is now: a last resort, of which it warns. Exit codes of its workers are
+unknown from then on (None).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,13 +39,17 @@ from typing import Any
 from multiprocess import popen_fork, process
 
 from sharded_loader.engine.messages import NewJob
-from sharded_loader.interrupts import python_handlers
+from sharded_loader.errors import describe_exit
+from sharded_loader.interrupts import python_handlers, should_stop
 from sharded_loader.workers import worker
 from sharded_loader.workers.spawned import Connection
 from sharded_loader.workers.wire import NO_SIGNAL, send_descriptors
 
-ANSWER = 5.0
-"""Seconds in which the template answers, however large the process is that it forks (10 ms per GB)."""
+SLOW = 10
+"""Seconds after which the trainer says what it waits for. A fork takes 10 ms per GB of the process."""
+
+STEP = 1.0
+"""The same as in `supervision.Watch`: seconds that are counted at once, however long the trainer itself was stopped."""
 
 ENDING = 0.1
 """Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
@@ -124,11 +131,22 @@ def forget_process(started: Any) -> None:
     process._children.discard(started)
 
 
+def warn(text: str) -> None:
+    """A warning that costs no batch where the user has made warnings errors."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
+
+
 # -- in the trainer -------------------------------------------------------------------------------------------
 
 
 class TemplateGone(Exception):
-    """The template is dead, or does not answer. It may have forked a worker, which ends with its pipe."""
+    """The template is dead, or a question was interrupted. It may have forked a worker, which ends with its pipe.
+
+    `start.launch` catches it: no user gets to see it.
+    """
 
 
 class Template:
@@ -147,7 +165,7 @@ class Template:
 
     def __init__(self, new_job: NewJob, num_workers: int) -> None:
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(ANSWER)
+        self._control.settimeout(STEP)
         serving = _Serving(theirs, new_job, num_workers)
         try:
             self._process = start_forked("sharded_loader-template", serving.run, self._control, daemon=False)
@@ -156,7 +174,7 @@ class Template:
             raise
         finally:
             theirs.close()
-        self._lost = False
+        self._lost = ""  # why it can be asked no more
         self.finished = False
 
     def fork(self, number: int, conn: Any) -> ForkedWorker:
@@ -175,7 +193,8 @@ class Template:
         try:
             pid = self._ask(_FORK, number, conn.fileno(), held)
             if pid < 0:
-                raise OSError(-pid, f"the template process cannot fork a worker: {os.strerror(-pid)}")
+                reason = f"the process that workers are forked from cannot fork another one: {os.strerror(-pid)}"
+                raise OSError(-pid, reason)
         except BaseException:
             os.close(sentinel)
             raise
@@ -193,21 +212,42 @@ class Template:
 
     def _ask(self, kind: bytes, number: int, *descriptors: int) -> int:
         if self._lost:
-            raise TemplateGone("the template process has not answered")
-        # Until it has answered: if this one is interrupted, or it is too slow, its next answer is to this question.
-        self._lost = True
+            raise TemplateGone(self._lost)
+        # Until it has answered: if this one is interrupted, its next answer is to this question.
+        self._lost = "the wait for the process that workers are forked from was interrupted"
         try:
             if descriptors:
                 send_descriptors(self._control, _REQUEST.pack(kind, number), descriptors)
             else:
                 self._control.sendall(_REQUEST.pack(kind, number), NO_SIGNAL)
-            answer = self._control.recv(_ANSWER.size)
-            if not answer:
-                raise ConnectionResetError("it has ended")
-        except OSError as error:
-            raise TemplateGone(f"the template process is gone: {error}") from error
-        self._lost = False
+            answer = self._receive()
+        except OSError:
+            answer = b""
+        if not answer:
+            with contextlib.suppress(ValueError):  # somebody else has reaped it
+                self._process.join(STEP)  # the pipe ends a moment before the process
+            fate = describe_exit(self._process.exitcode)
+            self._lost = f"the process that workers are forked from (pid {self._process.pid}) died: {fate}"
+            raise TemplateGone(self._lost)
+        self._lost = ""
         return int(_ANSWER.unpack(answer)[0])
+
+    def _receive(self) -> bytes:
+        """The answer, however long it takes; empty: the process has ended."""
+        waited = 0
+        while True:
+            try:
+                return self._control.recv(_ANSWER.size)
+            except TimeoutError:
+                waited += 1
+                if should_stop():
+                    raise TemplateGone(self._lost) from None
+                if waited == SLOW:
+                    warn(
+                        f"the process that workers are forked from (pid {self._process.pid}) has not answered for "
+                        f"{SLOW} s. It is stopped, or the machine or the container is short of processor time or "
+                        f"memory. The loader keeps waiting"
+                    )
 
     def finish(self) -> None:
         """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
@@ -223,7 +263,7 @@ class Template:
             self._control.settimeout(ENDING)
             self._control.recv(1)
         except TimeoutError:
-            self._lost = True
+            self._lost = "it did not end"
         except OSError:
             pass  # it has ended
         with contextlib.suppress(ValueError):  # somebody else has reaped it

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sharded_loader.errors import SampleReadError, WorkerTraceback, add_note, notes_of
 from sharded_loader.memory.exceptions import EncodedError, decode_error, encode_error
@@ -133,6 +134,16 @@ def test_the_worker_s_traceback_and_the_notes_travel() -> None:
     got = through(error)
     assert isinstance(got.__cause__, WorkerTraceback) and "in raised" in str(got.__cause__)
     assert notes_of(got) == ["a note"]
+
+
+def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match="re-initialize CUDA") as caught:
+        torch.cuda._lazy_init()  # torch's own words, without a GPU
+    arrived = decode_error(encode_error(caught.value))
+    assert type(arrived) is RuntimeError and str(arrived) == str(caught.value)
+    (note,) = arrived.__notes__
+    assert "give the loader device=" in note and 'start_method="spawn"' in note
 
 
 def test_a_large_array_in_an_exception_arrives() -> None:

@@ -40,7 +40,7 @@ def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
         assert got == list(range(400))
 
 
-@pytest.mark.filterwarnings("ignore:the template process:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
 def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, left = template.Template.fork, [0]
 
@@ -65,24 +65,70 @@ def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatc
         assert got == list(range(40))
 
 
-def test_a_template_that_hangs_is_replaced_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ANSWER", 0.5)
+def stop_and_kill_a_worker(pool: ProcessPool) -> int:
+    """Stop the template, and give it something to do; its pid."""
+    stopped = template_pid(pool)
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    pool._workers[0].wait(60)  # until the kernel has got round to it
+    return stopped
+
+
+def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: a fork may wait for processor time or for swapped memory, and a machine may be paused."""
+    monkeypatch.setattr(template, "STEP", 0.01)  # all ten pass, and more
+    said: list[str] = []
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(Random(60, 0.002), 4, True, seed=8, pool=pool) as loader:
         whole = [values_of(batch) for batch in loader]
         loader.set_epoch(0)
-        found = []
-        with pytest.warns(RuntimeWarning, match="the template process .*as it is now") as warned:
-            for number, batch in enumerate(loader):
-                found.append(values_of(batch))
-                if number == 2:
-                    first = template_pid(pool)
-                    os.kill(first, signal.SIGSTOP)
-                    os.kill(pool.pids[0], signal.SIGKILL)
-        while template_pid(pool) == first:  # until the kernel has got round to the worker
-            list(loader)
+        found, stopped = [], stop_and_kill_a_worker(pool)
+
+        def warn(text: str) -> None:
+            said.append(text)
+            threading.Timer(0.1, os.kill, (stopped, signal.SIGCONT)).start()  # ten steps later
+
+        monkeypatch.setattr(template, "warn", warn)
+        found = [values_of(batch) for batch in loader]
         assert found == whole
-        assert len([warning for warning in warned if "template" in str(warning.message)]) <= 1
+        assert template_pid(pool) == stopped  # slow is not gone
+    (text,) = said
+    assert f"(pid {stopped}) has not answered for 10 s" in text and "keeps waiting" in text
+
+
+def test_a_ctrl_c_ends_the_wait_for_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "STEP", 0.01)
+    monkeypatch.setattr(template, "warn", lambda text: signal.raise_signal(signal.SIGINT))
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        list(loader)
+        stop_and_kill_a_worker(pool)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+
+
+def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = template.Template.fork
+    killing = False
+
+    def killed(self: template.Template, number: int, conn: Any) -> Any:
+        if killing:
+            self._process.kill()
+        return fork(self, number, conn)
+
+    monkeypatch.setattr(template.Template, "fork", killed)
+    pool = ProcessPool(2, start_method="fork")
+    with ShardedDataLoader(range(40), 4, pool=pool) as loader:
+        list(loader)
+        killing = True
+        os.kill(pool.pids[0], signal.SIGKILL)
+        pool._workers[0].wait(60)
+        with pytest.warns(RuntimeWarning, match=r"that workers are forked from \(pid \d+\) died: killed by SIGKILL"):
+            assert [value for batch in loader for value in batch.tolist()] == list(range(40))
+        os.kill(pool.pids[0], signal.SIGKILL)  # a worker that was forked directly is replaced too
+        pool._workers[0].wait(60)
+        with pytest.warns(RuntimeWarning, match="as it is now"):
+            assert [value for batch in loader for value in batch.tolist()] == list(range(40))
 
 
 def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +144,7 @@ def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixtur
         assert got == list(range(400))
         while template_pid(pool) == first:  # until the kernel has got round to the worker
             list(loader)
-    assert "sharded_loader: the template process" in capsys.readouterr().err
+    assert "sharded_loader: the process that workers are forked from" in capsys.readouterr().err
 
 
 def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> None:
@@ -128,14 +174,13 @@ def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> No
         beside.join()
 
 
-def test_close_does_not_wait_for_a_template_that_hangs() -> None:
+def test_close_does_not_wait_for_a_template_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "STEP", 3600.0)  # otherwise the test itself would hang
     pool = ProcessPool(2, start_method="fork")
     loader = ShardedDataLoader(range(40), 4, pool=pool)
     next(iter(loader))
     os.kill(template_pid(pool), signal.SIGSTOP)
-    began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < template.ANSWER / 2
 
 
 def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
@@ -146,9 +191,9 @@ def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
             warnings.simplefilter("error", RuntimeWarning)
             list(loader)
             first = template_pid(pool)
-            time.sleep(0.15)  # three times as long
+            time.sleep(0.15)  # three times as long, or more
             os.kill(pool.pids[0], signal.SIGKILL)
-            pool._workers[0].wait(5)
+            pool._workers[0].wait(60)
             assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
             assert template_pid(pool) == first
     finally:
