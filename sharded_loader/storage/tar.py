@@ -39,6 +39,9 @@ one block. With `tar -b` a record has up to 2 MB."""
 LINKS = 40
 """Links in a row that are followed, as Linux does."""
 
+NOTES = (b"V", b"D", b"N", b"A")
+"""Members that are no files: GNU's label of a volume, lists of a folder and of long names, Solaris' access rights."""
+
 _DAMAGE = (
     *(tarfile.TarError, ValueError, ArithmeticError, LookupError),
     *(TypeError, AttributeError, EOFError, MemoryError, RecursionError, struct.error),
@@ -126,16 +129,17 @@ def _files(file: ShardFile) -> list[tuple[str, int, _Place | str]]:
     places: dict[str, _Place | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
     for member in _members(file):
         place: _Place | str | None = None
-        if member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
+        kind = "a part of a file of several volumes" if member.type == b"M" else "a sparse file"
+        if member.issparse() or member.type == b"M" or any(one.startswith("GNU.sparse.") for one in member.pax_headers):
             raise ShardError(
-                f"{file.name}, offset {member.offset}: {member.name!r} is a sparse file, which is not read. Write the "
-                "shard again without sparse files (tar without -S)"
+                f"{file.name}, offset {member.offset}: {member.name!r} is {kind}, which is not read. Write the shard "
+                "again, as one file without sparse files (tar without -M and -S)"
             )
         if member.issym():
             place = posixpath.join(posixpath.dirname(member.name), member.linkname)
         elif member.islnk():  # to a member before it, which a later one of the same name does not replace
             place = places.get(posixpath.normpath(member.linkname), member.linkname)
-        elif member.isfile() or member.type not in tarfile.SUPPORTED_TYPES:  # POSIX: unknown ones are files
+        elif member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES):  # POSIX: unknown ones are files
             place = member.offset_data, member.size
         places[posixpath.normpath(member.name)] = place
         if place is not None:

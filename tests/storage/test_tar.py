@@ -150,6 +150,7 @@ def test_a_link_gives_the_bytes_of_its_target(tmp_path: Path) -> None:
         "e.d": (tarfile.DIRTYPE, ""),
         "f.d": (tarfile.SYMTYPE, "e.d"),
         "g.fifo": (tarfile.FIFOTYPE, ""),
+        "h.label": (b"V", ""),
     }
     with_links(tmp_path / "a.tar", links)
     keys = ["d/000", "d/001", "d/002", "./d/003", "d/004"]
@@ -180,7 +181,7 @@ def test_a_sparse_member_is_an_error(tmp_path: Path, version: str) -> None:
         member.pax_headers, content = SPARSE[version], b"1\n0\n3\n".ljust(512, b"\0") + b"abc"
         member.size = len(content)
         tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(ShardError, match=r"a\.tar, offset 512: '.*' is a sparse file, .*tar without -S"):
+    with pytest.raises(ShardError, match=r"a\.tar, offset 512: '.*' is a sparse file, (.*)tar without -M and -S"):
         read(tmp_path / "a.tar", [0])
 
 
@@ -194,6 +195,21 @@ def test_a_sparse_member_of_the_program_tar_is_an_error(tmp_path: Path, kind: st
         pytest.skip("this tar, or this file system, knows no sparse files")
     with pytest.raises(ShardError, match=r"a\.tar, offset 0: '0\.bin' is a sparse file"):
         read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize(("kind", "is_read"), [(b"M", False), (b"7", True), (b"Z", True)])
+def test_a_member_of_an_unknown_kind_is_a_file_and_a_part_of_one_an_error(
+    tmp_path: Path, kind: bytes, is_read: bool
+) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        member = tarfile.TarInfo("a.txt")
+        member.type, member.size = kind, 3
+        tar.addfile(member, io.BytesIO(b"abc"))
+    if is_read:
+        assert read(tmp_path / "a.tar", [0]) == [{"__key__": "a", "txt": b"abc"}]
+    else:
+        with pytest.raises(ShardError, match=r"offset 0: 'a\.txt' is a part of a file of several volumes"):
+            read(tmp_path / "a.tar", [0])
 
 
 def test_an_extended_header_that_is_damaged_is_an_error(tmp_path: Path) -> None:
