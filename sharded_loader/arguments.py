@@ -41,9 +41,22 @@ INSTEAD = {
     "snapshot_every_n_steps": "leave it out, because state_dict() is exact after every batch",
     "pin_device_id": "write device= or devices= instead",
     "try_nopython": "leave it out",
+    "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
+    "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
+    "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
+    "num_threads": "write num_workers= and thread_pool=True instead",
+    "ctx_list": "write devices= instead",
+    "ctx": "write device= or devices= instead",
+    "world_size": "write num_replicas= instead",
+    "num_parts": "write num_replicas= instead",
+    "part_index": "write rank= instead",
+    "drop_remainder": "write drop_last= instead",
     "auto_reload": "write prefetch_epochs= instead, or leave it out: worker processes prefetch the next epoch",
 }
-"""Arguments of the loaders of PyTorch, torchdata and MXNet Gluon, and what to do about them here."""
+"""Arguments of the loaders of PyTorch, torchdata, MXNet and others, and what to do about them here."""
+
+CLOSE = 0.72
+"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
 
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -120,7 +133,7 @@ def refuse_unknown_of_torch(unknown: Mapping[str, Any], owner: Callable[..., Any
     """Refuse arguments that the drop-in for torch's loader does not have: all at once."""
     if unknown:
         known = inspect.signature(owner).parameters
-        close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        close = {name: difflib.get_close_matches(name, known, 1, CLOSE) for name in unknown}
         advice = [f"{name!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for name, found in close.items()]
         raise TypeError(f"DataLoader has no argument {', '.join(advice)}")
 
@@ -128,7 +141,7 @@ def refuse_unknown_of_torch(unknown: Mapping[str, Any], owner: Callable[..., Any
 def _advice(name: str, known: Iterable[str]) -> str:
     if name in INSTEAD:
         return f"{name!r}: {INSTEAD[name]}"
-    close = difflib.get_close_matches(name, [*known, *INSTEAD], 1)
+    close = difflib.get_close_matches(name, [*known, *INSTEAD], 1, CLOSE)
     if not close:
         return f"{name!r}; see help(ShardedDataLoader) for those it has"
     then = f" Here {INSTEAD[close[0]]}" if close[0] in INSTEAD else ""

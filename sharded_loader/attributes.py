@@ -29,6 +29,12 @@ from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.stats import LoaderStats, Metered, quiet_counts
 
+_INSTEAD_OF_SETTING = {
+    "dataset": "make a new loader, or change it in place and call refresh()",
+    "epoch": "call set_epoch(epoch)",
+    "position": "load a state, load_state_dict(state)",
+}
+
 
 class LoaderAttributes(Metered):
     """The attributes of a `ShardedDataLoader`, which sets the parts."""
@@ -43,6 +49,13 @@ class LoaderAttributes(Metered):
     _progress: Progress
     _resident: ResidentPool | None
     _epochs: Epochs
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = getattr(type(self), name, None)
+        if isinstance(known, property) and known.fset is None:
+            advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
+            raise AttributeError(f"{name} of a {type(self).__name__} cannot be set: {advice}", name=name, obj=self)
+        super().__setattr__(name, value)
 
     @property
     def dataset(self) -> Any:

@@ -105,6 +105,10 @@ class EpochIterator(Iterator[Batch]):
         """True, as for other iterators, whatever ``len`` says."""
         return True
 
+    def next(self) -> Batch:
+        """``next(iterator)``, as old scripts of Gluon and of Python 2 write it."""
+        return self.__next__()
+
     def __next__(self) -> Batch:
         if _profiler_enabled() and self._range:
             name, self._range = self._range, ""

@@ -11,6 +11,7 @@ What can go wrong: samples of different shapes or structures, or none at all: a 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -24,6 +25,19 @@ from sharded_loader.batching.tree import field_names, reads_rows, rebuild, to_to
 
 class Batchify:
     """Base of the functions here: subclasses write `assemble`, calling them gives torch tensors."""
+
+    def __new__(cls, *values: Any, **given: Any) -> Any:
+        has_none = cls.__init__ is object.__init__  # which takes everything, because of this method
+        known = {} if has_none or not given else inspect.signature(cls.__init__).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        unknown = [*(values if has_none else ()), *(() if takes_all else given.keys() - known)]
+        if unknown:
+            names = ", ".join(name for name in known if name != "self") or "none"
+            raise TypeError(
+                f"{cls.__name__} has no argument {', '.join(sorted(map(repr, unknown)))}; it has {names}. How a batch "
+                f"is split, read and stored is for the loader: ShardedDataLoader(num_shards=2, num_workers=4)"
+            )
+        return super().__new__(cls)
 
     def assemble(self, samples: Sequence[Any], empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""

@@ -230,6 +230,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     # -- batches --------------------------------------------------------------------------------------------
 
+    def next(self) -> Any:
+        """As in PyTorch before 1.13: ``next(iterator)``."""
+        return self.__next__()
+
     def __next__(self) -> Any:
         # torch's notes each batch for a profiler, which takes 5 to 9 us, and warns of wrong lengths of iterable data.
         if self._is_stream or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from calls import calls_of
 
-from sharded_loader.batchify import Pad, Stack, default_batchify_fn
+from sharded_loader.batchify import List, Pad, Stack, default_batchify_fn
 from sharded_loader.batching.default import DefaultBatchify
 
 MyNT = namedtuple("MyNT", "data label")
@@ -115,3 +116,25 @@ def test_fields_of_a_subclass_follow_the_default_rules():
 
     tag, (first, second) = Tagged()([(1, "a"), (2, "b")])
     assert tag == "tag" and first.tolist() == [1, 2] and second == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Pad(num_shards=2), r"Pad has no argument 'num_shards'; it has axis, .*Loader\(num_shards=2"),  # type: ignore[call-arg]
+        (lambda: Stack(use_shared_mem=True), "Stack has no argument 'use_shared_mem'; it has dtype"),  # type: ignore[call-arg]
+        (lambda: List(3), "List has no argument 3; it has none"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_argument_that_is_none_gets_advice(make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        make()
+
+
+def test_a_subclass_takes_what_its_own_constructor_takes() -> None:
+    class Scaled(Stack):
+        def __init__(self, factor: int, **more: Any) -> None:
+            super().__init__(**more)
+            self.factor = factor
+
+    assert Scaled(factor=3, dtype="float32").factor == 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader import torch as torchs
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,43 @@ def test_a_repr_never_raises() -> None:
     assert repr(loader).startswith("ShardedDataLoader(0 samples, 0 batches of 2")
     loader.close()
     assert repr(loader) == "ShardedDataLoader(closed)"
+
+
+READ_ONLY = sorted(
+    name
+    for name in dir(ShardedDataLoader)
+    if isinstance(one := getattr(ShardedDataLoader, name), property) and one.fset is None
+)
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_an_attribute_that_cannot_be_set_says_what_to_do(name: str) -> None:
+    loader = ShardedDataLoader(range(4), 2)
+    known = {"dataset": r"change it in place and call refresh\(\)", "epoch": "call set_epoch"}
+    with pytest.raises(AttributeError, match=f"{name} of a ShardedDataLoader cannot be set: .*{known.get(name, '')}"):
+        setattr(loader, name, None)
+    loader.mine = 3  # type: ignore[attr-defined]
+    assert loader.mine == 3 and len(list(loader)) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, torchs.DataLoader])
+def test_iterators_have_the_method_next_of_old_scripts(kind: Any) -> None:
+    batches = iter(kind(range(4), 2))
+    assert [batches.next().tolist(), batches.next().tolist()] == [[0, 1], [2, 3]]
+    with pytest.raises(StopIteration):
+        batches.next()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"shm_size": 1}, "'shm_size': leave it out"),
+        ({"num_threads": 4}, "write num_workers= and thread_pool=True"),
+        ({"ctx_list": []}, "write devices= instead"),
+        ({"batchsize": 2}, "did you mean 'batch_size'"),
+        ({"image_size": 2}, r"'image_size'; see help\(ShardedDataLoader\)"),
+    ],
+)
+def test_arguments_of_other_loaders_get_advice(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        ShardedDataLoader(range(4), 2, **given)
