@@ -314,8 +314,9 @@ def _lock_of(name: str) -> str:
 
 def _delete(path: Path) -> None:
     """Delete a shard or a part."""
-    beside(path).unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
+    if not path.exists():  # nobody has fetched it again
+        beside(path).unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -27,9 +27,14 @@ def beside(path: Path) -> Path:
 
 
 def seal(file: Path, path: Path) -> None:
-    """Note the content of ``file``, which is or becomes the shard ``path``, as the right one."""
-    beside(path).write_text(f"{_checksum(file):08x} {_started()}")
-    os.utime(file, (UNTOUCHED, UNTOUCHED))
+    """Note the content of ``file``, which becomes the shard ``path``, as the right one."""
+    _note(file, path, _checksum(file))
+
+
+def _note(file: Path, path: Path, checksum: int) -> None:
+    beside(path).write_text(f"{checksum:08x} {_started()}")
+    with contextlib.suppress(OSError):  # some file systems keep no times: then each opening compares the checksum
+        os.utime(file, (UNTOUCHED, UNTOUCHED))
 
 
 def is_sound(path: Path, size: int, may_read: bool) -> bool:
@@ -51,8 +56,8 @@ def is_sound(path: Path, size: int, may_read: bool) -> bool:
             return False
     except (FileNotFoundError, ValueError):
         return False
-    with contextlib.suppress(OSError):  # a file of another user is compared each time
-        seal(path, path)
+    with contextlib.suppress(OSError):  # of another user
+        _note(path, path, int(checksum, 16))
     return True
 
 

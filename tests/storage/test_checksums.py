@@ -128,6 +128,19 @@ def test_after_a_restart_of_the_machine_the_checksum_is_compared_once(
     assert read(tmp_path, source) == CONTENT and source.fetches == 2
 
 
+def test_a_file_system_that_keeps_no_times_compares_the_checksum_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "utime", refused)
+    source = Source()
+    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT] and source.fetches == 1
+    shard_in(tmp_path).write_bytes(bytes(len(CONTENT)))
+    assert read(tmp_path, source) == CONTENT and source.fetches == 2
+
+
 def test_the_disk_has_a_shard_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     sync, replace = os.fsync, os.replace
@@ -172,7 +185,8 @@ def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(
 
     monkeypatch.setattr(Path, "unlink", refused)
     assert read(tmp_path, Source(), 11_000, "s3://b/3.tar") == CONTENT
-    assert first.exists()
+    source = Source()
+    assert read(tmp_path, source, 11_000) == CONTENT and source.fetches == 0  # it is still there, and sound
 
 
 @pytest.mark.parametrize("suffix", [".shard", ".part", ".sum"])
