@@ -9,8 +9,8 @@ dataset in order. A mixture owns no thread and no process.
 What can go wrong: an argument that is no list of datasets (the error says what to write instead), a dataset without
 samples (ValueError that names it), a state of another mixture (ValueError that says what differs).
 
-Source of the idea: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980; the words for
-``stop`` are those of Hugging Face's ``interleave_datasets``.
+Source of the idea: `sharded_loader.data.schedule` names it; the words for ``stop`` are those of Hugging Face's
+``interleave_datasets``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_ind
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
 from sharded_loader.data.inspection import is_indexed, known_parts
-from sharded_loader.data.schedule import Schedule, whole_numbers
+from sharded_loader.data.schedule import STEP, Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, this_worker
 from sharded_loader.data.wrappers import View
 from sharded_loader.described import brief, refuse_class
@@ -39,17 +39,17 @@ FIRST, ALL = "first_exhausted", "all_exhausted"
 def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, seed: int = 0, stop: str = FIRST) -> Any:
     """Several datasets as one: their samples mixed by weight, each dataset in its own order.
 
-    After any number n of samples, dataset i has given less than one sample more or less than its share of n. Which
-    dataset gives sample n depends only on the weights, the seed and n.
+    Each dataset stays within a few samples of its share, at every position. This also holds for every n-th sample, so
+    each of n ranks has the same shares. Which dataset gives sample n depends only on the weights, the seed and n.
 
     Args:
         datasets: at least one. If all have ``__getitem__`` and ``__len__``, the mixture is read by index. Otherwise it
             is read in order; then a dataset may also be an object with ``__iter__``, or a function that returns a new
             iterator. A function may take the number of the worker and the number of workers.
         weights: one number of 0 or more per dataset; None: equal ones. Only their ratios count. Ratios of whole numbers
-            with a sum of up to 65,536 are kept exactly, others are rounded to 65,536ths. A dataset with the weight 0 is
-            never read.
-        seed: decides which dataset comes first where several may.
+            with a sum of up to 65,536 are kept, others are rounded to 65,536ths. A dataset with the weight 0 is never
+            read.
+        seed: decides where the schedule starts.
         stop: ``"first_exhausted"``: the mixture ends when the dataset whose turn it is has no sample left.
             ``"all_exhausted"``: shorter datasets start over until every dataset has been read to its end once.
 
@@ -79,16 +79,17 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
         >>> from sharded_loader import interleave
         >>> mixed = interleave([range(0, 100), range(100, 200)], weights=[3, 1])
         >>> list(mixed.take(8)), len(mixed)
-        ([0, 1, 2, 100, 3, 4, 5, 101], 133)
+        ([0, 1, 2, 3, 100, 4, 5, 101], 133)
         >>> stream = interleave([lambda: iter("abc"), [1, 2, 3]])
         >>> samples = iter(stream)
         >>> next(samples), next(samples), next(samples)
-        ('a', 1, 'b')
+        (1, 'a', 'b')
         >>> stream.load_state_dict(stream.state_dict())
         >>> list(stream)
-        [2, 'c', 3]
+        [2, 3, 'c']
 
-    Source of the idea: R. Tijdeman, "The chairman assignment problem", 1980; Hugging Face's ``interleave_datasets``.
+    Source of the idea: H. Weyl, "Über die Gleichverteilung von Zahlen mod. Eins", 1916; Hugging Face's
+    ``interleave_datasets``.
     """
     if stop not in (FIRST, ALL):
         raise ValueError(f'interleave(stop={stop!r}): give "{FIRST}" or "{ALL}"')
@@ -152,9 +153,9 @@ class InterleavedDataset(View, Dataset):
         self._sizes = np.array(sizes, np.int64)
         self._begins = np.cumsum(self._sizes) - self._sizes
         if stop == FIRST:
-            self._length = min(schedule.position(source, size) for source, size in enumerate(sizes))
+            self._length = min(schedule.positions(sizes))
         else:
-            self._length = max(schedule.position(source, size - 1) for source, size in enumerate(sizes)) + 1
+            self._length = max(schedule.positions([size - 1 for size in sizes])) + 1
 
     def __len__(self) -> int:
         return self._length
@@ -220,9 +221,8 @@ class InterleavedIterable:
         schedule, datasets = self._schedule, self._datasets
         reading = _Reading(self._beginning() if state is None else state, datasets, schedule.sources)
         self._last = reading
-        owners = schedule.owners.tolist()
         while True:
-            source = reading.sources[owners[reading.position % len(owners)]]
+            source = reading.sources[schedule.owner(reading.position)]
             sample = source.read()
             if sample is END:
                 if not source.taken:
@@ -259,8 +259,13 @@ class InterleavedIterable:
         """
         here = self._beginning()
         wrong = TypeError(f"interleave: {state!r} is no state of a mixture: give what state_dict() returned")
-        if not isinstance(state, Mapping) or not here.keys() <= state.keys():
+        if not isinstance(state, Mapping) or not here.keys() - {"schedule"} <= state.keys():
             raise wrong
+        if state.get("schedule") != STEP:
+            raise ValueError(
+                "interleave: the state was saved by an earlier version, which mixed in another order: begin the epoch "
+                "again, or finish it with that version"
+            )
         for name in ("weights", "seed", "stop"):
             if state[name] != here[name]:
                 raise ValueError(
@@ -275,8 +280,8 @@ class InterleavedIterable:
 
     def _beginning(self) -> dict[str, Any]:
         schedule = self._schedule
-        facts = {"weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop, "epoch": self._epoch}
-        return facts | {"position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
+        facts = {"schedule": STEP, "weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop}
+        return facts | {"epoch": self._epoch, "position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
