@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Any
 
 from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
+from sharded_loader.engine.worker_info import told
 
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
@@ -34,10 +35,15 @@ END: Any = object()
 def this_worker() -> tuple[int, int] | None:
     """The number of this worker, and how many there are, as torch's ``get_worker_info`` says; None outside workers.
 
+    A worker of this library that has not imported torch has no answer of torch's, but knows its part.
+
     Example:
         >>> this_worker() is None
         True
     """
+    part = told()
+    if part is not None:
+        return part.place
     torchs: Any = sys.modules.get("torch.utils.data")
     info = None if torchs is None else torchs.get_worker_info()
     return None if info is None else (info.id, info.num_workers)

@@ -2,6 +2,7 @@
 
     before = tell(Part(...))    this thread is told of the part
     here.part = before          and no more
+    told()                      the part of this thread, also where torch is not imported
     tell_of_worker(number, ...)     this process is a worker of torch's kind
 
 torch keeps one answer for the whole process. Threads that read different parts need one each. So torch's function gets
@@ -32,6 +33,11 @@ class Part:
 
     def __init__(self, number: int, parts: int, seed: int, dataset: Any) -> None:
         self._fields = {"id": number, "num_workers": parts, "seed": seed, "dataset": dataset}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which part, and how many there are."""
+        return self._fields["id"], self._fields["num_workers"]
 
     def info(self) -> Any:
         """The same as an object of torch's, which is imported."""
@@ -88,10 +94,16 @@ def tell_torch() -> None:
         function.__code__ = _get_worker_info.__code__  # type: ignore[union-attr]
 
 
-def _info_here() -> Any:
+def told() -> Part | None:
+    """The part that this thread is told of, or that it belongs to: the dataset may have started the thread."""
     part = here.part
     if part is None and _whole is not None and _whole[0] != threading.get_ident():
         part = _whole[1]
+    return part
+
+
+def _info_here() -> Any:
+    part = told()
     return None if part is None else part.info()
 
 
