@@ -4,8 +4,8 @@
     position n <-> (source, number of the sample among those of the source)
 
 Each source has an interval of the numbers from 0 to 2^32, as long as its share. The sample at position n belongs to the
-source whose interval has ``(start + n * STEP) mod 2^32``. `STEP` / 2^32 is near to 1 - sqrt(1/2), so every n-th position
-visits all intervals evenly, for any n. A rank that reads every n-th sample has the shares of the whole.
+source whose interval has ``(start + n * STEP) mod 2^32``. `STEP` / 2^32 is near to 1 - sqrt(1/2), so every n-th
+position visits all intervals evenly, for any n. A rank that reads every n-th sample has the shares of the whole.
 
 STEP is odd. So 2^32 positions visit each number once, and the schedule repeats after them. The number of earlier
 samples of a source is a difference of two sums of ``floor((STEP * k + b) / 2^32)``. Euclid's algorithm finds such a sum

@@ -12,10 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import sharded_loader
-from sharded_loader import ArrayDataset, ConcatDataset, ShardedDataLoader, SimpleDataset, interleave, sample_rng
+from sharded_loader import (
+    ArrayDataset,
+    ConcatDataset,
+    ProcessPool,
+    ShardedDataLoader,
+    SimpleDataset,
+    ThreadPool,
+    interleave,
+    sample_rng,
+)
 
 MIXTURES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5).filter(
     lambda pairs: any(weight for _, weight in pairs)
@@ -409,9 +418,7 @@ def test_torchs_workers_divide_the_samples(context):
     mixture = interleave([Stream("a", 8), column("b", 8), part_of_c], seed=1)
     next(iter(mixture))  # the workers begin at the beginning, whatever was read here
     loader = DataLoader(mixture, batch_size=None, num_workers=2, multiprocessing_context=context)
-    parts = [
-        interleave([column("a", 8)[n::2], column("b", 8)[n::2], list(part_of_c(n, 2))], seed=1) for n in range(2)
-    ]
+    parts = [interleave([column("a", 8)[n::2], column("b", 8)[n::2], list(part_of_c(n, 2))], seed=1) for n in range(2)]
     assert sorted(one.removesuffix("@0") for one in loader) == sorted([*parts[0], *parts[1]])
 
 
@@ -573,3 +580,33 @@ def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error
     assert mixture._datasets[0].epoch == 0
     with pytest.raises(TypeError, match="is no state"):
         mixture.load_state_dict({})
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize("method", ["spawn"] if sys.platform == "win32" else ["fork", "forkserver", "spawn"])
+def test_each_part_reads_its_own_samples_in_every_pool(method):
+    def batches(pool):
+        mixture = interleave([part_of_c, column("i", 8)], seed=1)  # in a spawned worker nothing imports torch
+        with ShardedDataLoader(mixture, 2, streams=2, batchify_fn=list, pool=pool) as loader:
+            return list(loader)
+
+    found = batches(ProcessPool(2, start_method=method))
+    assert found == batches(ThreadPool(2)) and len(sum(found, [])) == len(set(sum(found, []))) > 10
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2]])
+def test_each_rank_has_the_promised_shares(weights, ranks):
+    shares = np.array(weights) / sum(weights)
+    mixed = interleave([ArrayDataset(np.full(4000, k)) for k in range(len(weights))], weights)
+    inside = interleave([mixed, ArrayDataset(np.full(8000, len(weights)))])
+    for rank in range(ranks):
+        ours = ShardedDataLoader(mixed, 10, num_replicas=ranks, rank=rank)
+        theirs = DataLoader(mixed, 10, sampler=DistributedSampler(mixed, ranks, rank, shuffle=False))
+        nested = ShardedDataLoader(inside, 10, num_replicas=ranks, rank=rank)
+        for loader in (ours, theirs, nested):
+            samples = np.concatenate([np.asarray(batch) for batch in loader])
+            samples = samples[samples < len(weights)]
+            counts = np.cumsum(samples[:, None] == np.arange(len(weights)), axis=0)
+            furthest = np.abs(counts - shares * np.arange(1, 1 + len(samples))[:, None]).max()
+            assert furthest < (30 if loader is nested else 9)
