@@ -21,15 +21,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
-from sharded_loader.engine.worker_info import told
 
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
+
+
+_asked_first: list[Callable[[], tuple[int, int] | None]] = []
+
+
+def ask_first(function: Callable[[], tuple[int, int] | None]) -> None:
+    """Let `this_worker` ask a function before it asks torch."""
+    _asked_first.append(function)
 
 
 def this_worker() -> tuple[int, int] | None:
@@ -41,9 +48,9 @@ def this_worker() -> tuple[int, int] | None:
         >>> this_worker() is None
         True
     """
-    part = told()
-    if part is not None:
-        return part.place
+    for asked in _asked_first:
+        if (found := asked()) is not None:
+            return found
     torchs: Any = sys.modules.get("torch.utils.data")
     info = None if torchs is None else torchs.get_worker_info()
     return None if info is None else (info.id, info.num_workers)

@@ -19,6 +19,7 @@ import sys
 import threading
 from typing import Any
 
+from sharded_loader.data.source import ask_first
 from sharded_loader.engine.messages import Job
 
 
@@ -100,6 +101,9 @@ def told() -> Part | None:
     if part is None and _whole is not None and _whole[0] != threading.get_ident():
         part = _whole[1]
     return part
+
+
+ask_first(lambda: None if (part := told()) is None else part.place)
 
 
 def _info_here() -> Any:

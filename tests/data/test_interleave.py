@@ -594,13 +594,13 @@ def test_each_part_reads_its_own_samples_in_every_pool(method):
     assert found == batches(ThreadPool(2)) and len(sum(found, [])) == len(set(sum(found, []))) > 10
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2]])
 def test_each_rank_has_the_promised_shares(weights, ranks):
     shares = np.array(weights) / sum(weights)
-    mixed = interleave([ArrayDataset(np.full(4000, k)) for k in range(len(weights))], weights)
-    inside = interleave([mixed, ArrayDataset(np.full(8000, len(weights)))])
-    for rank in range(ranks):
+    mixed = interleave([ArrayDataset(np.full(1000, k)) for k in range(len(weights))], weights)
+    inside = interleave([mixed, ArrayDataset(np.full(2000, len(weights)))])
+    for rank in (0, ranks - 1):
         ours = ShardedDataLoader(mixed, 10, num_replicas=ranks, rank=rank)
         theirs = DataLoader(mixed, 10, sampler=DistributedSampler(mixed, ranks, rank, shuffle=False))
         nested = ShardedDataLoader(inside, 10, num_replicas=ranks, rank=rank)
