@@ -131,7 +131,7 @@ async def _any_part(system: Any, path: str, begin: int, end: int) -> tuple[bytes
 
 async def _s3_part(system: Any, path: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
     bucket, key, version = system.split_path(path)
-    how = {"VersionId": version} if version else {}
+    how = {**getattr(system, "req_kw", {}), **({"VersionId": version} if version else {})}
     answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **how)
     try:
         told = agrees(stat, tag_of(answer))

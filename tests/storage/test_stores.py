@@ -76,6 +76,7 @@ def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> 
     assert found == [CONTENT[begin : begin + 7] for begin in begins]
     assert len(served.asked) == 4  # neighbours are one request
     assert store.ranges(url, [], []) == []
+    assert store.ranges(url, [5], [5]) == [b""] and len(served.asked) == 4  # an empty sample costs no request
 
 
 def test_a_server_that_does_not_know_parts_is_read_all_the_same(served: Served) -> None:
