@@ -18,6 +18,7 @@ from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition, differences
+from sharded_loader.integrations.callers import saved_by_lightning
 
 
 class Place:
@@ -53,7 +54,10 @@ class Place:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
-        state: dict[str, Any] = {"_num_yielded": self.yielded, "_iterator_finished": self.finished}
+        ahead, is_over = saved_by_lightning()
+        delivered = max(self.reading.first, self.run.delivered - ahead)
+        finished = self.finished or is_over
+        state: dict[str, Any] = {"_num_yielded": max(0, self.yielded - ahead), "_iterator_finished": finished}
         state["_base_seed"] = self.base_seed
         state["_epoch"] = self._epoch
         if isinstance(self._epoch_of_dataset, int):
@@ -61,11 +65,13 @@ class Place:
         if self._generator is not None:
             state["_generator"] = generator_state(self._generator)
         if self.order is None:
-            state["_sampler"] = found = self.reading.state_after(self.run.delivered, self.finished)
+            state["_sampler"] = found = self.reading.state_after(delivered, finished)
             datasets = found.get("datasets", [None] * max(1, self._num_workers))
             snapshots = [{"dataset_state": one, "fetcher_state": None} for one in datasets]
         else:
-            position = self.reading.position_after(self.run.delivered)
+            position = self.reading.position_after(delivered)
+            if is_over and not self.finished:  # the rest is left out: the next epoch begins with new datasets
+                position = replace(position, points={})
             if not position.counts:
                 position = self.reading.at_beginning()
             missing = {part: point for part, point in self._before.items() if not position.counts[part]}
