@@ -21,7 +21,7 @@ from typing import Any
 from sharded_loader.data.fingerprint import warn_of_other_data
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.integrations.callers import saved_by_lightning
+from sharded_loader.integrations.callers import fetched_by_lightning
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.state import Position
 
@@ -153,7 +153,7 @@ class Progress:
         """The position as a state."""
         run = self.run()
         reading: Any = self.coming() if run is None else run.reading
-        ahead, is_over = saved_by_lightning()
+        ahead, is_over = fetched_by_lightning()
         if run is not None and is_over and isinstance(self._order, StreamOrder):
             run, reading = None, self._order.read(reading.epoch + 1)
         position = reading.position_after(reading.first if run is None else max(reading.first, run.delivered - ahead))

@@ -18,7 +18,7 @@ from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition, differences
-from sharded_loader.integrations.callers import saved_by_lightning
+from sharded_loader.integrations.callers import fetched_by_lightning
 
 
 class Place:
@@ -54,7 +54,7 @@ class Place:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the states of the workers' datasets. It looks like a state of torchdata's loader."""
-        ahead, is_over = saved_by_lightning()
+        ahead, is_over = fetched_by_lightning()
         delivered = max(self.reading.first, self.run.delivered - ahead)
         finished = self.finished or is_over
         state: dict[str, Any] = {"_num_yielded": max(0, self.yielded - ahead), "_iterator_finished": finished}

@@ -22,6 +22,7 @@ from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.engine.stream_state import StreamPosition, StreamSignature, differences, dump, parse
+from sharded_loader.integrations.callers import fetched_by_lightning
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import check_steps
@@ -48,7 +49,7 @@ class StreamOrder:
         steps: ``steps_per_epoch``.
     """
 
-    sampler = batch_sampler = None
+    batch_sampler = None
     given_batches = rolls_over = arrays = False
     dataset_length = None
 
@@ -94,6 +95,11 @@ class StreamOrder:
         replicas, _ = self.replicas()
         if self._given is not None and self._given < replicas:
             raise ValueError(f"streams is {self._given}, but there are {replicas} ranks, and each needs a part")
+
+    @property
+    def sampler(self) -> EpochTold:
+        """What Lightning tells the epoch. It loads no state where an epoch has ended."""
+        return EpochTold(self)
 
     # -- parts ----------------------------------------------------------------------------------------------
 
@@ -232,3 +238,27 @@ class StreamOrder:
     def parse(self, state: Any) -> tuple[StreamPosition, StreamSignature]:
         """A state, or a list of the states of all ranks, as position and signature."""
         return parse(state, self.replicas())
+
+
+class EpochTold:
+    """Stands where other libraries look for a sampler's ``set_epoch``.
+
+    Args:
+        order: whose next epoch it is.
+    """
+
+    def __init__(self, order: StreamOrder) -> None:
+        self._order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that comes next. Lightning says so after the first batch, without a length."""
+        ahead, _ = fetched_by_lightning("on_advance_start")
+        begun = self._order._last
+        if not ahead or begun is None:
+            self._order.set_epoch(epoch)
+        elif begun.epoch != epoch:
+            warnings.warn(
+                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.epoch}: "
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the dataset a __len__",
+                stacklevel=2,
+            )

@@ -1,7 +1,7 @@
 """Finds the function of another library that asks this library for something, where nothing that it passes says so.
 
     called_by("skip_first_batches", "accelerate") -> its frame, or None
-    saved_by_lightning() -> batches ahead, whether its epoch is over
+    fetched_by_lightning() -> batches ahead, whether its epoch is over
 
 Accelerate builds torch's loader from the attributes of ours. Lightning saves a position one batch later than the batch
 that it trains on. What can go wrong: a new version of theirs has another name for the function. The tests with these
@@ -29,13 +29,13 @@ def called_by(function: str, package: str) -> FrameType | None:
     return None
 
 
-def saved_by_lightning() -> tuple[int, bool]:
-    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if it is saving.
+def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, bool]:
+    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if a function asks.
 
     Lightning fetches one batch ahead where the loader has no length. With ``limit_train_batches``, and after the last
     batch of an epoch, only Lightning knows that the next epoch begins.
     """
-    frame = called_by("on_save_checkpoint", "lightning") or called_by("on_save_checkpoint", "pytorch_lightning")
+    frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
     loop = None if frame is None else frame.f_locals.get("self")
     ahead = getattr(getattr(loop, "_data_fetcher", None), "batches", ())
     is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)

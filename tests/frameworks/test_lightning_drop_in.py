@@ -87,14 +87,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-ON_THE_LAST_BATCH = pytest.mark.xfail(
-    reason="the rest of the epoch is empty, and Lightning counts it as an epoch; so it is with torchdata's loader"
-)
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=ON_THE_LAST_BATCH if place == "last batch" else ()) for place in PLACES]
-)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_trains_every_batch_once(
     lightning: Any, model: Any, place: str, num_workers: int, tmp_path: Path

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.integrations.callers import called_by, refuse_skipping
+from sharded_loader.integrations.callers import called_by, fetched_by_lightning, refuse_skipping
+from sharded_loader.torch import DataLoader
 
 
 def library() -> types.ModuleType:
@@ -36,3 +40,45 @@ def test_only_iterable_data_refuses_to_be_skipped(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TypeError, match=r"prepare\(\)"):
         skip(lambda: stream.multiprocessing_context)
     assert skip(lambda: listed.multiprocessing_context) is None
+
+
+class FitLoop:
+    """What Lightning's loop knows while it saves a checkpoint."""
+
+    def __init__(self, ahead: int, is_over: bool) -> None:
+        self._data_fetcher = types.SimpleNamespace(batches=[None] * ahead)
+        self.epoch_loop = types.SimpleNamespace(_num_ready_batches_reached=lambda: is_over)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_what_lightning_has_fetched_ahead_is_not_done(monkeypatch: pytest.MonkeyPatch, make: Any, stream: bool) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    module = types.ModuleType("lightning.pytorch.loops.fit_loop")
+    exec("def on_save_checkpoint(self): return self.state_dict()", vars(module))
+
+    def saved(loader: Any, **knows: Any) -> Any:
+        loop: Any = FitLoop(**knows)
+        loop.state_dict = loader.state_dict
+        return module.on_save_checkpoint(loop)
+
+    def rest(state: Any) -> list[list[int]]:
+        other = make(Stream() if stream else range(8), batch_size=2)
+        other.load_state_dict(state)
+        return [batch.tolist() for batch in other]
+
+    loader = make(Stream() if stream else range(8), batch_size=2)
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert rest(loader.state_dict()) == rest(saved(loader, ahead=0, is_over=False)) == [[4, 5], [6, 7]]
+    assert rest(saved(loader, ahead=1, is_over=False)) == [[2, 3], [4, 5], [6, 7]]
+    if stream or make is DataLoader:  # Lightning tells our samplers the epoch
+        assert rest(saved(loader, ahead=0, is_over=True)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert fetched_by_lightning() == (0, False)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Iterable data."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
