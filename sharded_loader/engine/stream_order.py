@@ -259,6 +259,7 @@ class EpochTold:
         elif begun.epoch != epoch:
             warnings.warn(
                 f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.epoch}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the dataset a __len__",
+                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the "
+                f"dataset a __len__",
                 stacklevel=2,
             )
