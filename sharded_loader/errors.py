@@ -331,6 +331,13 @@ def set_notes(error: BaseException, notes: list[str]) -> None:
         return
 
 
+HAS_ENDED = (
+    "has ended too early: its generator raised, and a generator cannot go on after that. Its other samples are lost. "
+    "Catch the error inside the generator, or give an iterator whose __next__ can go on"
+)
+"""The end of a note on the error that ended a part of iterable data, although ``on_error`` skipped it."""
+
+
 def add_note(error: BaseException, text: str) -> None:
     """`BaseException.add_note`, for every Python and every exception class."""
     set_notes(error, [*notes_of(error), text])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
-from sharded_loader.errors import TooManySkippedError, text_of
+from sharded_loader.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.notices import Notices
 from sharded_loader.sampling.base import check_int
 
@@ -253,6 +253,8 @@ class Meter:
         del self.skipped[: -self.KEPT]
         for index, error in skipped:
             why = f"{type(error).__name__}: {text_of(error)}"
+            for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
+                self.notices.warn(note, f"{note} (in {where}; {why})")
             self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
         count, limit = before + len(skipped), self.max_skipped
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])

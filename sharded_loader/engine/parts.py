@@ -162,6 +162,11 @@ class OpenPart:
         self._items, self.advance = None, _nothing
 
     @property
+    def is_over(self) -> bool:
+        """Whether the samples come from a generator that has ended, as each one does that raises."""
+        return getattr(self._items, "gi_frame", self) is None
+
+    @property
     def is_stateful(self) -> bool:
         """Whether the dataset, or its iterator, can say where it is."""
         return self._has_state or self._last_state is not None or is_stateful(self._items)

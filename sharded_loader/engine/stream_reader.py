@@ -29,6 +29,7 @@ from sharded_loader.engine.parts import Copies, OpenPart, checksum
 from sharded_loader.engine.reader import Bad, Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.engine.worker_info import here
+from sharded_loader.errors import HAS_ENDED, add_note
 from sharded_loader.rng import SampleScope, derive_key, reading
 from sharded_loader.sampling.shards import shard_sizes
 
@@ -175,6 +176,8 @@ class StreamReader(Reader):
                         if not tolerant or at.passes(error):
                             raise
                         samples.append(self._in_place_of(indices[place], error, at))
+                        if opened.is_over:
+                            add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
         except BaseException as error:
             failed = not at.passes(error)
             raise
