@@ -297,7 +297,7 @@ class EpochIterator(Iterator[Batch]):
         """
         error = self._meter.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)
-        if error is not None:
+        if error is not None or result.error is not None:
             return error
         if result.batch is NOTHING:
             message = f"{where} was left out"
