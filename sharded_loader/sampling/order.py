@@ -177,7 +177,7 @@ class EpochOrder:
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
             steps_per_epoch=self._steps,
-            num_replicas=None if self._steps is None else self.replicas()[0],
+            num_replicas=self.replicas()[0] if self.replicated or self._steps is not None else None,
         )
 
     def differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:

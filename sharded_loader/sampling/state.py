@@ -127,7 +127,7 @@ class Signature:
         batch_size, last_batch: None with a given batch sampler.
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
         steps_per_epoch: batches in an epoch, if the loader was told.
-        num_replicas: the number of ranks, if ``steps_per_epoch`` makes an epoch depend on it.
+        num_replicas: the number of ranks; None: one rank that was not told, or a state of an earlier version.
     """
 
     seed: int = _entry(_integer())
@@ -248,7 +248,7 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
     Args:
         saved: of the state.
         own: of the loader.
-        strict: whether another batch size matters.
+        strict: whether another batch size matters. The same number of samples in a step of all ranks never does.
 
     Example:
         >>> one = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
@@ -261,8 +261,11 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
     names = {one.name for one in other}
     if names & {"dataset_length", "sampler"}:
         names.discard("sampler_length")  # it follows from them
-    if not strict and saved.unit == own.unit:
+    same_step = [one.batch_size and one.batch_size * (one.num_replicas or 1) for one in (saved, own)]
+    if saved.unit == own.unit and (not strict or same_step[0] == same_step[1]):
         names.discard("batch_size")
+    if own.steps_per_epoch is None:
+        names.discard("num_replicas")  # otherwise where an epoch begins depends on it
     found = []
     for one in other:
         if one.name in names and (text := one.metadata["differs"]) is not None:
