@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from indices import BOTH, IN_FRAMEWORKS, Numbered, epochs, numbers
+
+from sharded_loader.torch import DataLoader
 
 pytestmark = IN_FRAMEWORKS
 
@@ -61,3 +64,25 @@ def test_training_goes_on_from_a_saved_state(engine: Any, make: Any) -> None:
     for length, count in ((4, 1), (6, 1)):
         engine.Engine(lambda _, batch: seen.append(numbers(batch))).run(again, max_epochs=count, epoch_length=length)
     assert seen == sum(epochs(make, 3, **OPTIONS), [])
+
+
+@pytest.mark.parametrize("stop_at", [4, 6, 8])
+def test_the_deterministic_engine_goes_on_exactly(engine: Any, stop_at: int) -> None:
+    """It seeds every epoch itself, and builds the loader again from its attributes."""
+    from ignite.engine.deterministic import DeterministicEngine
+
+    def run(state: Any = None) -> tuple[list[list[int]], dict[str, Any]]:
+        torch.manual_seed(1)
+        seen: list[list[int]] = []
+        saved: dict[str, Any] = {}
+        trainer = DeterministicEngine(lambda _, batch: seen.append(numbers(batch)))
+        trainer.add_event_handler(
+            engine.Events.ITERATION_COMPLETED(once=stop_at), lambda: saved.update(trainer.state_dict())
+        )
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.run(DataLoader(Numbered(), batch_size=4, shuffle=True, num_workers=2), max_epochs=3)
+        return seen, saved
+
+    whole, state = run()
+    assert run(state)[0] == whole[stop_at:]
