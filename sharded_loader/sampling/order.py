@@ -236,6 +236,8 @@ class EpochOrder:
         """Make ``epoch`` the one that comes next."""
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
+        if self._user is None:
+            self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
 
     def read(self, epoch: int, position: Position | None = None) -> EpochReading:
         """The epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.utils.data as torch_data
 
-from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler
+from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler, ShardedDataLoader
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.state import Position, Signature
@@ -160,3 +160,12 @@ def test_arguments_that_contradict_each_other_are_rejected(
 ) -> None:
     with pytest.raises(error, match=message):
         order(**given)
+
+
+def test_the_samplers_of_a_loader_begin_the_epoch_that_the_loader_was_told() -> None:
+    loader = ShardedDataLoader(range(12), 4, shuffle=True, seed=1)
+    loader.set_epoch(2)
+    shown = [list(batch) for batch in loader.batch_sampler]
+    loader.set_epoch(2)
+    samples = list(loader.sampler)
+    assert shown == [batch.tolist() for batch in loader] and samples == sum(shown, [])
