@@ -261,6 +261,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement
         given.update(batch_size=1, drop_last=False, sampler=None, shuffle=None)
         given["batch_sampler"] = _shard(loader.batch_sampler, accelerator, drops)
     elif batched:
+        _same_order(loader, accelerator)
         given.update(batch_size=1, drop_last=False, sampler=None)
     prepared = _made(PreparedDataLoader, given, None)
     prepared._synchronized = synchronized
@@ -317,12 +318,16 @@ def _shard(batch_sampler: Any, accelerator: Any, drop_last: bool) -> Any:
 
 
 def _same_order(loader: DataLoader[Any], accelerator: Any) -> torch.Generator | None:
-    """See to it that all ranks draw the same order; the generator to synchronise at each epoch, if there is one."""
+    """See to it that all ranks draw the same order, and that ``skip_first_batches`` can draw it again.
+
+    Returns:
+        The generator to synchronise at each epoch, if there is one.
+    """
     for one in nested(loader.batch_sampler):
         if type(one) is ShuffleSampler and one.generator is None:
             one.seed = _broadcast(one.begin_state()["next"][0] if one.seed is None else one.seed)
             return None
-        if isinstance(one, RandomSampler):
+        if isinstance(one, RandomSampler) and accelerator.num_processes > 1:
             if one.generator is None:
                 one.generator = torch.Generator()
                 one.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
