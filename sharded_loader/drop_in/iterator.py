@@ -275,7 +275,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return self._processes
 
     def _shutdown_workers(self) -> None:
-        """End the workers; twice is fine."""
+        """End the workers. Safe to call twice."""
         if not self._shutdown:
             if self._pool.started:
                 self._processes = self._workers
