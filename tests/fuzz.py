@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader import SampleError, ShardedDataLoader
+from sharded_loader import SampleError, ShardedDataLoader, interleave
 from tests import conftest, fuzz_cases
 from tests.naive import Failure, NaiveIterator, NaiveLoader
 
@@ -469,6 +469,22 @@ class Case:
             raise Difference(f"num_skipped is {pair.loader.num_skipped} instead of {pair.naive.skipped}")
 
 
+def check_shares(seed: int) -> None:
+    """A random mixture on a random number of ranks: a random rank is near to its shares after each of its samples."""
+    rng = random.Random(f"shares {seed}")
+    weights = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
+    ranks, size = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16]), rng.randint(1, 16)
+    sources = [np.full(400 * ranks * weight, number) for number, weight in enumerate(weights)]
+    mixed = interleave(sources, weights, seed=rng.randint(0, 99))
+    positions = np.arange(rng.randrange(ranks), len(mixed), ranks)[:600]
+    loader = ShardedDataLoader(mixed, size, num_replicas=ranks, rank=int(positions[0]))
+    found = np.concatenate([np.asarray(batch) for batch, _ in zip(loader, range(-(-600 // size)), strict=False)])
+    counts = np.cumsum(found[:, None] == np.arange(len(weights)), axis=0)
+    off = np.abs(counts - np.arange(1, len(found) + 1)[:, None] * np.array(weights) / sum(weights)).max()
+    if off > 15:
+        raise Difference(f"rank {positions[0]} of {ranks} is {off:.1f} samples away from its shares {weights}")
+
+
 def run_case(seed: int, processes: bool = True) -> int:
     """Run one case; if wanted, with threads in the place of processes.
 
@@ -479,6 +495,8 @@ def run_case(seed: int, processes: bool = True) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches that are left out
         try:
+            if seed % 10 == 0:
+                check_shares(seed)
             case = Case(seed, processes)
             return case.run()
         except Exception as error:
