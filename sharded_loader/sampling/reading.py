@@ -35,13 +35,14 @@ from sharded_loader.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import (
     Replay,
+    known_length,
     len_epoch,
     name_of,
     over_replay,
     table_of,
 )
 from sharded_loader.sampling.listed import Listed
-from sharded_loader.sampling.rollover import Rolling
+from sharded_loader.sampling.rollover import ENDLESS, Rolling
 from sharded_loader.sampling.state import Checkpoint, Position, Signature
 from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
 
@@ -283,7 +284,8 @@ class _Rolling:
 
     def __init__(self, source: Source, epoch: int, position: Position | None) -> None:
         self._source = source
-        self.length_of_epoch = length = len_epoch(source.items, 0)
+        endless = source.steps is not None and known_length(source.items, 0) is None
+        self.length_of_epoch = length = ENDLESS if endless else len_epoch(source.items, 0)
         self._before = epoch * length
         size = source.batch_size or 1
         rolling = Rolling(length, size, epoch, source.replicas, None, source.steps)

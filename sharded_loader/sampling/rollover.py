@@ -21,6 +21,9 @@ import numpy as np
 from sharded_loader.sampling.tables import Batched, Dealt, Table, joined, parts
 from sharded_loader.shuffle import Indices
 
+ENDLESS = 1 << 61
+"""The length of a sampler that has none, under ``steps_per_epoch``: no run comes to its end."""
+
 
 class Rolling:
     """The batches of one epoch with rollover: a stretch of the endless sequence of epochs.
@@ -190,6 +193,11 @@ class Endless(Table):
             self._refuse(found)
 
     def _refuse(self, found: Any) -> None:
+        if self._stretch.length == ENDLESS:
+            raise ValueError(
+                f"the sampler, a {self._name}, has no length and ended after {found} items: give it a __len__, so that "
+                f"it can start over under steps_per_epoch="
+            )
         raise ValueError(
             f"the sampler, a {self._name}, yielded {found} items in epoch {self._epoch}, but its length is "
             f"{self._stretch.length}: correct its __len__, or do without last_batch='rollover' and steps_per_epoch="

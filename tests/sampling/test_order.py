@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -169,3 +170,13 @@ def test_the_samplers_of_a_loader_begin_the_epoch_that_the_loader_was_told() -> 
     loader.set_epoch(2)
     samples = list(loader.sampler)
     assert shown == [batch.tolist() for batch in loader] and samples == sum(shown, [])
+
+
+def test_steps_per_epoch_reads_an_endless_sampler_on_from_epoch_to_epoch() -> None:
+    class Endless:
+        def __iter__(self):
+            return (number % 50 for number in itertools.count())
+
+    loader = ShardedDataLoader(range(50), 3, sampler=Endless(), steps_per_epoch=4)
+    epochs = [[number for batch in loader for number in batch.tolist()] for _ in range(5)]
+    assert sum(epochs, []) == [number % 50 for number in range(60)] and len(loader) == 4
