@@ -17,13 +17,13 @@ from typing import Any
 
 from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.callers import refuse_skipping
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.epochs import Epochs
-from sharded_loader.integrations.callers import refuse_skipping
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder

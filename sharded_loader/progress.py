@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from sharded_loader.callers import fetched_by_lightning
 from sharded_loader.data.fingerprint import warn_of_other_data
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.integrations.callers import fetched_by_lightning
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.state import Position
 

@@ -21,6 +21,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_max_skipped, refuse_unknown_of_torch
+from sharded_loader.callers import called_by, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
@@ -29,7 +30,6 @@ from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.readers import reader_for
-from sharded_loader.integrations.callers import called_by, refuse_skipping
 from sharded_loader.iterator import Batch
 from sharded_loader.notices import Notices
 from sharded_loader.sampling.base import nested, tell_epoch

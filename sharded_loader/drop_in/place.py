@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sharded_loader.callers import fetched_by_lightning
 from sharded_loader.drop_in.start import generator_state
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition, differences
-from sharded_loader.integrations.callers import fetched_by_lightning
 
 
 class Place:

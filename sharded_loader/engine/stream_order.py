@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from sharded_loader.callers import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.engine.stream_state import StreamPosition, StreamSignature, differences, dump, parse
-from sharded_loader.integrations.callers import fetched_by_lightning
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import check_steps

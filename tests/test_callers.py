@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.integrations.callers import called_by, fetched_by_lightning, refuse_skipping
+from sharded_loader.callers import called_by, fetched_by_lightning, refuse_skipping
 from sharded_loader.torch import DataLoader
 
 
