@@ -35,7 +35,7 @@ collect_ignore = ["frameworks/recorder.py", "integrations/accelerated.py"]
 HELPERS = ("resource_tracker", "forkserver")
 # Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.
 KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvidia|\.ttf$")
-PATIENCE = 3.0
+PATIENCE = 60.0
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no reason to fail
 hypothesis.settings.load_profile("untimed")

@@ -114,14 +114,14 @@ class Holder(threading.Thread):
 def test_one_thread_at_a_time_and_who_waits_for_whom_is_known() -> None:
     holder, waiter = Holder(), Holder()
     holder.start()
-    assert holder.has_them.wait(5)
+    assert holder.has_them.wait(300)
     waiter.start()
     while holder_before(waiter.ident) is None:
         assert not waiter.has_them.is_set()
     assert holder_before(waiter.ident) == holder.ident
     assert holder_before(holder.ident) is None
     holder.go_on.set()
-    assert waiter.has_them.wait(5)
+    assert waiter.has_them.wait(300)
     waiter.go_on.set()
     holder.join()
     waiter.join()
@@ -130,7 +130,7 @@ def test_one_thread_at_a_time_and_who_waits_for_whom_is_known() -> None:
 def test_the_turn_of_a_thread_that_hangs_is_ended_for_it() -> None:
     before, holder = states(), Holder()
     holder.start()
-    assert holder.has_them.wait(5)
+    assert holder.has_them.wait(300)
     assert not free_globals_of(threading.get_ident())
     assert holder_before(holder.ident) is None and states() != before
     assert free_globals_of(holder.ident)
@@ -147,7 +147,7 @@ def test_the_turn_of_a_thread_that_hangs_is_ended_for_it() -> None:
 def test_a_forked_child_does_not_wait_for_a_thread_that_is_gone() -> None:
     holder = Holder()
     holder.start()
-    assert holder.has_them.wait(5)
+    assert holder.has_them.wait(300)
     pid = os.fork()
     if pid == 0:
         with seeded_globals(1):
@@ -171,8 +171,8 @@ def test_who_waits_for_the_global_generators_says_for_whom(
     waits = threading.Thread(target=wait_for_it, name="impatient")
     with seeded_globals(1):
         waits.start()
-        assert told.wait(5)
-    waits.join(5)
+        assert told.wait(300)
+    waits.join(300)
     assert not waits.is_alive()
     said = capsys.readouterr().err
     assert (

@@ -149,4 +149,4 @@ def test_a_loader_inside_a_batchify_fn_uses_its_own_memory(memory):
 
 def test_it_costs_no_torch():
     code = "import sys, sharded_loader; sharded_loader.empty(3); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -26,7 +26,7 @@ def interrupt(command: Sequence[str], until_it_works: Callable[[subprocess.Popen
     try:
         found = until_it_works(running)
         os.killpg(running.pid, signal.SIGINT)
-        out, said = running.communicate(timeout=30)
+        out, said = running.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)

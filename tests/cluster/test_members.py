@@ -83,4 +83,4 @@ def test_in_a_thread_of_rays_own_nobody_waits_for_ray(monkeypatch: pytest.Monkey
     seen = types.SimpleNamespace(current_thread=Foreign, _DummyThread=Foreign, Thread=threading.Thread)
     monkeypatch.setattr(members, "threading", seen)
     stop_from_anywhere(actors)
-    assert ray.killed.get(timeout=10) == ("a", "Thread")
+    assert ray.killed.get(timeout=300) == ("a", "Thread")

@@ -148,7 +148,7 @@ def test_reading_it_copies_no_page_of_a_forked_worker():
     grown = {}
     for kind in ("list", "packed"):
         run = subprocess.run(
-            [sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=300, check=True
         )
         grown[kind] = int(run.stdout)
     assert grown["list"] > 10_000 > 2_000 > grown["packed"], grown  # KB

@@ -48,7 +48,7 @@ def test_the_readme_has_scripts_and_loops() -> None:
 def test_scripts_of_the_readme_run_as_they_stand(script: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=60
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -118,7 +118,7 @@ def test_a_worker_is_shown_as_torch_shows_it() -> None:
     assert isinstance(worker, Worker)
     assert worker.is_alive() and worker.exitcode is None
     worker.terminate()
-    worker.join(30)
+    worker.join(300)
     assert not worker.is_alive() and other.is_alive()
     assert flat(batches) == list(range(8))
     assert worker.exitcode == -signal.SIGKILL

@@ -297,7 +297,7 @@ class Slow:
 
     def __getitem__(self, index: int) -> int:
         if index == 3:
-            self.go_on.wait(10)
+            self.go_on.wait(300)
         return index
 
 

@@ -469,7 +469,7 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, tmp_
     names = shared_memory_names()
     env = os.environ | {"SHARDED_LOADER_MEMORY": memory}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, env=env
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=env
     )
     assert done.returncode == -9 and not done.stderr
     assert shared_memory_names() == names
@@ -514,7 +514,7 @@ with warnings.catch_warnings():
 def _can_mount() -> bool:
     command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64m tmpfs /dev/shm"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
     except OSError:
         return False
 

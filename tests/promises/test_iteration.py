@@ -279,7 +279,7 @@ def test_close_wakes_a_thread_that_waits(worker_pool: Pool) -> None:
     thread.start()
     started.wait()
     loader.close()
-    thread.join(10)
+    thread.join(300)
     assert ended.is_set()
 
 
@@ -310,12 +310,12 @@ def test_prefetch_bounds_what_is_in_flight_and_may_change() -> None:
     iterator = iter(loader)
     next(iterator)
     for _ in range(4):
-        gate.begun.acquire(timeout=10)
+        gate.begun.acquire(timeout=300)
     assert not gate.begun.acquire(timeout=0.1)  # one delivered, three in flight
     loader.prefetch = 6
     next(iterator)
     for _ in range(4):
-        gate.begun.acquire(timeout=10)
+        gate.begun.acquire(timeout=300)
     assert not gate.begun.acquire(timeout=0.1)
     loader.prefetch = None  # type: ignore[assignment]
     assert loader.prefetch == 4
@@ -805,5 +805,5 @@ def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> No
         )
         for rank in range(2)
     ]
-    answers = [rank.communicate(timeout=60)[0] for rank in ranks]
+    answers = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert answers == ["1 0 0 [0, 2, 4, 6, 8]\n", "1 0 0 [1, 3, 5, 7, 9]\n"]

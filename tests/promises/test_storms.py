@@ -188,7 +188,7 @@ for number, batch in enumerate(stream(pool, 0.004, length)):
         victim = victims.choice(pool._workers)
         os.kill(victim.pid, signal.SIGKILL)
         if "sigpipe" in sys.argv:
-            victim.wait(5)  # so that something is sent to it before anybody looks
+            victim.wait(300)  # so that something is sent to it before anybody looks
 assert found == whole
 print("the same")
 """

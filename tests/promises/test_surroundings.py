@@ -32,7 +32,7 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(text))
     done = subprocess.run(
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
@@ -103,7 +103,7 @@ def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_
         child, *workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
         trainer.kill()
         trainer.wait()
-        gone, alive = psutil.wait_procs(workers, timeout=3)
+        gone, alive = psutil.wait_procs(workers, timeout=300)
         child.kill()
         trainer.stdout.close()
         print(len(gone), len(alive))
@@ -178,7 +178,7 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
                 if len(got) in (40, 120, 200):
                     handle = pool._workers[0]
                     handle.kill()
-                    handle.wait(10)
+                    handle.wait(300)
             assert pool._resources.template is template
             list(loader)
         assert got == list(range(400))
@@ -249,7 +249,7 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
                     os.kill(pid, number)
             for handle in list(pool._workers):  # here a signal ends a worker, which is replaced
                 os.kill(handle.pid, signal.SIGTERM)
-                handle.wait(10)
+                handle.wait(300)
             got += [index for batch in iterator for index in batch.tolist()]
             assert pool._resources.template is template and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]

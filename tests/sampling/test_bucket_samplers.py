@@ -76,11 +76,10 @@ def test_fewer_batches_than_shards_make_one_group_of_fewer() -> None:
 
 def test_many_lengths_are_sorted_into_buckets_in_a_moment() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, (200_000, 2))
-    begin = time.perf_counter()
+    begin = time.process_time()  # what other programs take does not count
     sampler = FixedBucketSampler(lengths, 64, shuffle=True, seed=1)
     assert sum(len(batch) for batch in sampler) == 200_000
-    # 0.1 s on a free machine; the bound is for machines under load.
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10  # 0.1 s on a free machine
 
 
 @pytest.mark.parametrize(
