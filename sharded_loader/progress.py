@@ -23,6 +23,7 @@ from sharded_loader.data.fingerprint import warn_of_other_data
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.state import Position
 
 Mark = tuple[int, Position | None, Run | None]
@@ -105,7 +106,10 @@ class Progress:
                 f"{self._order.dataset_length}: drop the position with "
                 f"set_epoch({position.epoch + 1}), and begin any epoch"
             )
-        return self.coming()
+        coming: Any = self.coming()
+        if position is None and self.shown is not None and isinstance(coming, EpochReading):
+            coming.go_on_from(self.shown.reading)
+        return coming
 
     def coming(self) -> Any:
         """The epoch that begins next, from the loaded position on if there is one."""

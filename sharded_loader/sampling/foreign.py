@@ -234,7 +234,7 @@ class ReplayTable(Streamed):
 
     def __init__(self, sampler: Any, epoch: int, seed: int, checkpoint: Checkpoint | None = None) -> None:
         super().__init__(lambda start: iter(()))
-        self._sampler, self._epoch, self._seed = sampler, epoch, seed
+        self._sampler, self.epoch, self._seed = sampler, epoch, seed
         self._rank, self._known_length = rank_of(sampler), known_length(sampler, epoch)
         self._checksum = 0
         self._head: list[Any] = []
@@ -267,7 +267,7 @@ class ReplayTable(Streamed):
             # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
             if not self._ended:
                 self._good = state
-        return Checkpoint(self._epoch, items, self._checksum, self._rank, self._ended, self._good)
+        return Checkpoint(self.epoch, items, self._checksum, self._rank, self._ended, self._good)
 
     def _own_state(self) -> Any:
         # A copy: some return the dict that they go on changing.
@@ -293,27 +293,31 @@ class ReplayTable(Streamed):
     def _again(self, positions: Indices) -> list[Any]:
         if positions[-1] < len(self._head):
             return [self._head[position] for position in positions.tolist()]
-        found = ReplayTable(self._sampler, self._epoch, self._seed).at(positions)
+        found = ReplayTable(self._sampler, self.epoch, self._seed).at(positions)
         if len(found) == len(positions):
             return found
-        where = f"item {positions[0]} of epoch {self._epoch}, which the sampler, a {type(self._sampler).__name__}"
+        where = f"item {positions[0]} of epoch {self.epoch}, which the sampler, a {type(self._sampler).__name__}"
         raise ValueError(f"the state cannot be resumed: it goes on at {where}, has passed and does not yield again")
 
 
 class Replay:
     """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
 
-    The first epoch that is read goes on at ``checkpoint``.
+    The first epoch that is read goes on at ``checkpoint``: in the table that ``before`` has read up to there, if there
+    is one. The items in front of it are then not read again.
     """
 
-    def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, sampler: Any, seed: int, checkpoint: Checkpoint | None, before: Replay | None = None) -> None:
         self.sampler, self._seed, self._checkpoint = sampler, seed, checkpoint
         self._table: ReplayTable | None = None
+        self._open = None if before is None else before._table
 
     def epoch_table(self, epoch: int) -> Table:
-        checkpoint, self._checkpoint = self._checkpoint, None
-        self._table = ReplayTable(self.sampler, epoch, self._seed, checkpoint)
-        return self._table
+        (checkpoint, self._checkpoint), (table, self._open) = (self._checkpoint, None), (self._open, None)
+        if table is None or table.epoch != epoch:
+            table = ReplayTable(self.sampler, epoch, self._seed, checkpoint)
+        self._table = table
+        return table
 
     def checkpoint(self) -> Checkpoint | None:
         """The position after what has been read; None if no epoch was opened."""

@@ -236,7 +236,7 @@ class EpochOrder:
         """Make ``epoch`` the one that comes next."""
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
-        if self._user is None:
+        if not self.given_batches:
             self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
 
     def read(self, epoch: int, position: Position | None = None) -> EpochReading:

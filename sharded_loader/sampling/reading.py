@@ -110,11 +110,27 @@ class EpochReading:
         self.carry = self.following() if self._line.is_behind else None
         self._table: Table | None = None
         self._replay: Replay | None = None
+        self._open_before: Replay | None = None  # as the epoch before has left it
         self.ready: dict[int, tuple[Any, int]] = {}
         self._coming = self.first  # the batch that a sampler of another library is read for next
         self._marks: dict[int, Checkpoint | None] = {self.first: self._position.mark}  # by number: before that batch
         self._ended = sys.maxsize  # no batch of this number, or of a greater one
         self._at_end: Checkpoint | None = None
+
+    def go_on_from(self, before: EpochReading) -> None:
+        """Go on where the epoch before has left a sampler of another library, if this one begins in its middle.
+
+        A sampler without a length stays open, since the way from its beginning would get longer with each epoch.
+        """
+        ended, line = before._at_end is not None, self._line
+        mark = before._at_end if ended else before._marks.get(before._coming)  # its loop was left
+        follows = before.epoch + 1 == self.epoch and before.signature == self.signature
+        if mark is None or not follows or before._foreign is not self._foreign or not isinstance(line, _Rolling):
+            return
+        if mark.state is not None or line.is_endless:
+            self._marks[self.first] = mark
+        if line.is_endless and ended:
+            self._open_before, before._replay = before._replay, None
 
     def again(self) -> EpochReading:
         """The same batches once more, for somebody who looks ahead. Not of a sampler of another library."""
@@ -164,7 +180,8 @@ class EpochReading:
     def _open(self, number: int) -> Table:
         items = self._listed or self._source.items
         if self._foreign is not None:
-            self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number])
+            self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number], self._open_before)
+            self._open_before = None
             items = over_replay(items, self._replay)
         return self._line.open(items)
 
@@ -284,8 +301,8 @@ class _Rolling:
 
     def __init__(self, source: Source, epoch: int, position: Position | None) -> None:
         self._source = source
-        endless = source.steps is not None and known_length(source.items, 0) is None
-        self.length_of_epoch = length = ENDLESS if endless else len_epoch(source.items, 0)
+        self.is_endless = source.steps is not None and known_length(source.items, 0) is None
+        self.length_of_epoch = length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
         self._before = epoch * length
         size = source.batch_size or 1
         rolling = Rolling(length, size, epoch, source.replicas, None, source.steps)

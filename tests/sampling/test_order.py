@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.utils.data as torch_data
 
 from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler, ShardedDataLoader
@@ -180,3 +181,122 @@ def test_steps_per_epoch_reads_an_endless_sampler_on_from_epoch_to_epoch() -> No
     loader = ShardedDataLoader(range(50), 3, sampler=Endless(), steps_per_epoch=4)
     epochs = [[number for batch in loader for number in batch.tolist()] for _ in range(5)]
     assert sum(epochs, []) == [number % 50 for number in range(60)] and len(loader) == 4
+
+
+class Counting:
+    """Counts without end, from 0 in each iteration."""
+
+    read = at = 0
+
+    def __iter__(self):
+        self.at = 0
+        while True:
+            self.read, self.at = self.read + 1, self.at + 1
+            yield (self.at - 1) % 50
+
+
+class Keeping(Counting):
+    """Goes on where it was, and has a state."""
+
+    def __iter__(self):
+        while True:
+            self.read, self.at = self.read + 1, self.at + 1
+            yield (self.at - 1) % 50
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class KeepingEpochs(Keeping):
+    """Also has a length, where it starts over."""
+
+    def __iter__(self):
+        for number in range(self.at % 50, 50):
+            self.at = number + 1
+            yield number
+
+    def __len__(self):
+        return 50
+
+
+@pytest.mark.parametrize("kind", [Counting, Keeping, KeepingEpochs])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_per_epoch_reads_on_in_each_epoch_and_after_a_state(kind: Any, ranks: int) -> None:
+    def loader() -> ShardedDataLoader:
+        return ShardedDataLoader(range(50), 3, sampler=kind(), steps_per_epoch=4, num_replicas=ranks, rank=0, seed=1)
+
+    expected = [number % 50 for number in range(0, 12 * 12 * ranks, ranks)]
+    one, read, states = loader(), [], []
+    for _ in range(12):
+        for batch in one:
+            read += batch.tolist()
+            states.append(one.state_dict())
+    assert read == expected
+    for done in (1, 3, 4, 5, 16, 18):
+        other = loader()
+        other.load_state_dict(states[done - 1])
+        rest = [number for _ in range(2) for batch in other for number in batch.tolist()]
+        assert rest == expected[3 * done :][: len(rest)] and len(rest) > 12
+
+
+@pytest.mark.parametrize("kind", [Counting, Keeping, KeepingEpochs])
+def test_steps_per_epoch_begins_the_next_epoch_at_its_place_after_a_loop_was_left(kind: Any) -> None:
+    loader = ShardedDataLoader(range(50), 3, sampler=kind(), steps_per_epoch=4)
+    first = [next(iter(loader)).tolist() for _ in range(6)]
+    assert first == [[(12 * epoch + number) % 50 for number in range(3)] for epoch in range(6)]
+
+
+def test_each_epoch_reads_as_much_of_a_sampler_without_a_length() -> None:
+    sampler = Counting()
+    loader = ShardedDataLoader(range(50), 3, sampler=sampler, steps_per_epoch=4)
+    for _ in range(10):
+        list(loader)
+    assert sampler.read == 120
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sampler_without_a_length_that_ends_under_steps_per_epoch_is_an_error(ranks: int) -> None:
+    class Ends:
+        def __iter__(self):
+            return iter(range(20))
+
+    loader = ShardedDataLoader(range(50), 3, sampler=Ends(), steps_per_epoch=2, num_replicas=ranks, rank=0)
+    with pytest.raises(ValueError, match="has no length and ended after 20 items: give it a __len__, so that it can"):
+        for _ in range(4):
+            list(loader)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch", "generator", "distributed", "own"])
+def test_the_batches_of_a_given_sampler_begin_the_epoch_that_the_loader_was_told(kind: str) -> None:
+    class Own:
+        def __iter__(self):
+            return iter(torch.randperm(12).tolist())
+
+        def __len__(self):
+            return 12
+
+    sampler = {
+        "ours": lambda: RandomSampler(12),
+        "torch": lambda: torch_data.RandomSampler(range(12)),
+        "generator": lambda: torch_data.RandomSampler(range(12), generator=torch.Generator()),
+        "distributed": lambda: torch_data.DistributedSampler(range(12), 2, 1),
+        "own": Own,
+    }[kind]()
+    loader = ShardedDataLoader(range(12), 2, sampler=sampler, seed=1)
+    loader.set_epoch(2)
+    shown = [list(batch) for batch in loader.batch_sampler]
+    assert shown == [batch.tolist() for batch in loader] and loader.epoch == 3
+    if kind in ("ours", "distributed"):  # these know their epochs themselves
+        loader.sampler.set_epoch(2)
+        samples = list(loader.sampler)
+        assert samples == sum(shown, []) and [batch.tolist() for batch in loader] == shown
+
+
+def test_a_given_batch_sampler_shows_the_epoch_that_it_was_told_itself() -> None:
+    loader = ShardedDataLoader(range(12), batch_sampler=BatchSampler(RandomSampler(12, seed=1), 4))
+    loader.batch_sampler.set_epoch(2)
+    shown = [list(batch) for batch in loader.batch_sampler]
+    assert shown == [batch.tolist() for batch in loader]
