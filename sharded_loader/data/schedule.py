@@ -4,7 +4,7 @@
     position n <-> (source, number of the sample among those of the source)
 
 Each source has an interval of the numbers from 0 to 2^32, as long as its share. The sample at position n belongs to the
-source whose interval has ``(start + n * STEP) mod 2^32``. `STEP` / 2^32 is near to the fraction of sqrt(3), so every
+source whose interval has ``(start + n * STEP) mod 2^32``. `STEP` / 2^32 is near to 1 - sqrt(1/2), so every
 n-th position visits all intervals evenly, for any n. A rank that reads every n-th sample has the shares of the whole.
 
 STEP is odd. So 2^32 positions visit each number once, and the schedule repeats after them. The number of earlier
