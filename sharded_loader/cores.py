@@ -21,7 +21,7 @@ FEW = 4
 
 def usable_cores() -> int:
     """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by a sandbox
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

@@ -27,7 +27,7 @@ from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_ind
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
 from sharded_loader.data.inspection import is_indexed, known_parts
-from sharded_loader.data.schedule import STEP, Schedule, whole_numbers
+from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, this_worker
 from sharded_loader.data.wrappers import View
 from sharded_loader.described import brief, refuse_class
@@ -105,10 +105,17 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
     given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
-    schedule = Schedule(whole_numbers(weights, len(given)), seed)
+    schedule = Schedule(whole_numbers(weights, len(given)), seed, max(map(_levels, given)))
     if all(map(is_indexed, given)):
         return InterleavedDataset(given, schedule, stop)
     return InterleavedIterable(given, schedule, stop)
+
+
+def _levels(dataset: Any) -> int:
+    """How many mixtures lie within each other in a dataset."""
+    own = isinstance(dataset, (InterleavedDataset, InterleavedIterable))
+    inside = dataset._datasets if isinstance(dataset, InterleavedIterable) else getattr(dataset, "_inside", ())
+    return own + max(map(_levels, inside), default=0)
 
 
 def _checked(dataset: Any, number: int) -> Any:
@@ -261,7 +268,7 @@ class InterleavedIterable:
         wrong = TypeError(f"interleave: {state!r} is no state of a mixture: give what state_dict() returned")
         if not isinstance(state, Mapping) or not here.keys() - {"schedule"} <= state.keys():
             raise wrong
-        if state.get("schedule") != STEP:
+        if state.get("schedule") != self._schedule.step:
             raise ValueError(
                 "interleave: the state was saved by an earlier version, which mixed in another order: begin the epoch "
                 "again, or finish it with that version"
@@ -280,7 +287,7 @@ class InterleavedIterable:
 
     def _beginning(self) -> dict[str, Any]:
         schedule = self._schedule
-        facts = {"schedule": STEP, "weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop}
+        facts = {"schedule": schedule.step, "weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop}
         return facts | {"epoch": self._epoch, "position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
 
     def __repr__(self) -> str:

@@ -367,7 +367,7 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     assert sorted(sum(batches, [])) == sorted(everything - lost)
 
 
-@pytest.mark.filterwarnings("ignore:epoch 0, batch 0 was left out")
+@pytest.mark.filterwarnings("ignore:epoch 0, batch 0 was left out", "ignore:part . of 4 has ended too early")
 @covering(1, pool=POOLS, at=[(0, 0), (3, 5)], on_error=["skip", "replace", "call"], kind=[Parts, GoOn])
 def test_bad_samples_are_left_out_or_replaced(
     pool: str, at: tuple[int, int], on_error: str, kind: Callable[..., Any]

@@ -325,6 +325,7 @@ class Halves:
         return iter(range(part, 20, parts))
 
 
+@pytest.mark.filterwarnings("ignore:part . of 4 has ended too early")
 @pytest.mark.parametrize("kind", [Parts, GoOn])
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_samples_that_were_left_out_are_so_again(kind: Callable[..., Any], on_error: str) -> None:
