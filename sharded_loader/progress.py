@@ -206,4 +206,5 @@ class Progress:
 
 
 def _only_batch_size(found: list[str], strict: bool) -> bool:
-    return strict and len(found) == 1 and found[0].startswith("batch_size") and "None" not in found[0]
+    wrong = found[0]
+    return strict and len(found) == 1 and wrong.startswith("batch_size") and "None" not in wrong and "stay" not in wrong

@@ -70,6 +70,11 @@ _COMPARED = {
     "steps_per_epoch": "steps_per_epoch was {was}, and is {now}",
 }
 
+_STAYS = (
+    " (within an epoch{steps} it must stay {was}, because all samples of a batch come from one part of the iterable "
+    "data; the number of ranks may change: load the states of all ranks)"
+)
+
 
 def differences(
     saved: StreamSignature, own: StreamSignature, position: StreamPosition, strict: bool = True
@@ -83,14 +88,19 @@ def differences(
         strict: whether another batch size matters at the beginning of an epoch.
     """
     found = []
+    begins = not position.counts  # no batch of the epoch was read
+    same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
         found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
     for name, text in _COMPARED.items():
         was, now = getattr(saved, name), getattr(own, name)
-        same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
-        begins = name == "batch_size" and not position.counts  # no batch of the epoch was read
-        if was != now and not (begins and (same_step or not strict)):
-            found.append(text.format(was=was, now=now))
+        if was == now or (name == "batch_size" and begins and (same_step or not strict)):
+            continue
+        found.append(text.format(was=was, now=now))
+        if name == "batch_size" and not begins:
+            found[-1] += _STAYS.format(
+                was=was, steps="" if own.steps_per_epoch is None else " and with steps_per_epoch=,"
+            )
     missing = [part for part in own.parts_of_rank() if part not in position.counts]
     if not found and position.counts and missing:
         found.append(

@@ -24,9 +24,11 @@ from sharded_loader import (
     ShardedDataLoader,
     SimpleDataset,
     SubsetDataset,
+    interleave,
     sample_rng,
 )
 from sharded_loader.data.fingerprint import fingerprint_of
+from sharded_loader.data.schedule import Schedule
 
 
 class Files:
@@ -163,3 +165,21 @@ def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data() -> None:
     assert loader.state_dict()["data"] == before
     loader.refresh()
     assert loader.state_dict()["data"] == fingerprint_of(data) != before
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_over_a_mixture_knows_weights_seed_and_turns(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(weights: Any, seed: int = 0) -> ShardedDataLoader:
+        mixed = interleave([range(600), range(600, 1200)], weights, seed)
+        return ShardedDataLoader((interleave([mixed, [1] * 900]) if nested else mixed).take(400), 4, seed=0)
+
+    state = json.loads(json.dumps(loader([3, 1]).state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader([6, 2]).load_state_dict(state)
+    for other in (loader([1, 3]), loader([3, 1], seed=1)):
+        with pytest.warns(LoaderWarning, match="saved with other data"):
+            other.load_state_dict(state)
+    monkeypatch.setattr(Schedule, "owner", lambda schedule, position: position % 2)  # as another version may mix
+    with pytest.warns(LoaderWarning, match="saved with other data"):
+        loader([3, 1]).load_state_dict(state)

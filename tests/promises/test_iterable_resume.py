@@ -30,7 +30,7 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool
+from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool, interleave
 
 
 def through_json(state: Any) -> Any:
@@ -554,3 +554,37 @@ def test_a_buffer_may_be_part_of_the_state() -> None:
         pickle.dump(save_after(Buffered(), count, streams=1, pool="fork"), stream)
         state = pickle.loads(stream.getvalue())
         assert next(go_on(Buffered(), state, pool=InlinePool(), streams=1)) == whole[count:]
+
+
+@pytest.mark.filterwarnings("ignore:each rank reads parts of its own")
+@pytest.mark.parametrize("steps", [None, 3])
+def test_4_ranks_of_4_go_on_as_2_ranks_of_8_only_at_the_beginning_of_an_epoch(steps: int | None) -> None:
+    def part(number: int, parts: int) -> Iterator[int]:
+        return iter(range(1000 * number, 1000 * number + 40))
+
+    def loader(ranks: int, rank: int, size: int) -> ShardedDataLoader:
+        mixed = interleave([part])
+        return ShardedDataLoader(mixed, size, num_replicas=ranks, rank=rank, streams=4, steps_per_epoch=steps)
+
+    states, read = [], []
+    for rank in range(4):
+        one = loader(4, rank, 4)
+        batches = iter(one)
+        read += [number for _ in range(2) for number in values(next(batches))]
+        states.append(one.state_dict())
+    stays = "within an epoch and with steps_per_epoch=, it must stay 4" if steps else "within an epoch it must stay 4"
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"batch_size was 4, and is 8 .{stays}") as caught:
+            loader(2, 0, 8).load_state_dict(states, strict=strict)
+        assert "strict=False" not in str(caught.value)
+    for rank in range(2):
+        other = loader(2, rank, 4)
+        other.load_state_dict(states)
+        read += [number for batch in other for number in values(batch)]
+    assert len(set(read)) == len(read) and len(read) == (160 if steps is None else 32 + 2 * 4)
+    if steps is None:
+        ended = loader(4, 0, 4)
+        list(ended)
+        wider = loader(2, 0, 8)
+        wider.load_state_dict(ended.state_dict())
+        assert (wider.epoch, wider.position) == (1, 0)
