@@ -113,6 +113,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if before is None:
             _load_generator(loader.generator, state)
         self._start = _start_of(loader, state)
+        if loader.num_workers == 0 and draws and state is not None:
+            _load_dataset(loader.dataset, state)
         super().__init__(loader)
         if before is not None:
             _load_generator(loader.generator, state)
@@ -181,7 +183,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             elif items is None:
                 items = start.begin()
             points = self._before
-            if not ignores_state:
+            if not ignores_state and not (finished and loader.num_workers == 0):
                 datasets = enumerate((found or {}).get("datasets", ()))
                 points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
@@ -206,7 +208,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before, epoch)
         if loader.num_workers == 0:
-            self._prime(plan, reading, is_new=state is None)
+            self._prime(plan, reading, is_new=state is None or finished)
 
     def _prime(self, plan: LanePlan | StreamPlan, reading: Any, is_new: bool) -> None:
         """Ask for the iterator of a dataset that is read in this process, and for its state, as torch does now."""
@@ -303,6 +305,17 @@ def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
     """Give the user's generator the state that it had."""
     if generator is not None and state is not None and "_generator" in state:
         set_generator(generator, state["_generator"])
+
+
+def _load_dataset(dataset: Any, state: dict[str, Any]) -> None:
+    """Give a map-style dataset of this process the state from the end of an epoch.
+
+    It may put the global generator back, so it comes before the next epoch draws its seed.
+    """
+    if not isinstance(dataset, IterableDataset) and is_stateful(dataset):
+        for one in state["_sampler"].get("datasets", ())[-1:]:
+            if one is not None:
+                dataset.load_state_dict(copy.deepcopy(one))
 
 
 def _start_of(loader: Any, state: dict[str, Any] | None) -> Any:

@@ -178,3 +178,37 @@ def test_an_order_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: 
     for arguments in ({}, {"seed": 1}, {"generator": seeded()}):
         with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*ShardedDataLoader"):
             next(iter(DataLoader(range(10**9), 2, shuffle=True, **arguments)))
+
+
+class PutsBack:
+    """Its state has the global generator, which `load_state_dict` puts back."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_a_dataset_that_puts_the_generator_back_changes_no_later_epoch(asks_first: bool) -> None:
+    torch.manual_seed(3)
+    loader = DataLoader(PutsBack(), 30, shuffle=True)
+    epochs = [batch.tolist() for _ in range(4) for batch in loader]
+    torch.manual_seed(3)
+    loader = DataLoader(PutsBack(), 30, shuffle=True)
+    found = [batch.tolist() for _ in range(2) for batch in loader]
+    other = DataLoader(PutsBack(), 30, shuffle=True)
+    other.load_state_dict(loader.state_dict())
+    batches = iter(other)
+    if asks_first:
+        other.state_dict()
+    found += [batch.tolist() for batch in batches]
+    found += [batch.tolist() for batch in other]
+    assert found == epochs
