@@ -25,7 +25,7 @@ from sharded_loader.callers import called_by, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
-from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
@@ -128,15 +128,18 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         )
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
-        self._epoch, self._is_told = 0, False  # that the next iter() begins; whether `set_epoch` was called
+        self._epochs, self._is_told = EpochCount(), False  # whether `set_epoch` was called
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
         self._job: Job | None = None  # of the newest epoch
         self._data: str | None = None  # the dataset's fingerprint
-        if shuffle and sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
+        if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
-            sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
+            if shuffle:
+                sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
+            elif seed is not None:
+                sampler = InOrderSampler(dataset)
         super().__init__(
             dataset,
             batch_size,
@@ -225,7 +228,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._epoch, self._is_told = None, epoch, True
+        self._prepared, self._epochs.next, self._is_told = None, epoch, True
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -311,7 +314,8 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
         gone = ("_iterator", "_place", "_prepared", "_loaded", "_job")
-        return {**self.__dict__, **dict.fromkeys(gone), "_meter": Meter(self.dataset, Notices(), self.max_skipped)}
+        own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
+        return {**self.__dict__, **dict.fromkeys(gone), **own}
 
 
 leave_alone(DataLoader.__iter__)

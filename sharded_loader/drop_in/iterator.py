@@ -160,7 +160,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         drawn = int(self._base_seed if state is None or ignores_state else state["_base_seed"])
         start = self._start
         epoch = _epoch_of(loader, start, state, finished)
-        loader._epoch = epoch + 1
+        loader._epochs.next = epoch + 1
         seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
         split = make_split(self._devices, self._sharded, loader.num_shards)
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
@@ -206,7 +206,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._inner = EpochIterator(None, one, self._pipeline, place, meter, one)  # type: ignore[arg-type]
         self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
-        self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before, epoch)
+        self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before)
         if loader.num_workers == 0:
             self._prime(plan, reading, is_new=state is None or finished)
 
@@ -297,7 +297,7 @@ def _epoch_of(loader: Any, start: SamplerStart | None, state: dict[str, Any] | N
     if start is not None and shuffle is not None and shuffle.seed is not None:
         return int(start.state.get("shuffle", {}).get("epoch", shuffle.epoch))
     if state is None:
-        return int(loader._epoch)
+        return int(loader._epochs.next)
     return int(state.get("_epoch", 0)) + finished
 
 
@@ -323,7 +323,8 @@ def _start_of(loader: Any, state: dict[str, Any] | None) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         return None
     finished = state is not None and bool(state["_iterator_finished"])
-    return SamplerStart(loader._index_sampler, None if state is None else state["_sampler"], finished)
+    found = None if state is None else state["_sampler"]
+    return SamplerStart(loader._index_sampler, found, finished, loader._epochs)
 
 
 def _close(close_pool: Any, close_placement: Any) -> None:

@@ -31,7 +31,6 @@ class Place:
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received before.
         before: of parts of iterable data, how the workers that live on have left them.
-        epoch: its number.
     """
 
     def __init__(
@@ -43,13 +42,11 @@ class Place:
         base_seed: int,
         yielded: int,
         before: Mapping[int, PartPoint],
-        epoch: int,
     ) -> None:
         self._before = before
         self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
-        self._epoch = epoch
         self._epoch_of_dataset = None if order is None else getattr(loader.dataset, "epoch", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +56,6 @@ class Place:
         finished = self.finished or is_over
         state: dict[str, Any] = {"_num_yielded": max(0, self.yielded - ahead), "_iterator_finished": finished}
         state["_base_seed"] = self.base_seed
-        state["_epoch"] = self._epoch
         if isinstance(self._epoch_of_dataset, int):
             state["_epoch_of_dataset"] = self._epoch_of_dataset
         if self._generator is not None:
@@ -78,6 +74,7 @@ class Place:
             position = replace(position, points={**position.points, **missing})
             state["_stream"] = self.order.dump(position, self.order.signature())
             snapshots = [_snapshot(position, part) for part in position.counts]
+        state["_epoch"] = self.reading.epoch
         if self._num_workers == 0:
             return {**state, **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **one} for i, one in enumerate(snapshots)}

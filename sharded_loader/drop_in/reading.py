@@ -119,8 +119,7 @@ class SamplerReading:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
-            if self._start.shuffle is not None and self._start.shuffle.seed is not None:
-                self.epoch = self._start.state.get("shuffle", {}).get("epoch", self.epoch)
+            self.epoch = self._start.epoch(self.epoch)
         if self._is_started:
             return
         self._is_started = self._ended = True  # unless it starts

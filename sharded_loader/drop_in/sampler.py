@@ -1,5 +1,7 @@
-"""The sampler of ``shuffle=True``: torch's `RandomSampler`, which also knows epochs and can be resumed.
+"""The samplers that the drop-in makes: torch's, which also know epochs.
 
+    InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e decides random numbers
+    EpochCount.next; named(sampler)                   the epoch, where the sampler that shuffles does not count
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
 
 What decides the order of an epoch:
@@ -19,10 +21,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from sharded_loader.rng import derive_key
-from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.base import check_int, nested
 from sharded_loader.sampling.foreign import check_torchs_list
 
 
@@ -110,3 +112,35 @@ class ShuffleSampler(RandomSampler):
             self.epoch = self.epoch if told is None else told
             if "next" in state:
                 self._next, self._is_told = tuple(state["next"]), False
+
+
+class InOrderSampler(SequentialSampler):
+    """Indices in order. Trainers call its ``set_epoch``, and the random numbers of samples depend on the epoch.
+
+    Attributes:
+        epoch: what ``set_epoch`` has named.
+    """
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that the next ``iter()`` begins."""
+        self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+
+
+class EpochCount:
+    """Counts the epochs of a loader, from the one on that ``set_epoch`` of a sampler has named.
+
+    Attributes:
+        next: the epoch that the next ``iter()`` begins.
+    """
+
+    def __init__(self) -> None:
+        self.next = self._seen = 0
+
+    def named(self, sampler: Any) -> int | None:
+        """The epoch that `InOrderSampler` or torch's `DistributedSampler` was told since the last call, if any."""
+        kinds = (InOrderSampler, DistributedSampler)
+        found = next((int(one.epoch) for one in nested(sampler) if isinstance(one, kinds)), self._seen)
+        is_new, self._seen = found != self._seen, found
+        return found if is_new else None

@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import rank_of
 from sharded_loader.sampling.tables import bytes_of_one
 
-_PLAIN = (BatchSampler, SequentialSampler, list, tuple, range)
+_PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
 
 
@@ -54,6 +54,7 @@ class SamplerStart:
         sampler: the user's: of batches, or of single indices.
         state: what `SamplerReading.state_after` has returned; None: at its beginning.
         finished: the state was taken at the end of its epoch, and the next one begins.
+        epochs: counts the loader's epochs.
 
     Attributes:
         state: what decides the order of this epoch.
@@ -62,8 +63,8 @@ class SamplerStart:
         may_be_told: it has ``set_epoch``, which may come between ``iter(loader)`` and the first ``next``.
     """
 
-    def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: Any, state: dict[str, Any] | None, finished: bool, epochs: EpochCount) -> None:
+        self.sampler, self._epochs = sampler, epochs
         self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
         plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
         self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
@@ -144,6 +145,16 @@ class SamplerStart:
             return again
         _set_all(self._sources, before)  # it draws when it is asked: torch asks once
         return items
+
+    def epoch(self, counted: int) -> int:
+        """The number of the epoch: what ``set_epoch`` has named before the first batch, or what the loader counted."""
+        named = self._epochs.named(self.sampler)
+        if self.shuffle is not None and self.shuffle.seed is not None:
+            return int(self.state.get("shuffle", {}).get("epoch", counted))
+        if named is None or self.loaded is not None:
+            return counted
+        self._epochs.next = named + 1
+        return named
 
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, when it is over."""

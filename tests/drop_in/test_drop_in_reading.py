@@ -9,6 +9,7 @@ import pytest
 from drop_in_samples import Resets
 
 from sharded_loader.drop_in.reading import LanePlan, SamplerReading
+from sharded_loader.drop_in.sampler import EpochCount
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.plan import Split
@@ -16,7 +17,7 @@ from sharded_loader.engine.stream import PartPoint
 
 
 def read(sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None) -> SamplerReading:
-    start = SamplerStart(sampler, state, False)
+    start = SamplerStart(sampler, state, False, EpochCount())
     items = start.begin() if state is None else start.items()
     start.settle()
     return SamplerReading(start, items, lanes, state, {}, keeps_state, 5)

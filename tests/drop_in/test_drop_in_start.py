@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from sharded_loader import sample_rng
-from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.sampler import EpochCount, ShuffleSampler
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.torch import DataLoader
 
@@ -173,19 +173,39 @@ def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
     assert plain(begun) == before + rest
 
 
-def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names() -> None:
-    class Random(Drawn):
-        def __getitem__(self, index: int) -> Any:
-            return index, sample_rng().random()
+class RandomSamples(Drawn):
+    def __getitem__(self, index: int) -> Any:
+        return index, sample_rng().random()
 
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
+def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names(
+    order: str, workers: int
+) -> None:
     def make() -> Any:
-        return DataLoader(Random(), 4, shuffle=True, seed=3)
+        sampler = DistributedSampler(DATA, 2, 0, seed=1) if order == "distributed" else None
+        options = {"shuffle": True} if order == "shuffled" else {"sampler": sampler}
+        return DataLoader(RandomSamples(), 2, seed=3, num_workers=workers, **options)
 
-    expected = [repr(list(loader)) for loader in [make()] for _ in range(3)]
+    def told(loader: Any, epoch: int) -> Any:
+        begun = iter(loader)
+        loader.sampler.set_epoch(epoch)
+        return begun
+
     loader = make()
-    begun = iter(loader)
-    loader.sampler.set_epoch(2)
-    assert repr(list(begun)) == expected[2]
+    expected = [repr(list(told(loader, epoch))) for epoch in range(4)]
+    assert len(set(expected)) == 4
+    loader = make()
+    assert [repr(list(told(loader, epoch))) for epoch in (2, 3)] == expected[2:]
+    loader = make()
+    begun = told(loader, 2)
+    first, state = next(begun), loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    assert repr([first, *told(other, 2)]) == expected[2]
+    if order != "distributed":  # torch's sampler counts nothing
+        assert repr(list(other)) == repr(list(loader)) == expected[3]
 
 
 @covering(kind=KINDS, count=[0, 1, 3, 5, None], before=[0, 2])
@@ -265,10 +285,10 @@ def test_a_state_before_the_first_batch_settles_the_order() -> None:
 
 
 def test_only_samplers_that_may_draw_are_noted() -> None:
-    assert "rng" not in SamplerStart(BatchSampler(range(5), 2, False), None, False).state
-    assert "rng" not in SamplerStart([[1], [2]], None, False).state
-    assert "rng" not in SamplerStart(Resets(), None, False).state
-    shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False)
+    assert "rng" not in SamplerStart(BatchSampler(range(5), 2, False), None, False, EpochCount()).state
+    assert "rng" not in SamplerStart([[1], [2]], None, False, EpochCount()).state
+    assert "rng" not in SamplerStart(Resets(), None, False, EpochCount()).state
+    shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
     shuffled.settle()
     assert shuffled.state == {"shuffle": {"seed": 4, "epoch": 0}}
-    assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False).state["rng"][0]) == 2
+    assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount()).state["rng"][0]) == 2

@@ -19,7 +19,7 @@ import torch
 from indices import IN_FRAMEWORKS
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.torch import DataLoader
 
 pytestmark = [*IN_FRAMEWORKS, pytest.mark.slow]
@@ -62,6 +62,21 @@ class Counted(Stream):
         self.start = state["done"]
 
 
+class Random:
+    """A sample's random number depends on the seed, the epoch and the sample."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index * 1000 + int(sample_rng().integers(1000))
+
+
+class RandomStream(LongStream):
+    def __iter__(self) -> Iterator[int]:
+        return (index * 1000 + int(sample_rng().integers(1000)) for index in super().__iter__())
+
+
 def drawn() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -70,6 +85,8 @@ LOADERS: dict[str, Any] = {
     "drop-in": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, seed=3),
     "drop-in, workers": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, seed=3, num_workers=2),
     "drop-in, in order": lambda: DataLoader(range(LENGTH), SIZE),
+    "drop-in, in order, random": lambda: DataLoader(Random(), SIZE, seed=3),
+    "drop-in, shuffled, random": lambda: DataLoader(Random(), SIZE, shuffle=True, seed=3, num_workers=2),
     "drop-in, a generator": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, generator=drawn()),
     "drop-in, batches of a sampler": lambda: DataLoader(
         range(LENGTH), batch_sampler=BatchSampler(RandomSampler(range(LENGTH), generator=drawn()), SIZE, False)
@@ -80,6 +97,8 @@ LOADERS: dict[str, Any] = {
     "drop-in, iterable with a state": lambda: DataLoader(Counted(), SIZE),
     "sharded": lambda: ShardedDataLoader(range(LENGTH), SIZE, shuffle=True, seed=3),
     "sharded, in order": lambda: ShardedDataLoader(range(LENGTH), SIZE),
+    "sharded, in order, random": lambda: ShardedDataLoader(Random(), SIZE, seed=3),
+    "sharded, iterable, random": lambda: ShardedDataLoader(RandomStream(), SIZE, seed=3),
     "sharded, iterable": lambda: ShardedDataLoader(Stream(), SIZE),
     "sharded, iterable, workers": lambda: ShardedDataLoader(Stream(), SIZE, num_workers=1),
     "sharded, iterable with a length": lambda: ShardedDataLoader(LongStream(), SIZE),
@@ -116,7 +135,12 @@ def steps_of(path: Path) -> int:
     return int(torch.load(path, weights_only=False)["global_step"])
 
 
-NOT_TOLD = {"drop-in, a generator", "drop-in, batches of a sampler", "sharded, iterable", "sharded, iterable, workers"}
+NOT_TOLD = {
+    "drop-in, a generator",
+    "drop-in, batches of a sampler",
+    "sharded, iterable",
+    "sharded, iterable, workers",
+}
 """At the end of an epoch Lightning loads no position of a loader, and says the epoch: too late, or to nobody."""
 
 
