@@ -189,6 +189,29 @@ def test_a_state_shows_what_torchdatas_shows() -> None:
     assert workers["worker_0"]["fetcher_state"]["fetcher_ended"]
 
 
+def test_a_state_after_iter_has_no_states_of_workers_yet() -> None:
+    loader = DataLoader(StatefulStream(), 3, num_workers=2)
+    batches = iter(loader)
+    workers = loader.state_dict()["_snapshot"]["_worker_snapshots"]
+    assert [one["dataset_state"] for one in workers.values()] == [None, None]
+    next(batches)
+
+
+@pytest.mark.parametrize("said", ["seed", "generator", "nothing"])
+def test_a_state_from_the_end_decides_the_next_order_with_a_seed_or_a_generator(said: str) -> None:
+    def make() -> Any:
+        more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
+        return DataLoader(range(50), 50, shuffle=True, **more)
+
+    loader, other = make(), make()
+    list(loader)
+    state = loader.state_dict()
+    (expected,) = loader
+    other.load_state_dict(state)
+    (found,) = other
+    assert (found.tolist() == expected.tolist()) == (said != "nothing")
+
+
 def test_a_state_is_a_copy() -> None:
     loader = DataLoader(Counting(), 3)
     batches = iter(loader)
