@@ -28,6 +28,7 @@ from drop_in_samples import (
 )
 from torch.utils.data import IterableDataset, RandomSampler
 
+from sharded_loader import interleave
 from sharded_loader.drop_in.place import next_epoch
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_state import StreamPosition
@@ -46,6 +47,8 @@ MADE: dict[str, Callable[[], dict[str, Any]]] = {
     "uneven stream": lambda: {"dataset": Uneven()},
     "stateful stream": lambda: {"dataset": StatefulStream()},
     "stateful items": lambda: {"dataset": StatefulItems()},
+    "mixture": lambda: {"dataset": interleave([range(12), interleave([range(90, 99)] * 2)], [2, 1]), "shuffle": True},
+    "mixed streams": lambda: {"dataset": interleave([Shared(), range(90, 99)])},
 }
 STREAMS = [kind for kind in MADE if "stream" in kind or "items" in kind]
 

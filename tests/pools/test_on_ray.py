@@ -19,10 +19,11 @@ import psutil
 import pytest
 from conftest import until
 
-from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, sample_rng
+from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave, sample_rng
 from sharded_loader.pools import on_ray
 
 ON_RAY = pytest.mark.ray
+pytestmark = pytest.mark.filterwarnings("ignore:RayPool. after .* no worker has begun")  # on a busy machine
 
 
 class Rows:
@@ -145,6 +146,30 @@ def pool(ray_here: Any) -> Iterator[RayPool]:
 @ON_RAY
 def test_the_batches_are_those_of_every_pool(pool: RayPool) -> None:
     assert expected(Rows(), 2, pool=pool) == expected(Rows(), 2)
+
+
+@ON_RAY
+@pytest.mark.parametrize("kind", ["by index", "in order", "both"])
+def test_a_mixture_has_the_samples_and_states_of_every_pool(pool: RayPool, kind: str) -> None:
+    def loader(ranks: int, rank: int, **options: Any) -> ShardedDataLoader:
+        def stream(part: int, parts: int) -> Iterator[int]:
+            return iter(range(part, 120, parts))
+
+        first = stream if kind != "by index" else range(120)
+        second = stream if kind == "in order" else range(1000, 1120)
+        mixed = interleave([interleave([first, second], [3, 1]), second])
+        order = {"shuffle": True} if kind == "by index" else {"streams": 4}
+        return ShardedDataLoader(mixed, 3, num_replicas=ranks, rank=rank, steps_per_epoch=5, **order, **options)
+
+    with loader(2, 1, pool=pool) as one:
+        batches = iter(one)
+        read = [next(batches).tolist() for _ in range(3)]
+        state = one.state_dict()
+        read += [batch.tolist() for batch in batches]
+    assert read == [batch.tolist() for batch in loader(2, 1)]
+    with loader(2, 1, pool=pool) as other:
+        other.load_state_dict(state)
+        assert [batch.tolist() for batch in other] == read[3:]
 
 
 @ON_RAY
