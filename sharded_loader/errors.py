@@ -367,7 +367,7 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
             f"{killed}; the kernel's out-of-memory killer has struck in this cgroup, {oom_kills} x since the workers "
             f"started: use fewer workers or smaller batches"
         )
-    unmoved = "" if oom_kills is None else " (not that of this cgroup, which has counted none)"
+    unmoved = "" if oom_kills is None else " (this container's own limit was not the cause)"
     return (
         f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, use fewer workers or smaller batches"
     )

@@ -202,7 +202,7 @@ class EpochPlan(Plan):
         where = self._where(seq) + ("" if shard is None else f", shard {shard}")
         raise IndexError(
             f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
-            f"give the sampler this dataset's length, or call loader.refresh() if the dataset has grown"
+            f"give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
         )
 
 

@@ -11,7 +11,6 @@ What can go wrong: arguments that iterable data cannot have; fewer parts than ra
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.engine.stream_state import StreamPosition, StreamSignature, differences, dump, parse
+from sharded_loader.notices import warn
 from sharded_loader.rng import draw_seed
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.order import check_steps
@@ -135,10 +135,9 @@ class StreamOrder:
         self._check()
         if self.replicas()[0] > 1 and self.steps is None and not self._warned:
             self._warned = True
-            warnings.warn(
-                "each rank reads parts of its own, and one may have fewer batches than the others, which then wait for "
-                "it for ever: give steps_per_epoch=, or leave the loop on all ranks at the same step",
-                stacklevel=5,
+            warn(
+                "each rank reads parts of its own, and one may have fewer batches than the others, which would "
+                "then hang: give steps_per_epoch=, or stop all ranks at the same step"
             )
 
     def resize(self, length: int | None) -> None:
@@ -257,9 +256,8 @@ class EpochTold:
         if not ahead or begun is None:
             self._order.set_epoch(epoch)
         elif begun.epoch != epoch:
-            warnings.warn(
+            warn(
                 f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.epoch}: "
                 f"it loads no position at the end of an epoch. Give the loader steps_per_epoch=, or the "
-                f"dataset a __len__",
-                stacklevel=2,
+                f"dataset a __len__"
             )

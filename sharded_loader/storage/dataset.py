@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import platform
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ import numpy as np
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten
+from sharded_loader.notices import warn
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import Format, format_of
@@ -95,6 +95,8 @@ class ShardDataset(Dataset):
         cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
     ) -> None:
+        if cache is not None and not isinstance(cache, ShardCache):
+            raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
         self._store, self._cache = Store(storage_options), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         found: dict[str, Stat | None] = {}
@@ -214,10 +216,9 @@ class ShardDataset(Dataset):
         if excess is not None:
             needed = f"a batch needs {len(first or [])} shards of {excess:,} bytes together"
             room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
-            warnings.warn(
+            warn(
                 f"{needed}, and {room}: so samples are read one by one from the store, which is slower. Give a larger "
-                "max_bytes, or read with ShardShuffleSampler and a smaller window",
-                stacklevel=2,
+                "max_bytes, or read with ShardShuffleSampler and a smaller window"
             )
             return
         where = list(zip(self._urls, self._stats, strict=True))
@@ -228,11 +229,10 @@ class ShardDataset(Dataset):
 
         def short_of(size: int) -> None:
             room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
-            warnings.warn(
+            warn(
                 f"the order returns to shards that had to go: it needs {size:,} bytes of shards at once, and {room}. "
                 "So shards are fetched again and again. Give a larger max_bytes, or give ShardShuffleSampler a smaller "
-                "window",
-                stacklevel=2,
+                "window"
             )
 
         self._ahead = ReadAhead(
@@ -320,7 +320,7 @@ class ShardDataset(Dataset):
         if now.size != stat.size:
             raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
         if is_rewritten(stat.tag, now.tag):
-            raise ShardError(f"{file.name} was replaced or written again: it had another time {_SINCE}")
+            raise ShardError(f"{file.name} was replaced or written again: its modification time has changed {_SINCE}")
         if index is not None:
             again = self._indexed(shard, file)
             if again.keys() != index.keys() or not all(np.array_equal(again[name], index[name]) for name in index):

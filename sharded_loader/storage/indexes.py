@@ -18,7 +18,6 @@ import io
 import os
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.notices import warn
 from sharded_loader.storage.versions import UNKNOWN, Stat
 
 Index = dict[str, npt.NDArray[Any]]
@@ -91,10 +91,9 @@ class Indexes:
             if self._is_told:
                 return
             self._is_told = True
-            warnings.warn(
+            warn(
                 f"the indexes of shards cannot be kept in {self._folder} ({error}), so each process makes them again: "
-                "give ShardDataset(index_folder=...) a folder that can be written to",
-                stacklevel=2,
+                "give ShardDataset(index_folder=...) a folder that can be written to"
             )
 
 

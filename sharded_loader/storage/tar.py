@@ -163,7 +163,7 @@ def _members(file: ShardFile) -> Iterator[tarfile.TarInfo]:
         with file.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or not end < tar.offset <= file.size:
-                    raise tarfile.ReadError(f"the member {member.name!r} has no room")
+                    raise tarfile.ReadError(f"the member {member.name!r} goes past the end of the file")
                 if member.offset_data - end > BLOCK:
                     stream.seek(end)
                     _check_headers(stream.read(member.offset_data - end))

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 import uuid
-import warnings
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from sharded_loader.notices import warn
 from sharded_loader.storage.redacted import shown
 
 _NAMES = (
@@ -74,11 +74,10 @@ def with_tags(stats: Mapping[str, Stat]) -> list[Stat]:
     """What is known of files by their URLs. A file without a tag gets one that no other dataset has, and a warning."""
     bare = [url for url, stat in stats.items() if not stat.tag]
     if bare:
-        warnings.warn(
+        warn(
             f"the server says neither an ETag nor the time of the last change of {shown(bare[0])} (and of "
             f"{len(bare) - 1} more shards): nobody can tell when it is replaced. So its index and its copy in a "
-            "ShardCache serve this dataset only",
-            stacklevel=3,
+            "ShardCache serve this dataset only"
         )
     return [stat if stat.tag else stat._replace(tag=UNKNOWN + uuid.uuid4().hex) for stat in stats.values()]
 

@@ -137,7 +137,19 @@ def test_the_source_of_a_function_is_in_its_entry(site: Path) -> None:
 
 # -- search -------------------------------------------------------------------------------------------------
 
-WORDS = ["parquet", "webdataset", "Lightning", "S3", "ImageFolder", "collate", "pretraining", "h5py", "logging", "loss spike", "re-initialize CUDA"]
+WORDS = [
+    "parquet",
+    "webdataset",
+    "Lightning",
+    "S3",
+    "ImageFolder",
+    "collate",
+    "pretraining",
+    "h5py",
+    "logging",
+    "loss spike",
+    "re-initialize CUDA",
+]
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,8 @@ def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("kills", "text"), [(None, "often the kernel"), (0, "has counted none"), (1, "has struck in this cgroup, 1 x")]
+    ("kills", "text"),
+    [(None, "often the kernel"), (0, "own limit was not the cause"), (1, "has struck in this cgroup, 1 x")],
 )
 @pytest.mark.costly
 def test_a_kill_says_whether_the_kernel_has_killed_for_memory(

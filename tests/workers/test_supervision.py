@@ -69,7 +69,7 @@ def test_a_kill_is_told_as_what_is_known_of_it() -> None:
     assert describe_exit(KILLED).endswith(
         "often the kernel's out-of-memory killer: see dmesg, use fewer workers or smaller batches"
     )
-    assert "not that of this cgroup, which has counted none" in describe_exit(KILLED, 0)
+    assert "this container's own limit was not the cause" in describe_exit(KILLED, 0)
     assert "has struck in this cgroup, 2 x since the workers started" in describe_exit(KILLED, 2)
     assert "memory" not in describe_exit(TERMINATED, 2) + describe_exit(LEFT, 2)
 
