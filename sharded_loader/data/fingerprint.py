@@ -55,9 +55,9 @@ def warn_of_other_data(saved: Any, own: str | None) -> None:
     """Warn if a state was saved with other data. A state of an older version says nothing of them."""
     if isinstance(saved, str) and own is not None and saved != own:
         warn(
-            f"the state was saved with other data: the fingerprint of the dataset was {saved}, and is {own}. The loader "
-            f"goes on at this position in the data that it has. Load the original data; if you intend the change, call "
-            f"load_state_dict(state, strict=False) of a ShardedDataLoader, or ignore this LoaderWarning"
+            f"the state was saved with other data: the fingerprint of the dataset was {saved}, and is {own}. The "
+            f"loader goes on at this position in the data that it has. Load the original data. If you mean the change, "
+            f"call load_state_dict(state, strict=False) of a ShardedDataLoader, or ignore this LoaderWarning"
         )
 
 
