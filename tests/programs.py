@@ -12,7 +12,7 @@ from typing import Any
 def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a user's script in a process of its own; it must end well and print nothing to stderr.
 
-    Except the loader's notice that a worker was replaced: many scripts kill workers.
+    Except the loader's notices: many scripts kill workers.
     """
     path.write_text(textwrap.dedent(text))
     done = subprocess.run(
@@ -23,5 +23,5 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
 
 
 def without_notices(stderr: str) -> str:
-    """What a program has written, without the lines that say that a worker was replaced."""
-    return "".join(line for line in stderr.splitlines(keepends=True) if "Another worker has its place" not in line)
+    """What a program has written, without the loader's lines on what it has dealt with."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if "(said once; the logger 'sharded_" not in line)

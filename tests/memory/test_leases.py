@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle, Filled
+from programs import without_notices
 
 from sharded_loader import ProcessPool, ShardedDataLoader, process_hooks
 from sharded_loader.memory.arena import Arena
@@ -538,6 +539,6 @@ def test_large_batches_flow_and_are_held_in_a_container_with_a_small_mount(
         check=False,
         env=os.environ | {"SHARDED_LOADER_MEMORY": memory},
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_notices(done.stderr)) == (0, "")  # with 64 MB, one batch takes the slow way
     count, segments, some = done.stdout.split()
     assert (count, some) == ("16", "True") and int(segments) <= 4
