@@ -37,9 +37,10 @@ def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, boo
     """
     frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
     loop = None if frame is None else frame.f_locals.get("self")
-    ahead = getattr(getattr(loop, "_data_fetcher", None), "batches", ())
+    fetcher = getattr(loop, "_data_fetcher", None)
+    ahead = getattr(fetcher, "batches", ())
     is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
-    return len(ahead), is_over()
+    return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
 
 
 def refuse_skipping(loader: Any) -> None:

@@ -66,7 +66,7 @@ class Place:
             snapshots = [{"dataset_state": one, "fetcher_state": None} for one in datasets]
         else:
             position = self.reading.position_after(delivered)
-            if is_over and not self.finished:  # the rest is left out: the next epoch begins with new datasets
+            if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
                 position = replace(position, points={})
             if not position.counts:
                 position = self.reading.at_beginning()
