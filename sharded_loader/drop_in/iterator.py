@@ -167,34 +167,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
         order: StreamOrder | None = None
         plan: LanePlan | StreamPlan
-        reading: Any
         if start is None:
-            found = None if state is None or ignores_state else state["_stream"]
-            missing = {part: self._before[part] for part in self._unread & set(self._before)}
-            order, reading = stream_of(loader, seed, found, finished, missing)
-            order.begun(reading)
-            self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
+            order, reading = self._stream(loader, seed, None if ignores_state else state, finished)
             plan = StreamPlan(number, reading, split)
             job = replace(job, stream=order.stream._replace(tells_epoch=False))
         else:
-            found = None if state is None else state["_sampler"]
-            if found is not None and not finished:
-                items = None
-            elif items is None:
-                items = start.begin()
-            points = self._before
-            if not ignores_state and not (finished and loader.num_workers == 0):
-                datasets = enumerate((found or {}).get("datasets", ()))
-                points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
-            reading = SamplerReading(
-                start, items, lanes, None if finished else found, points, job.keeps_state, self._number
-            )
-            if loader.num_workers > 0 and items is not None:  # torch's workers are sent the first indices now
-                start.settle()
-                if not start.may_be_told:
-                    reading.begin()
+            reading = self._sampled(start, state, items, finished, ignores_state)
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
         any_order = not loader.in_order and loader.num_workers > 0
@@ -209,6 +189,42 @@ class LoaderIterator(_BaseDataLoaderIter):
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before)
         if loader.num_workers == 0:
             self._prime(plan, reading, is_new=state is None or finished)
+
+    def _stream(self, loader: Any, seed: int, state: dict[str, Any] | None, finished: bool) -> tuple[StreamOrder, Any]:
+        """The order and the reading of an epoch of iterable data; see `stream_of`."""
+        missing = {part: self._before[part] for part in self._unread & set(self._before)}
+        order, reading = stream_of(loader, seed, state and state["_stream"], finished, missing)
+        order.begun(reading)
+        self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
+        return order, reading
+
+    def _sampled(
+        self, start: SamplerStart, state: dict[str, Any] | None, items: Any, finished: bool, ignores_state: bool
+    ) -> Any:
+        """The reading of an epoch of map-style data.
+
+        Args:
+            start: of the sampler.
+            state, items: as in `_begin`.
+            finished: the state was taken at the end of its epoch.
+            ignores_state: the workers are new, so the state tells nothing of them.
+        """
+        lanes, found = max(1, self._num_workers), state and state["_sampler"]
+        if found is not None and not finished:
+            items = None
+        elif items is None:
+            items = start.begin()
+        points = self._before
+        if not ignores_state and not (finished and self._num_workers == 0):
+            datasets = enumerate((found or {}).get("datasets", ()))
+            points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
+        saved = None if finished else found
+        reading = SamplerReading(start, items, lanes, saved, points, is_stateful(self._dataset), self._number)
+        if self._num_workers > 0 and items is not None:  # torch's workers are sent the first indices now
+            start.settle()
+            if not start.may_be_told:
+                reading.begin()
+        return reading
 
     def _prime(self, plan: LanePlan | StreamPlan, reading: Any, is_new: bool) -> None:
         """Ask for the iterator of a dataset that is read in this process, and for its state, as torch does now."""

@@ -201,17 +201,7 @@ class ShardDataset(Dataset):
         if cache is None or all(map(local_path, self._urls)):
             return
 
-        def needs(order: Callable[[int], Any], number: int) -> list[int] | None:
-            try:
-                found = order(number)
-                if found is None:
-                    return None
-                shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
-            except (IndexError, TypeError):
-                return []  # an index that is none: whoever reads this batch names it
-            return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
-
-        first = needs(batches, position() or 0)
+        first = self._fetched_for(batches, position() or 0)
         excess = self._excess(first or [])
         if excess is not None:
             needed = f"a batch needs {len(first or [])} shards of {excess:,} bytes together"
@@ -236,17 +226,28 @@ class ShardDataset(Dataset):
             )
 
         self._ahead = ReadAhead(
-            partial(needs, batches),
+            partial(self._fetched_for, batches),
             position,
             [stat.size for stat in self._stats],
             cache.max_bytes // processes_here(),
             fetch,
             lambda shard: cache.keep(*where[shard]),
             lambda shard, again: cache.let_go(*where[shard], again),
-            partial(needs, later),
+            partial(self._fetched_for, later),
             short_of,
         )
         self._ahead.start()
+
+    def _fetched_for(self, order: Callable[[int], Any], number: int) -> list[int] | None:
+        """The shards of the store that a batch of an order needs; None after the last batch."""
+        try:
+            found = order(number)
+            if found is None:
+                return None
+            shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
+        except (IndexError, TypeError):
+            return []  # an index that is none: whoever reads this batch names it
+        return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
 
     def _excess(self, shards: Sequence[int]) -> int | None:
         """How large these shards are together, if the cache cannot hold them at once; otherwise None."""
