@@ -43,7 +43,7 @@ def _after_fork_in_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
-VERSION = 3
+VERSION = 4
 """Of what the formats put into an index. Another one makes all of them again."""
 
 

@@ -5,7 +5,7 @@
 
 A sample is the bytes of its members by their extensions: all behind the first dot of the file name. A transform decodes
 them. Extensions are in lower case, as in WebDataset. A link to a member gives the bytes of that member. Directories and
-devices have no bytes, and are skipped.
+devices have no bytes, and are skipped. So are names that begin with a dot, such as the ``._000.jpg`` of macOS.
 
 tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
 tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
@@ -48,7 +48,7 @@ _DAMAGE = (
 )
 """What tarfile raises for damaged headers."""
 
-_RECORD = re.compile(rb"(\d{1,10}) [^=]+=")
+_RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
 """The beginning of a record of an extended header."""
 
 _Place = tuple[int, int]
@@ -71,7 +71,7 @@ class Tar:
         for name, offset, place in _files(file):
             folder, slash, base = name.rpartition("/")
             key, dot, extension = base.partition(".")
-            if not dot or (base.startswith("__") and base.endswith("__")):
+            if not dot or not key or (base.startswith("__") and base.endswith("__")):
                 continue
             if isinstance(place, str):
                 raise ShardError(
@@ -187,12 +187,17 @@ def _check_headers(headers: bytes) -> None:
     while (kind := headers[at + 156 : at + 157]) and kind in b"xgXLK":
         size = tarfile.TarInfo.frombuf(headers[at : at + BLOCK], "utf-8", "surrogateescape").size
         begin, at = at + BLOCK, at + BLOCK + -(-size // BLOCK) * BLOCK
-        end = begin + len(headers[begin : begin + size].rstrip(b"\0"))
+        content = headers[begin : begin + size].rstrip(b"\0")
+        end = begin + len(content)
+        if not content or (kind in b"LK" and (len(content) < size - 1 or b"\0" in content)):  # a zero ends a name
+            raise tarfile.ReadError("an extended header has zeros where its text should be")
         while kind not in b"LK" and begin < end:  # "length name=value", and a line end; the length is that of it all
             record = _RECORD.match(headers, begin, end)
             begin += int(record[1]) if record else 0
             if record is None or not record.end() < begin <= end or headers[begin - 1 : begin] != b"\n":
                 raise tarfile.ReadError("an extended header is damaged")
+            if b"path" in record[2] and b"\0" in headers[record.end() : begin]:
+                raise tarfile.ReadError("an extended header has zeros where its text should be")
 
 
 def _check_end(stream: Any, offset: int, size: int) -> None:

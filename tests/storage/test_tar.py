@@ -26,6 +26,8 @@ MEMBERS = {
     "__meta__/x.json": b"{}",
     "notes": b"no extension",
     "__index__": b"of another library",
+    "train/._001.jpg": b"what macOS adds",
+    ".hidden.txt": b"no name",
     "é 002.txt": "ü".encode(),
 }
 
@@ -221,3 +223,16 @@ def test_an_extended_header_that_is_damaged_is_an_error(tmp_path: Path) -> None:
         (tmp_path / "a.tar").write_bytes(content.replace(b"315 path=", bad))
         with pytest.raises(ShardError, match=r"\(offset 512: "):
             read(tmp_path / "a.tar", [0])
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(("begin", "size"), [(1024, 1024), (1024, 512), (1536, 512), (1100, 3)])
+def test_zeros_in_a_long_name_are_an_error(tmp_path: Path, format: int, begin: int, size: int) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+        tar.addfile(tarfile.TarInfo("long/" * 110 + "b.txt"))
+    content = bytearray((tmp_path / "a.tar").read_bytes())
+    content[begin : begin + size] = bytes(size)
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(ShardError, match=r"\(offset 512: an extended header"):
+        read(tmp_path / "a.tar", [0])
