@@ -176,13 +176,12 @@ class ShardCache:
         try:
             if not modes.S_ISREG(os.stat(path).st_mode):
                 raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
+            if not is_sound(path, stat.size, is_locked):
+                if is_locked:
+                    _delete(path)
+                return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
-            return None
-        if not is_sound(path, stat.size, is_locked):
-            file.close()
-            if is_locked:
-                _delete(path)
             return None
         with contextlib.suppress(OSError):
             os.utime(beside(path))  # by this time it is told which one was not opened for the longest time
@@ -207,7 +206,6 @@ class ShardCache:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                     return  # somebody has deleted the locks, and another process fetches this shard too
             seal(part, path)
-            os.replace(part, path)
             _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):

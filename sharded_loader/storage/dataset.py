@@ -34,7 +34,7 @@ from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indice
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten
 from sharded_loader.notices import warn
-from sharded_loader.storage.cache import ShardCache
+from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import Format, format_of
 from sharded_loader.storage.indexes import Index, Indexes, default_folder
@@ -166,14 +166,26 @@ class ShardDataset(Dataset):
         in_parts = self._excess(numbers) is not None
         for shard in numbers:
             here = np.flatnonzero(shards == shard)
-            file, index = self._shard(shard, in_parts)
-            try:
-                found = self._format.read(file, index, rows[here].tolist())
-            finally:
-                self._check(shard, file, index)  # first: what a changed shard raises, or gives, says nothing
+            found = self._read(shard, in_parts, rows[here].tolist())
             for place, sample in zip(here.tolist(), found, strict=True):
                 samples[place] = sample
         return samples
+
+    def _read(self, shard: int, in_parts: bool, rows: list[int]) -> list[Any]:
+        """The samples at these rows of a shard."""
+        for _ in range(TRIES):
+            file, index = self._shard(shard, in_parts)
+            try:
+                found = self._format.read(file, index, rows)
+            except Exception:
+                if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
+                    raise
+            else:
+                if self._check(shard, file, index):
+                    return found
+            with self._lock:
+                self._open.pop((shard, in_parts), None)
+        raise ShardError(f"{file.name} is written to again and again by another program: give another cache folder")
 
     def __repr__(self) -> str:
         return f"ShardDataset({len(self._urls)} {self._format.name} shards, {len(self)} samples)"
@@ -312,11 +324,19 @@ class ShardDataset(Dataset):
             index = {**index, "checksums": np.array(content)}
         return index
 
-    def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> None:
-        """Check that a shard of this machine is still the one of this index; None: of the one that is being made."""
+    def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> bool:
+        """Check that a shard of this machine is still the one of this index; None: of the one that is being made.
+
+        Returns:
+            False if it is a file in the cache that somebody has written to: it must be opened again.
+        """
         stat = self._stats[shard]
-        if local_path(self._urls[shard]) is None or not isinstance(file, LocalFile) or file.stat() == stat:
-            return
+        if not isinstance(file, LocalFile):
+            return True
+        if local_path(self._urls[shard]) is None:
+            return not file.is_touched()
+        if file.stat() == stat:
+            return True
         now = file.stat()
         if now.size != stat.size:
             raise ShardError(f"{file.name} has {now.size:,} bytes, and had {stat.size:,} {_SINCE}")
@@ -327,6 +347,7 @@ class ShardDataset(Dataset):
             if again.keys() != index.keys() or not all(np.array_equal(again[name], index[name]) for name in index):
                 raise ShardError(f"{file.name} was written again: it had other bytes {_SINCE}")
         self._stats[shard] = now
+        return True
 
     def _stat(self, url: str, found: Stat | None = None) -> Stat:
         path = local_path(url)

@@ -80,7 +80,8 @@ class LocalFile(ShardFile):
         self.path, self.name = path, name or path
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | _BINARY)
-        self.size = os.fstat(self._fd).st_size
+        self._found = os.fstat(self._fd)
+        self.size = self._found.st_size
         self._read: Any = (
             partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
         )
@@ -94,6 +95,12 @@ class LocalFile(ShardFile):
             return _stat_of(os.stat(str(self.path)))
         except FileNotFoundError:
             return _stat_of(os.fstat(self._fd))
+
+    def is_touched(self) -> bool:
+        """Whether somebody has written to the open file. Only that it was deleted does not count."""
+        now, then = os.fstat(self._fd), self._found
+        is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
+        return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
     def _part(self, begin: int, end: int) -> bytes:
         found: bytes = self._read(end - begin, begin)

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+import fsspec
 import pytest
 from mutations import damaged
+from shards import write_tar
 
+from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage import checksums
 from sharded_loader.storage.cache import ShardCache
+from sharded_loader.storage.files import LocalFile
 from sharded_loader.storage.stores import ShardError, Stat
 
 CONTENT = random.Random(0).randbytes(5000)
@@ -75,7 +79,60 @@ def test_a_damaged_shard_is_fetched_again(tmp_path: Path, damage: bytes) -> None
     assert source.fetches == 2
 
 
-@pytest.mark.parametrize("text", [None, "", "nonsense", "00000000 1", "zz 1 2", "\0" * 13])
+@pytest.mark.skipif(sys.platform == "win32", reason="the time of the last change is not kept there")
+def test_a_damaged_shard_whose_time_was_set_back_is_fetched_again(tmp_path: Path) -> None:
+    source = Source()
+    read(tmp_path, source)
+    path = shard_in(tmp_path)
+    path.write_bytes(bytes(len(CONTENT)))
+    changed = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == changed:  # until the file system's clock ticks
+        os.utime(path, (checksums.UNTOUCHED, checksums.UNTOUCHED))
+    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
+    assert source.fetches == 2
+
+
+def zeros(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
+@pytest.mark.parametrize("damage", [zeros, half, os.unlink])
+def test_a_shard_that_is_damaged_while_it_is_open_is_fetched_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    values = {f"{i:04}.txt": str(i).encode() * 100 for i in range(20)}
+    write_tar(tmp_path / "a.tar", values)
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
+    cache = ShardCache(tmp_path / "cache", "1 MB")
+    dataset = ShardDataset("memory://damaged/a.tar", cache=cache)
+    assert dataset[0]["txt"] == values["0000.txt"]
+    damage(shard_in(tmp_path / "cache"))
+    assert [sample["txt"] for sample in dataset] == [*values.values()]
+    assert cache.fetched == 1 + (damage is not os.unlink)  # what was deleted can be read while it is open
+    store.rm("/damaged", recursive=True)
+
+
+def test_a_shard_that_is_written_to_again_and_again_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "a.tar", {"0.txt": b"0"})
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
+    dataset = ShardDataset("memory://damaged/a.tar", cache=ShardCache(tmp_path / "cache", "1 MB"))
+    monkeypatch.setattr(LocalFile, "is_touched", lambda file: True)
+    with pytest.raises(ShardError, match=r"a\.tar .*is written to again and again"):
+        dataset[0]
+    store.rm("/damaged", recursive=True)
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense", "00000000 1", "00000000 1 2 3", "zz 1 2", "\0" * 13])
 def test_a_shard_without_its_checksum_is_fetched_again(tmp_path: Path, text: str | None) -> None:
     source = Source()
     read(tmp_path, source)
