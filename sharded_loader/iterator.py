@@ -170,6 +170,8 @@ class EpochIterator(Iterator[Batch]):
                 if mark is not None and is_first:
                     self._epochs.keep(self, mark)
                 return None, entry
+            if entry is None or entry.seq == run.reading.second_turn:
+                self._check_parts(run, at_end=entry is None)
             if entry is None:
                 run.ended, run.next = True, None  # or a run that is held would hold all later ones
                 if is_first:
@@ -223,6 +225,23 @@ class EpochIterator(Iterator[Batch]):
                 return batch, result.error
             finally:
                 del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
+
+    def _check_parts(self, run: Run, at_end: bool) -> None:
+        """Warn, once, if the parts of iterable data give the same samples."""
+        reading, notices = run.reading, self._meter.notices
+        if reading.second_turn < 0 or self._pipeline.pool.worker_init_fn is not None:  # which may divide the data
+            return
+        repeats = reading.repeats(run.delivered, at_end)
+        if repeats is False:
+            notices.settle("parts")
+        elif repeats:
+            parts, but = reading.stream.parts, ", unless its samples are random" if at_end else ""
+            notices.warn(
+                "parts",
+                f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
+                f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
+                f"__iter__, and yield only part .id of .num_workers; or give streams=1",
+            )
 
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
         """An exception has struck: nothing was handed out.

@@ -33,6 +33,9 @@ class LoaderWarning(UserWarning):
     """
 
 
+_BETWEEN = os.path.join("torch", "utils", "data", "dataloader.py")
+"""torch's loader, which is between the drop-in and the user's line."""
+
 _OURS = os.path.dirname(__file__) + os.sep
 
 
@@ -44,7 +47,7 @@ def is_ours(filename: str) -> bool:
 def warn(text: str) -> None:
     """Warn at the line of the user's program that has called the library."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+    while frame.f_back is not None and (is_ours(name := frame.f_code.co_filename) or name.endswith(_BETWEEN)):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, LoaderWarning, stacklevel=level)
 
@@ -72,6 +75,10 @@ class Notices:
         first = self.counts[kind] == 1
         more = " (said once; the logger 'sharded_loader' tells of each at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
+
+    def settle(self, kind: str) -> None:
+        """There is no reason to warn of this kind."""
+        self._warned.add(kind)
 
     def warn(self, kind: str, text: str) -> None:
         """Warn, once of each kind."""

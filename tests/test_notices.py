@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import sharded_loader.torch
-from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError
+from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError, interleave, sample_rng
 from sharded_loader.notices import Notices, is_ours, warn
 
 ZEROS = np.zeros((8, 1 << 18), np.uint8)
@@ -183,3 +185,66 @@ def test_ranks_without_a_process_group_that_read_the_same_are_told(
     sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=2, rank=1)  # type: ignore[arg-type]
     list(sharded_loader.torch.DataLoader(range(4), 2, sampler=sampler))
     assert len(caplog.records) == 1
+
+
+class Plain(torch.utils.data.IterableDataset[int]):
+    """Iterable data that may ask which part it is to read."""
+
+    def __init__(self, asks: bool = False, shuffles: bool = False) -> None:
+        self.asks, self.shuffles = asks, shuffles
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(12))
+        if self.shuffles:
+            sample_rng().shuffle(numbers)
+        info = torch.utils.data.get_worker_info() if self.asks else None
+        for place in range(0 if info is None else info.id, 12, 1 if info is None else info.num_workers):
+            yield numbers[place]
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "process", "torch's"])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, shuffles: bool) -> None:
+    def make(dataset: Any) -> Any:
+        if pool == "torch's":
+            return sharded_loader.torch.DataLoader(dataset, 3, num_workers=2, seed=0)
+        return ShardedDataLoader(dataset, 3, num_workers=2 * (pool != "inline"), pool=pool, streams=2, seed=0)
+
+    loader, batches = make(Plain(shuffles=shuffles)), []
+    with pytest.warns(LoaderWarning, match=r"read in 2 parts, but its __iter__ has not asked .* streams=1") as caught:
+        for batch in loader:
+            assert shuffles or len(batches) < 2 or caught  # two parts that begin alike: known after their first batches
+            batches.append(batch)
+    assert sorted(torch.cat(batches).tolist()) == sorted([*range(12)] * 2)
+    assert len(list(loader)) == 8  # said once
+    assert [one.filename for one in caught] == [__file__]
+    with make(Plain(asks=True)) if pool != "torch's" else nullcontext(make(Plain(asks=True))) as loader:
+        assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda part, parts: iter(range(part, 12, parts)),
+        interleave([range(6), range(6)]),
+        interleave([Plain(asks=True), lambda part, parts: iter(range(part, 6, parts))]),
+    ],
+    ids=["a function of its part", "by index", "a mixture"],
+)
+def test_iterable_data_that_is_divided_is_no_warning(dataset: Any) -> None:
+    for _ in range(2):
+        list(ShardedDataLoader(dataset, 3, streams=2 if not hasattr(dataset, "__getitem__") else None))
+
+
+def test_parts_of_a_mixture_that_asks_for_nothing_are_told() -> None:
+    with pytest.warns(LoaderWarning, match="has not asked"):
+        list(ShardedDataLoader(interleave([Plain(), Plain()]), 3, streams=2))
+
+
+def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None:
+    batches, got = iter(ShardedDataLoader(Plain(), 3, streams=2)), []
+    with pytest.raises(LoaderWarning, match="has not asked"):
+        for batch in batches:
+            got.append(batch.tolist())
+    assert len(got) == 2
+    assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]

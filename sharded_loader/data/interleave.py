@@ -28,7 +28,7 @@ from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
 from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
-from sharded_loader.data.source import BEGINNING, END, Source, this_worker
+from sharded_loader.data.source import BEGINNING, END, Source, is_divided, this_worker
 from sharded_loader.data.wrappers import View
 from sharded_loader.described import brief, refuse_class
 from sharded_loader.process_hooks import call_after_import
@@ -313,7 +313,8 @@ class _Reading:
     def __init__(self, state: Mapping[str, Any], datasets: Sequence[Any], numbers: Sequence[int]) -> None:
         self._facts = state
         self.position = state["position"]
-        worker = this_worker()
+        # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
+        worker = this_worker() if any(map(is_divided, datasets)) else None
         times = Counter(map(id, datasets))  # two iterators of one object share its state
         self.sources = [
             Source(number, datasets[number], entry, worker, times[id(datasets[number])] == 1)

@@ -56,6 +56,11 @@ def this_worker() -> tuple[int, int] | None:
     return None if info is None else (info.id, info.num_workers)
 
 
+def is_divided(dataset: Any) -> bool:
+    """Whether a source divides a dataset among workers. Other datasets divide themselves."""
+    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_part(dataset))
+
+
 class Source:
     """One dataset in one iteration over a mixture.
 

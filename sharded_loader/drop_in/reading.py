@@ -60,6 +60,7 @@ class SamplerReading:
 
     keeps = True
     carry = None
+    second_turn = -1
     resumed = in_mid_epoch = any_order = False
 
     def __init__(

@@ -110,8 +110,9 @@ class OpenPart:
         self, dataset: Any, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
     ) -> None:
         self.number = number
-        self._dataset, self._parts, self._seed = dataset, parts, seed
+        self._dataset, self._parts = dataset, parts
         self._alone, self._told = alone, told
+        self._part = Part(number, parts, seed, dataset)
         self._has_state = is_stateful(dataset)
         self._items: Any = None
         self._is_iterator = False
@@ -134,7 +135,7 @@ class OpenPart:
             if hasattr(type(dataset), "__iter__"):
                 items = dataset
             else:  # a function
-                items = dataset(self.number, self._parts) if takes_part(dataset) else dataset()
+                items = dataset(*self._part.place) if takes_part(dataset) else dataset()
             method: Any = getattr(type(items), "__iter__", None)
             if iscoroutinefunction(method) or isasyncgenfunction(method):
                 items = method(items)
@@ -153,8 +154,7 @@ class OpenPart:
         """Tell this thread of the part; see `engine.worker_info`."""
         # One part in the main process is everything, as in torch: nobody is a worker.
         is_all = self._parts == 1 and not self._alone
-        part = None if is_all else Part(self.number, self._parts, self._seed, self._dataset)
-        return tell(part, alone=self._alone)
+        return tell(None if is_all else self._part, alone=self._alone)
 
     def end(self) -> None:
         """The part has no more samples: let go of the iterator."""
@@ -165,6 +165,11 @@ class OpenPart:
     def is_over(self) -> bool:
         """Whether the samples come from a generator that has ended, as each one does that raises."""
         return getattr(self._items, "gi_frame", self) is None
+
+    @property
+    def asked(self) -> bool:
+        """Whether the dataset has asked which part it is to read."""
+        return self._part.asked
 
     @property
     def is_stateful(self) -> bool:

@@ -41,6 +41,7 @@ class PartPoint(NamedTuple):
         checksum: of the first sample of each batch; see `engine.parts`.
         ended: the part has no more samples.
         state: of the dataset's own ``state_dict``; None: it has none.
+        asked: the dataset has asked which part it is to read. Not in a saved state.
     """
 
     batches: int = 0
@@ -49,6 +50,7 @@ class PartPoint(NamedTuple):
     checksum: int = 0
     ended: bool = False
     state: Any = None
+    asked: bool = False
 
 
 class PartBatch(NamedTuple):

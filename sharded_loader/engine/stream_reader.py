@@ -188,7 +188,7 @@ class StreamReader(Reader):
             checked = point.checksum
             if samples and not opened.is_stateful:
                 checked = checksum(None if type(samples[0]) is Bad else samples[0], checked)
-            opened.point = PartPoint(count, passes, total, checked, ended)
+            opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()
         return samples
@@ -231,7 +231,7 @@ class StreamReader(Reader):
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, at)
-            if opened.point != point._replace(passes=max(first, point.passes)):
+            if opened.point != point._replace(passes=max(first, point.passes), asked=opened.point.asked):
                 raise self._differs(part, opened.point)
         return opened
 

@@ -42,6 +42,7 @@ class StreamReading:
         resumed: whether there was a position.
         any_order: batches come as they are finished, not in turns.
         first: number of the first batch.
+        second_turn: number of the batch before which each part has given one.
     """
 
     keeps = True
@@ -62,6 +63,7 @@ class StreamReading:
         self._order, self._parts, self.number = order, parts, number
         at = position or order.beginning(epoch, parts)
         self.first = at.batches
+        self.second_turn = self.first + len(parts)
         counts = {part: at.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if stream.endless else epoch)
         points = {part: at.points.get(part, beginning) for part in parts}
@@ -130,7 +132,9 @@ class StreamReading:
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
             before = self._known[planned.number]
             self._given_up[planned.number] = planned.batch
-            point = PartPoint(planned.batch + 1, before.passes, before.samples, before.checksum, ended=True)
+            point = PartPoint(
+                planned.batch + 1, before.passes, before.samples, before.checksum, ended=True, asked=before.asked
+            )
         self._notes[seq] = planned.number, point
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:
@@ -166,6 +170,26 @@ class StreamReading:
                 if point.batches >= counts[part]:
                     counts[part], points[part] = point.batches, point
         return counts, points
+
+    def repeats(self, delivered: int, at_end: bool) -> bool | None:
+        """Whether the parts give the same samples, because the dataset has not asked which part it is to read.
+
+        Args:
+            delivered: how many batches were received.
+            at_end: the epoch is over.
+
+        Returns:
+            None if it is not known.
+        """
+        if self.stream.parts == 1 or any(point.asked for point in self._known.values()):
+            return False
+        read = [point for point in self.position_after(delivered).points.values() if point.batches or point.ended]
+        if not at_end:  # the dataset may still ask, but not if two parts begin alike
+            begins = [(point.samples, point.checksum) for point in read if point.checksum]
+            return True if len(set(begins)) < len(begins) else None
+        if self.resumed or len({point.samples for point in read if point.ended}) > 1:
+            return None
+        return True if read and all(point.samples or self.stream.endless for point in read) else None
 
     # -- positions ------------------------------------------------------------------------------------------
 

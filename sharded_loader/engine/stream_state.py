@@ -24,6 +24,9 @@ from sharded_loader.sampling.state import VERSION
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"
 
+_SAVED = PartPoint._fields[: PartPoint._fields.index("state")]
+"""The fields of a point in ``parts``, in the order of its arguments; ``state`` comes after them."""
+
 
 @dataclass(frozen=True)
 class StreamPosition:
@@ -126,7 +129,7 @@ def dump(position: StreamPosition, signature: StreamSignature) -> dict[str, Any]
     state["parts"] = {
         "number": list(position.counts),
         "given": list(position.counts.values()),
-        **{name: [getattr(point, name) for point in points] for name in PartPoint._fields if name != "state"},
+        **{name: [getattr(point, name) for point in points] for name in _SAVED},
     }
     states = [copy.deepcopy(point.state) for point in points]
     if any(one is not None for one in states):
@@ -166,7 +169,7 @@ def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
         signature = StreamSignature(**{one.name: state[one.name] for one in fields(StreamSignature)})
         parts = state["parts"]
         numbers = [check_int("a part", part, 0, _ADVICE, ValueError) for part in parts["number"]]
-        columns = [parts[name] for name in PartPoint._fields if name != "state"]
+        columns = [parts[name] for name in _SAVED]
         states = copy.deepcopy(parts.get("state")) or [None] * len(numbers)
         points = [PartPoint(*one) for one in zip(*columns, states, strict=True)]
         counts = {part: int(count) for part, count in zip(numbers, parts["given"], strict=True)}

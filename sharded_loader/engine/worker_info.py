@@ -30,7 +30,12 @@ class Part:
         number, parts: which part, and how many there are.
         seed: a seed for the part.
         dataset: what is read.
+
+    Attributes:
+        asked: whether the dataset has asked which part it is to read.
     """
+
+    asked = False
 
     def __init__(self, number: int, parts: int, seed: int, dataset: Any) -> None:
         self._fields = {"id": number, "num_workers": parts, "seed": seed, "dataset": dataset}
@@ -38,10 +43,12 @@ class Part:
     @property
     def place(self) -> tuple[int, int]:
         """Which part, and how many there are."""
+        self.asked = True
         return self._fields["id"], self._fields["num_workers"]
 
     def info(self) -> Any:
         """The same as an object of torch's, which is imported."""
+        self.asked = True
         return sys.modules["torch.utils.data._utils.worker"].WorkerInfo(**self._fields)
 
 

@@ -93,7 +93,10 @@ class EpochReading:
         keeps: whether batches are kept until `forget` (those of a sampler of another library).
         ready: batches that were made together with one that was asked for; see `batch`.
         carry: where the next epoch begins, if that is not its own beginning.
+        second_turn: see `StreamReading`; -1 where there are no parts.
     """
+
+    second_turn = -1
 
     def __init__(self, source: Source, epoch: int, position: Position | None) -> None:
         self.epoch, self.signature, self.resumed = epoch, source.signature, position is not None
