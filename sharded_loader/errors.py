@@ -116,8 +116,8 @@ class TooManySkippedError(RuntimeError):
     def __init__(self, skipped: int, limit: int, where: str, index: Any, error: BaseException) -> None:
         super().__init__(
             f"on_error has skipped or replaced {skipped} samples of this epoch, and max_skipped is {limit}. The last "
-            f"is sample {index!r} in {where}: {type(error).__name__}: {text_of(error)}. Look at loader.skipped; if so "
-            f"many are expected, raise max_skipped"
+            f"is sample {index!r} in {where}; its {type(error).__name__} is the cause above. Look at loader.skipped. "
+            f"If you expect as many, raise max_skipped"
         )
         self.skipped = skipped
         self.__cause__ = error
@@ -136,7 +136,7 @@ class SampleReadError(RuntimeError):
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a worker process, as text. Always the ``__cause__`` of the exception itself."""
+    """The traceback of a worker process, as text. Always the ``__cause__`` of the exception, which says the rest."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -290,12 +290,21 @@ def shorten(error: BaseException) -> None:
         waiting += [one.__cause__, one.__context__]
 
 
-def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, without the notes: they stay with the exception itself. Never raises."""
+def format_traceback(error: BaseException, whole: bool = True) -> str:
+    """The traceback as Python prints it, without the notes: they stay with the exception itself. Never raises.
+
+    Args:
+        error: any exception. If a `WorkerTraceback` is all that it has, its text.
+        whole: with the lines at the end that say what `error` is.
+    """
+    if error.__traceback__ is None and isinstance(error.__cause__, WorkerTraceback):
+        return str(error.__cause__.args[0])
     try:
         shown = traceback.TracebackException.from_exception(error)
         shown.__notes__ = None
-        return "".join(shown.format())
+        lines = list(shown.format())
+        own = 0 if whole or getattr(shown, "exceptions", None) else len(list(shown.format_exception_only()))
+        return "".join(lines[: len(lines) - own])
     except BaseException:  # the user's __str__ may exit, which Python does not expect
         return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
 
@@ -303,7 +312,7 @@ def format_traceback(error: BaseException) -> str:
 def without_frames(error: BaseException) -> BaseException:
     """``error`` with its traceback as text: the frames would keep the whole batch alive."""
     if error.__traceback__ is not None:
-        text = format_traceback(error)
+        text = format_traceback(error, whole=False)
         # Past a class that refuses attributes (a frozen dataclass).
         for name, value in (("__traceback__", None), ("__context__", None), ("__cause__", WorkerTraceback(text))):
             BaseException.__setattr__(error, name, value)

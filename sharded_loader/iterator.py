@@ -33,9 +33,8 @@ from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.epochs import Epochs
-from sharded_loader.errors import LoaderClosedError, as_batch_error
+from sharded_loader.errors import LoaderClosedError, as_batch_error, text_of
 from sharded_loader.interrupts import is_from_outside
-from sharded_loader.notices import warn
 from sharded_loader.progress import Mark, Progress
 from sharded_loader.stats import ZERO, Counts, Meter
 
@@ -173,6 +172,7 @@ class EpochIterator(Iterator[Batch]):
             if entry is None or entry.seq == run.reading.second_turn:
                 self._check_parts(run, at_end=entry is None)
             if entry is None:
+                self._check_skipped(run)
                 run.ended, run.next = True, None  # or a run that is held would hold all later ones
                 if is_first:
                     self._progress.begun(run, self)
@@ -243,6 +243,16 @@ class EpochIterator(Iterator[Batch]):
                 f"__iter__, and yield only part .id of .num_workers; or give streams=1",
             )
 
+    def _check_skipped(self, run: Run) -> None:
+        """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
+        if self._skipped and self._counted is not run and not run.reading.resumed:
+            _, error = self._meter.skipped[-1]
+            self._meter.notices.warn(
+                f"epoch {run.epoch}",
+                f"epoch {run.epoch} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
+                f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
+            )
+
     def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
         """An exception has struck: nothing was handed out.
 
@@ -309,7 +319,7 @@ class EpochIterator(Iterator[Batch]):
             return
 
     def _note_skipped(self, where: str, result: Result) -> Exception | None:
-        """Count what ``on_error`` left out, and warn of whole batches and shards.
+        """Count what ``on_error`` left out, and warn of the first whole batch or shard.
 
         Returns:
             The error if it left out too many, or the warning where the user has made warnings errors.
@@ -325,7 +335,8 @@ class EpochIterator(Iterator[Batch]):
         else:
             return None
         try:
-            warn(f"{message}: no sample of it could be read (see loader.skipped)")
+            text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
+            self._meter.notices.warn("left out", text)
         except Warning as raised:
             return raised
         return None

@@ -73,7 +73,7 @@ class Notices:
         """Count something that has happened, and log it."""
         self.counts[kind] += 1
         first = self.counts[kind] == 1
-        more = " (said once; the logger 'sharded_loader' tells of each at level INFO)"
+        more = " (shown once; the logger 'sharded_loader' shows the others at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
 
     def settle(self, kind: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -97,6 +98,33 @@ def test_more_than_max_skipped_samples_of_an_epoch_are_an_error(kind: str, on_er
                 got.append(batch)
         assert len(got) == 3 and e.value.skipped == 4 and isinstance(e.value.__cause__, ValueError)
     assert len(list(made(Damaged(), 4, on_error=on_error, max_skipped=4))) == 4
+
+
+class Broken(Damaged):
+    def __getitem__(self, index: int) -> int:
+        raise ValueError(f"sample {index} is damaged")
+
+
+@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers: int) -> None:
+    loader = made(Broken(), 4, num_workers=workers, on_error="skip", persistent_workers=workers > 0)
+    with pytest.warns(LoaderWarning) as caught:
+        assert list(loader) == []
+    first, second = [str(one.message) for one in caught]
+    assert first.startswith("epoch 0, batch 0 was left out: no sample of it could be read")
+    assert second.startswith("epoch 0 has no batches: on_error has skipped all of its 16 samples")
+    assert second.endswith("The last error is ValueError: sample 15 is damaged")
+    with pytest.warns(LoaderWarning, match="epoch 1 has no batches"):
+        assert list(loader) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_skipped_samples_are_told_with_their_cause_once(workers: int) -> None:
+    with pytest.raises(TooManySkippedError) as caught:
+        list(ShardedDataLoader(Damaged(), 4, num_workers=workers, on_error="skip", max_skipped=0))
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("sample 1 is damaged") == 1 and text.count("in __getitem__") == 1
 
 
 @pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])

@@ -46,7 +46,7 @@ def encode_error(error: BaseException) -> EncodedError:
     """
     notes = (*notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
     shorten(error)
-    text = format_traceback(error)
+    text = format_traceback(error, whole=False)
     # An exception's own reduction knows nothing of slots.
     for pickler in (_ByParts, ReplyPickler) if _slots(error) else (ReplyPickler, _ByParts):
         try:
