@@ -57,8 +57,8 @@ class _KeptRun(NamedTuple):
     order: Any = None
 
 
-def warn_of_length(dataset: Any, known: int | None, notices: Notices, advice: str) -> None:
-    """Warn if a dataset has another length than is known, because nobody has told the loader."""
+def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str) -> None:
+    """Warn if a dataset has another length than is known. ``then`` says what that means, and what to do."""
     try:
         now = None if known is None else length(dataset)
     except Exception as error:  # what reads it will say so
@@ -66,8 +66,7 @@ def warn_of_length(dataset: Any, known: int | None, notices: Notices, advice: st
             raise
         return
     if now is not None and now != known:
-        text = f"the dataset has {now} samples, and had {known} when the loader last looked. The loader still reads the"
-        notices.warn("length", f"{text} old number, and workers may have old copies: {advice}")
+        notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
 
 class Epochs:
@@ -121,8 +120,9 @@ class Epochs:
         self._pipeline.check_open()
         self._order.settle_replicas()
         if self._order.stream is None and not (self.stale or (self._workers.shares_dataset and self._order.is_given)):
-            advice = "call loader.refresh() after you change the dataset"
-            warn_of_length(self.dataset, self._order.dataset_length, self._workers.notices, advice)
+            then = "The loader still reads the old number, and workers may have old copies"
+            then = f"{then}: call loader.refresh() after you change the dataset"
+            warn_of_length(self.dataset, self._order.dataset_length, self._workers.notices, then)
         iterator.run = self._take_kept(self._progress.mark()) or self._new_run(self._progress.begin())
 
     def open(self, iterator: Any) -> None:

@@ -190,6 +190,27 @@ def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool: Any) -> N
         assert len(list(loader)) == 3
 
 
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}], ids=str)
+def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers: dict[str, Any]) -> None:
+    data = list(range(8))
+    for more in ({}, {"persistent_workers": True}) if "thread_pool" in workers else ({},):
+        loader = sharded_loader.torch.DataLoader(data, 4, **workers, **more)
+        before = len(list(loader))
+        data.extend(range(8))
+        assert len(loader) == len(list(loader)) == before + 2
+
+
+def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_says_so() -> None:
+    data = list(range(8))
+    loader = sharded_loader.torch.DataLoader(data, 4, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 2
+    del data[4:]
+    with pytest.warns(LoaderWarning, match=r"has 4 samples, and had 8 .*leave out persistent_workers") as caught:
+        assert len(list(loader)) == 1
+    assert caught[0].filename == __file__
+    assert len(list(loader)) == 1
+
+
 def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown() -> None:
     data, indices = [0, 1], [0, 1]
     with ShardedDataLoader(data, 2, sampler=indices) as loader:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.arguments import make_split
+from sharded_loader.arguments import length, make_split
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
@@ -38,6 +38,7 @@ from sharded_loader.engine.plan import Run, StreamPlan
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reader import StreamReader
+from sharded_loader.epochs import warn_of_length
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.iterator import EpochIterator
 from sharded_loader.pools.processes import ProcessPool
@@ -120,6 +121,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             _load_generator(loader.generator, state)
             torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._length = None if self._is_stream else length(loader.dataset)  # of the copies that the workers get
         self._devices, self._sharded = find_devices(loader.device, loader.devices)
         self._placement = AsCollated(self._devices)
         self._pool = make_pool(loader)
@@ -140,6 +142,9 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin another epoch with the workers that run."""
+        if isinstance(self._pool, ProcessPool) and not self._is_stream:
+            then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
+            warn_of_length(self._dataset, self._length, self._pool.notices, then)
         self._start = _start_of(loader, None)
         super()._reset(loader, first_iter)
         self._before = self.place.after()
