@@ -132,6 +132,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         self._place: Place | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
+        self._rng_at_load: torch.Tensor | None = None
         self._job: Job | None = None  # of the newest epoch
         self._data: str | None = None  # the dataset's fingerprint
         if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
@@ -301,7 +302,12 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() of such a loader has returned")
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._loaded = copy.deepcopy(dict(state_dict))
+        self._rng_at_load = torch.get_rng_state()
         self._prepared = None
+        # `set_epoch` after this decides, as it would have at the end of an epoch.
+        self._epochs.next = int(state_dict.get("_epoch", 0)) + bool(state_dict["_iterator_finished"])
+        if isinstance(self.sampler, ShuffleSampler):
+            self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)
         if "_epoch_of_dataset" in state_dict and callable(tell):
             tell(state_dict["_epoch_of_dataset"])
@@ -313,7 +319,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        gone = ("_iterator", "_place", "_prepared", "_loaded", "_job")
+        gone = ("_iterator", "_place", "_prepared", "_loaded", "_rng_at_load", "_job")
         own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own}
 

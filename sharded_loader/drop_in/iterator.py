@@ -114,9 +114,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         if before is None:
             _load_generator(loader.generator, state)
         self._start = _start_of(loader, state)
+        drawn = _drawn_before(loader, self._start, state)
         if loader.num_workers == 0 and draws and state is not None:
             _load_dataset(loader.dataset, state)
         super().__init__(loader)
+        if drawn is not None:
+            self._base_seed = drawn
         if before is not None:
             _load_generator(loader.generator, state)
             torch.set_rng_state(before)
@@ -162,7 +165,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         # A state may tell nothing of a worker that has done nothing: its generators are what they were.
         # An epoch without persistent workers begins with new ones.
         ignores_state = state is None or (finished and not loader.persistent_workers and loader.num_workers > 0)
-        drawn = int(self._base_seed if state is None or ignores_state else state["_base_seed"])
+        begins = ignores_state or (finished and loader.num_workers == 0)
+        drawn = int(self._base_seed if state is None or begins else state["_base_seed"])
         start = self._start
         epoch = _epoch_of(loader, start, state, finished)
         loader._epochs.next = epoch + 1
@@ -179,7 +183,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
-            reading = self._sampled(start, state, items, finished, ignores_state)
+            reading = self._sampled(start, state, items, finished, begins)
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
         any_order = not loader.in_order and loader.num_workers > 0
@@ -204,7 +208,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return order, reading
 
     def _sampled(
-        self, start: SamplerStart, state: dict[str, Any] | None, items: Any, finished: bool, ignores_state: bool
+        self, start: SamplerStart, state: dict[str, Any] | None, items: Any, finished: bool, begins: bool
     ) -> Any:
         """The reading of an epoch of map-style data.
 
@@ -212,7 +216,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             start: of the sampler.
             state, items: as in `_begin`.
             finished: the state was taken at the end of its epoch.
-            ignores_state: the workers are new, so the state tells nothing of them.
+            begins: the workers are new, or there are none: the state tells nothing of their generators and datasets.
         """
         lanes, found = max(1, self._num_workers), state and state["_sampler"]
         if found is not None and not finished:
@@ -220,7 +224,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         elif items is None:
             items = start.begin()
         points = self._before
-        if not ignores_state and not (finished and self._num_workers == 0):
+        if not begins:
             datasets = enumerate((found or {}).get("datasets", ()))
             points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
         saved = None if finished else found
@@ -317,15 +321,26 @@ def _epoch_of(loader: Any, start: SamplerStart | None, state: dict[str, Any] | N
     shuffle = None if start is None else start.shuffle
     if start is not None and shuffle is not None and shuffle.seed is not None:
         return int(start.state.get("shuffle", {}).get("epoch", shuffle.epoch))
-    if state is None:
-        return int(loader._epochs.next)
-    return int(state.get("_epoch", 0)) + finished
+    return int(loader._epochs.next if state is None or finished else state.get("_epoch", 0))
 
 
 def _load_generator(generator: Any, state: dict[str, Any] | None) -> None:
     """Give the user's generator the state that it had."""
     if generator is not None and state is not None and "_generator" in state:
         set_generator(generator, state["_generator"])
+
+
+def _drawn_before(loader: Any, start: SamplerStart | None, state: dict[str, Any] | None) -> int | None:
+    """What the next epoch would have drawn when a state was taken at the end of an epoch; None: it draws now.
+
+    The user's program decides if it has seeded, or used, the default generator since it has loaded the state.
+    """
+    if state is None or "_next" not in state or not torch.equal(loader._rng_at_load, torch.get_rng_state()):
+        return None
+    seed, of_sampler = state["_next"]
+    if start is not None and start.shuffle is not None:
+        start.shuffle.expect(of_sampler)
+    return int(seed)
 
 
 def _load_dataset(dataset: Any, state: dict[str, Any]) -> None:

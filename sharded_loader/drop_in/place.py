@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sharded_loader.callers import fetched_by_lightning
-from sharded_loader.drop_in.start import generator_state
+from sharded_loader.drop_in.start import generator_state, next_draws
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
@@ -47,6 +47,7 @@ class Place:
         self.reading, self.run, self.order, self._num_workers = reading, run, order, loader.num_workers
         self.base_seed, self._generator = base_seed, loader.generator
         self.yielded, self.finished = yielded, False
+        self._lives_on = loader.persistent_workers and loader.num_workers > 0
         self._epoch_of_dataset = None if order is None else getattr(loader.dataset, "epoch", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,6 +61,9 @@ class Place:
             state["_epoch_of_dataset"] = self._epoch_of_dataset
         if self._generator is not None:
             state["_generator"] = generator_state(self._generator)
+        elif finished:
+            # A new iterator draws the loader's seed, and then the sampler one of its own.
+            state["_next"] = [self.base_seed, *next_draws(1)] if self._lives_on else next_draws(2)
         if self.order is None:
             state["_sampler"] = found = self.reading.state_after(delivered, finished)
             datasets = found.get("datasets", [None] * max(1, self._num_workers))

@@ -85,6 +85,22 @@ class ShuffleSampler(RandomSampler):
             self._first = self._next[0]
         return (self._first, self.epoch) if self._is_told else self._next
 
+    def forget_epoch(self) -> None:
+        """A state is loaded: it decides the next epoch, unless ``set_epoch`` comes after it."""
+        self._is_told = False
+
+    def load_end_state(self, state: dict[str, Any]) -> None:
+        """Make the next epoch the one after a state that `end_state` has returned, or the one of ``set_epoch``."""
+        is_told, epoch = self._is_told, self.epoch
+        self.load_begin_state(state)
+        if is_told:
+            self.set_epoch(epoch)
+
+    def expect(self, seed: int) -> None:
+        """Make this the seed of the next epoch, unless ``set_epoch`` or a seed of the user's decides."""
+        if not self._is_told:
+            self._next = seed, 0
+
     def begin_state(self) -> dict[str, Any]:
         """What decides the next epoch. What it draws is drawn now, once."""
         if self.generator is not None and self.seed is None:

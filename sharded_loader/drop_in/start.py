@@ -44,6 +44,13 @@ def set_generator(generator: torch.Generator, state: str) -> None:
     generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
+def next_draws(count: int) -> list[int]:
+    """The next numbers that torch's default generator will give to loaders and samplers."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return [int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()) for _ in range(count)]
+
+
 class SamplerStart:
     """Starts a sampler.
 
@@ -85,7 +92,7 @@ class SamplerStart:
 
     def _load_end(self, state: dict[str, Any]) -> None:
         if self.shuffle is not None and "shuffle" in state:
-            self.shuffle.load_begin_state(state["shuffle"])
+            self.shuffle.load_end_state(state["shuffle"])
         if self.stateful is not None and state.get("state") is not None:
             self._load_between(state["state"])
         _set_all(self._sources[1:], state.get("generators", ()))

@@ -28,7 +28,7 @@ from drop_in_samples import (
 )
 from torch.utils.data import IterableDataset, RandomSampler
 
-from sharded_loader import interleave
+from sharded_loader import interleave, sample_rng
 from sharded_loader.drop_in.place import next_epoch
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_state import StreamPosition
@@ -176,6 +176,72 @@ def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("said", ["seed", "generator", "nothing"])
+def test_a_state_from_the_end_of_an_epoch_decides_the_next_one(said: str, options: dict[str, Any]) -> None:
+    def make() -> Any:
+        more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
+        # Workers that live on go on with generators that no state has.
+        return DataLoader(range(50) if "persistent_workers" in options else Seeds(), 2, shuffle=True, **options, **more)
+
+    loader, other = make(), make()
+    list(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    order = repr(list(loader))
+    other.load_state_dict(state)
+    assert repr(list(other)) == order
+
+
+def indices_of(loader: Any) -> list[int]:
+    return [index for batch in loader for index in batch.tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_global_generator_decides_after_the_end_of_an_epoch_if_the_program_sets_it(workers: int) -> None:
+    loader = DataLoader(range(20), 4, shuffle=True, num_workers=workers)
+    list(loader)
+    state, rng = loader.state_dict(), torch.get_rng_state()
+    torch.rand(3)  # as an evaluation may do
+    other = DataLoader(range(20), 4, shuffle=True, num_workers=workers)
+    other.load_state_dict(state)
+    torch.manual_seed(5)
+    seeded = indices_of(other)
+    torch.manual_seed(5)
+    assert seeded == indices_of(torch.utils.data.DataLoader(range(20), 4, shuffle=True, num_workers=workers))
+    other.load_state_dict(state)
+    torch.set_rng_state(rng)
+    restored = indices_of(other)
+    torch.set_rng_state(rng)
+    assert restored == indices_of(loader)
+    other.load_state_dict(state)
+    other.set_epoch(3)
+    told = indices_of(other)
+    loader.set_epoch(3)
+    assert told == indices_of(loader)
+
+
+class RandomItems(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(4):
+            yield float(sample_rng().random())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("options", [{"dataset": RandomItems()}, {"dataset": range(20), "shuffle": True}])
+def test_set_epoch_after_a_state_from_the_end_of_an_epoch_decides(
+    options: dict[str, Any], seed: int | None, workers: int
+) -> None:
+    loader, other = (DataLoader(batch_size=2, seed=seed, num_workers=workers, **options) for _ in range(2))
+    list(loader)
+    state = loader.state_dict()
+    loader.set_epoch(5)
+    order = repr(list(loader))
+    other.load_state_dict(state)
+    other.set_epoch(5)
+    assert repr(list(other)) == order
+
+
 def test_a_state_shows_what_torchdatas_shows() -> None:
     loader = DataLoader(Counting(), 3)
     some(iter(loader), 2)
@@ -198,21 +264,6 @@ def test_a_state_after_iter_has_no_states_of_workers_yet() -> None:
     workers = loader.state_dict()["_snapshot"]["_worker_snapshots"]
     assert [one["dataset_state"] for one in workers.values()] == [None, None]
     next(batches)
-
-
-@pytest.mark.parametrize("said", ["seed", "generator", "nothing"])
-def test_a_state_from_the_end_decides_the_next_order_with_a_seed_or_a_generator(said: str) -> None:
-    def make() -> Any:
-        more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
-        return DataLoader(range(50), 50, shuffle=True, **more)
-
-    loader, other = make(), make()
-    list(loader)
-    state = loader.state_dict()
-    (expected,) = loader
-    other.load_state_dict(state)
-    (found,) = other
-    assert (found.tolist() == expected.tolist()) == (said != "nothing")
 
 
 def test_a_state_is_a_copy() -> None:
