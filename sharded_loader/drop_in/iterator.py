@@ -184,6 +184,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
             reading = self._sampled(start, state, items, finished, begins)
+            self._pipeline.one_by_one = start.may_draw
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
         any_order = not loader.in_order and loader.num_workers > 0

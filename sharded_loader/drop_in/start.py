@@ -22,7 +22,14 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -32,6 +39,12 @@ from sharded_loader.sampling.tables import bytes_of_one
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
+
+_DRAW_AT_FIRST = (
+    *(*_PLAIN, ShuffleSampler, RandomSampler),
+    *(SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
+)
+"""Samplers that draw from the global generators at their first item only."""
 
 
 def generator_state(generator: torch.Generator) -> str:
@@ -67,6 +80,8 @@ class SamplerStart:
         state: what decides the order of this epoch.
         own: the sampler's own state at the beginning of this epoch; None if it has none.
         loaded: the state of the middle of an epoch; None: the sampler starts at its beginning.
+        may_draw: it may draw from the global generators for any of its items. So the order may depend on what the user
+            draws between two batches, and the loader must ask for each item when torch does.
         may_be_told: it has ``set_epoch``, which may come between ``iter(loader)`` and the first ``next``.
     """
 
@@ -76,6 +91,7 @@ class SamplerStart:
         plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
         self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
         self._draws = not plain and self.stateful is None
+        self.may_draw = not all(type(one) in _DRAW_AT_FIRST for one in nested(sampler))
         self.may_be_told = any(hasattr(one, "set_epoch") for one in nested(sampler))
         found = [getattr(one, "generator", None) for one in nested(sampler) if one is not self.shuffle]
         own = {id(one): one for one in found if isinstance(one, torch.Generator)}

@@ -49,6 +49,7 @@ class Pipeline:
         prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
             time.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
+        one_by_one: for each batch that is taken, the plan is asked for one: what it draws then depends on no clock.
         lock: one for all iterators. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
             handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
@@ -60,7 +61,7 @@ class Pipeline:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.prefetch = 0
-        self.scale_by_group = False
+        self.scale_by_group = self.one_by_one = False
         self.min_ready = 2
         self.lock = threading.RLock()
         self.is_open_step = False
@@ -234,13 +235,13 @@ class Pipeline:
             before: how many batches of the run before this one are in flight: they count too.
         """
         window, group = run.window, self.pool.group
-        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group else 1
+        scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
         unit, share = (group * self.pool.num_workers, 2) if run.plan.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
-        if missing > 0 and (missing >= min(unit, depth // share) or missing == depth):
+        if missing > 0 and (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
                 planned = run.plan.task(seq)
                 if planned is None:

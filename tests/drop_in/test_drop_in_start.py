@@ -29,6 +29,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data import DataLoader as TorchsLoader
 
 from sharded_loader import sample_rng
 from sharded_loader.drop_in.sampler import EpochCount, ShuffleSampler
@@ -292,3 +293,25 @@ def test_only_samplers_that_may_draw_are_noted() -> None:
     shuffled.settle()
     assert shuffled.state == {"shuffle": {"seed": 4, "epoch": 0}}
     assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount()).state["rng"][0]) == 2
+
+
+class DrawsEachBatch(Sampler[list[int]]):
+    """Draws the size of each batch when it is asked for it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(0, 60, 3):
+            yield list(range(begin, begin + 1 + int(torch.randint(3, ()))))
+
+
+@pytest.mark.parametrize("given", [{}, {"prefetch_factor": 3, "persistent_workers": True}], ids=["default", "given"])
+def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: dict[str, Any]) -> None:
+    def run(kind: type) -> list[list[int]]:
+        torch.manual_seed(1)
+        loader, found = kind(range(60), batch_sampler=DrawsEachBatch(), num_workers=2, **given), []
+        for _ in range(2):
+            for batch in loader:
+                found.append(batch.tolist())
+                torch.rand(1)  # as dropout does
+        return found
+
+    assert run(DataLoader) == run(TorchsLoader)

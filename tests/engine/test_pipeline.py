@@ -148,6 +148,13 @@ def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
     assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0] * 6 + [8, 0]
 
 
+def test_one_by_one_a_task_is_submitted_for_each_batch_that_is_taken() -> None:
+    run = run_of(0, length=100)
+    pipeline, pool = pipeline_of(run, prefetch=4)
+    pipeline.scale_by_group, pipeline.one_by_one, pool.group = True, True, 4
+    assert [len(pool.submitted()) for _ in range(4) if step(pipeline, run) is not None] == [5, 1, 1, 1]
+
+
 def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
     run = run_of(0)
     pipeline, pool = pipeline_of(run)
