@@ -19,7 +19,6 @@ import functools
 import itertools
 import queue
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -37,6 +36,7 @@ from sharded_loader.interrupts import uninterrupted
 from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.notices import logger
 from sharded_loader.workers.supervision import Death, Watch, behind
 
 PATIENCE = 10.0
@@ -180,9 +180,7 @@ class Team:
             raise PoolBroken(error)
         member.failed = True
         stop(self.actors, member.actor)
-        warnings.warn(
-            f"RayPool: worker {member.number} cannot start; the others read without it: {error}", stacklevel=2
-        )
+        logger.warning("RayPool: worker %s cannot start; the others read without it: %s", member.number, error)
 
     def close(self) -> None:
         """Stop the actors, and give back what belongs to them."""
@@ -311,7 +309,7 @@ class Team:
             else:
                 fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
                 fate += f"{self.start_timeout:g})"
-            warnings.warn(f"RayPool: {fate}: {what_there_is(self._wanted.amounts)}", stacklevel=2)
+            logger.warning("RayPool: %s: %s", fate, what_there_is(self._wanted.amounts))
         if passed > self.start_timeout and not self._has_had:
             asked = what_there_is(self._wanted.amounts)
             self.close()

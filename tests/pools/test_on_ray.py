@@ -23,7 +23,6 @@ from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTi
 from sharded_loader.pools import on_ray
 
 ON_RAY = pytest.mark.ray
-pytestmark = pytest.mark.filterwarnings("ignore:RayPool. after .* no worker has begun")  # on a busy machine
 
 
 class Rows:
