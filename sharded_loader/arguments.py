@@ -22,7 +22,7 @@ from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream
-from sharded_loader.described import refuse_class
+from sharded_loader.described import CLOSE, refuse_class
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
@@ -54,9 +54,6 @@ INSTEAD = {
     "auto_reload": "write prefetch_epochs= instead, or leave it out: worker processes prefetch the next epoch",
 }
 """Arguments of the loaders of PyTorch, torchdata, MXNet and others, and what to do about them here."""
-
-CLOSE = 0.72
-"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
 
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -127,15 +124,6 @@ def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> Non
         raise TypeError(f"ShardedDataLoader has no argument {advice[0]}")
     if advice:
         raise TypeError("\n  ".join([f"ShardedDataLoader has none of these {len(advice)} arguments:", *advice]))
-
-
-def refuse_unknown_of_torch(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
-    """Refuse arguments that the drop-in for torch's loader does not have: all at once."""
-    if unknown:
-        known = inspect.signature(owner).parameters
-        close = {name: difflib.get_close_matches(name, known, 1, CLOSE) for name in unknown}
-        advice = [f"{name!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for name, found in close.items()]
-        raise TypeError(f"DataLoader has no argument {', '.join(advice)}")
 
 
 def _advice(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
     brief(value)                                                             -> a few words, however large it is
     refuse_class(name, given)                    an error, where a class stands in the place of an object
+    refuse_arguments(name, unknown, function)    an error, where a function has no such arguments
 
 Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
 subclass never called the constructor, for example. It is shown as ``?``: a repr must not raise.
@@ -11,13 +12,18 @@ subclass never called the constructor, for example. It is shown as ``?``: a repr
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
 SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
+
+CLOSE = 0.72
+"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
@@ -128,3 +134,22 @@ def refuse_class(name: str, given: Any) -> None:
     """
     if isinstance(given, type):
         raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")
+
+
+def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:
+    """Reject arguments that a function does not have: all at once, each with the name that it may mean.
+
+    Raises:
+        TypeError: there are some.
+
+    Example:
+        >>> refuse_arguments("max", ["keys"], lambda values, key=None: None)
+        Traceback (most recent call last):
+        ...
+        TypeError: max has no argument 'keys' (did you mean 'key'?)
+    """
+    if unknown:
+        known = inspect.signature(function).parameters
+        close = {one: difflib.get_close_matches(one, known, 1, CLOSE) for one in unknown}
+        advice = [f"{one!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for one, found in close.items()]
+        raise TypeError(f"{name} has no argument {', '.join(advice)}")

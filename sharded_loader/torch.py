@@ -20,9 +20,10 @@ from typing import Any, Literal, NoReturn
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.arguments import check_max_skipped, refuse_unknown_of_torch
+from sharded_loader.arguments import check_max_skipped
 from sharded_loader.callers import called_by, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
+from sharded_loader.described import refuse_arguments
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -115,7 +116,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown_of_torch(unknown, type(self).__init__)
+        refuse_arguments("DataLoader", unknown, type(self).__init__)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)
         self._meter = Meter(dataset, Notices(), self.max_skipped)

@@ -19,7 +19,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -30,13 +30,19 @@ from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, is_divided, this_worker
 from sharded_loader.data.wrappers import View
-from sharded_loader.described import brief, refuse_class
+from sharded_loader.described import brief, refuse_arguments, refuse_class
 from sharded_loader.process_hooks import call_after_import
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
 
 
-def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, seed: int = 0, stop: str = FIRST) -> Any:
+def interleave(
+    datasets: Iterable[Any],
+    weights: Iterable[Any] | None = None,
+    seed: int = 0,
+    stop: str = FIRST,
+    **unknown: NoReturn,
+) -> Any:
     """Several datasets as one: their samples mixed by weight, each dataset in its own order.
 
     Each dataset stays within a few samples of its share, at every position. This also holds for every n-th sample, so
@@ -91,6 +97,7 @@ def interleave(datasets: Iterable[Any], weights: Iterable[Any] | None = None, se
     Source of the idea: H. Weyl, "Über die Gleichverteilung von Zahlen mod. Eins", 1916; Hugging Face's
     ``interleave_datasets``.
     """
+    refuse_arguments("interleave", unknown, interleave)
     if stop not in (FIRST, ALL):
         raise ValueError(f'interleave(stop={stop!r}): give "{FIRST}" or "{ALL}"')
     try:

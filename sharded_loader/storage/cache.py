@@ -20,6 +20,7 @@ that must not be deleted. All are a `ShardError` that names the folder or the fi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -28,8 +29,9 @@ import stat as modes
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
+from sharded_loader.described import refuse_arguments
 from sharded_loader.sizes import bytes_of_text
 from sharded_loader.storage.checksums import beside, is_sound, seal
 from sharded_loader.storage.files import LocalFile
@@ -65,9 +67,11 @@ class ShardCache:
     Attributes:
         fetched: the number of shards that this object has fetched.
         evicted: the number of shards that it has deleted to make room.
+        read_only: whether this process cannot write to the folder. Then each shard must be there already.
 
     Raises:
-        ShardError: the folder cannot be written to.
+        ShardError: the folder cannot be written to, and has no shards.
+        TypeError: ``max_bytes`` is missing, or there is no such argument.
         ValueError: ``max_bytes`` is no number of bytes.
 
     Example:
@@ -78,17 +82,23 @@ class ShardCache:
         (1000000, 0)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | str = "", **unknown: NoReturn) -> None:
+        refuse_arguments("ShardCache", unknown, type(self).__init__)
+        if max_bytes == "":
+            raise TypeError('ShardCache needs max_bytes, the limit of disk space: ShardCache(folder, "100 GB")')
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
+        self.read_only = False
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
                 pass
         except OSError as error:
-            raise ShardError(
-                f"the cache folder {self.folder} cannot be written to ({error}): give another one"
-            ) from None
+            self.read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and any(self._files())
+            if not self.read_only:
+                raise ShardError(
+                    f"the cache folder {self.folder} cannot be written to ({error}): give another one"
+                ) from None
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
@@ -106,10 +116,18 @@ class ShardCache:
             fetch: writes its bytes into a file.
 
         Raises:
-            ShardError: there is no room for it.
+            ShardError: there is no room for it, or it is missing in a folder that is read-only.
             OSError: what ``fetch`` raises.
         """
         path = self._path(url, stat)
+        if self.read_only:
+            found = self._found(path, url, stat, is_locked=True)
+            if found is None:
+                raise ShardError(
+                    f"{shown(url)} is missing or damaged in the cache folder {self.folder}, which is read-only: "
+                    "fill the folder where it can be written to, or give another one"
+                )
+            return found
         for _ in range(TRIES):
             with self._named(url):
                 found = self._found(path, url, stat)
@@ -136,7 +154,7 @@ class ShardCache:
             OSError: as `open`.
         """
         path = self._path(url, stat)
-        if not path.exists():
+        if not path.exists() and not self.read_only:  # `open` raises the error
             with self._named(url), self._lock(_lock_of(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch)
@@ -177,7 +195,7 @@ class ShardCache:
             if not modes.S_ISREG(os.stat(path).st_mode):
                 raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
             if not is_sound(path, stat.size, is_locked):
-                if is_locked:
+                if is_locked and not self.read_only:
                     _delete(path)
                 return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")

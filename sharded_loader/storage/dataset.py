@@ -12,8 +12,8 @@ shard that was replaced or changed is an error, and no sample is cut out of it b
 With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
 shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
 
-What can go wrong: a shard that is missing, has changed, or is of another format (`ShardError`, FileNotFoundError,
-PermissionError); the message names the shard.
+What can go wrong: a shard that is missing, has changed, or is of another format (`ShardError`, which may also be a
+FileNotFoundError or PermissionError); the message names the shard.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten
+from sharded_loader.described import refuse_arguments
 from sharded_loader.notices import warn
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
@@ -69,9 +70,8 @@ class ShardDataset(Dataset):
         retries: how many requests of this process had to be tried again.
 
     Raises:
-        FileNotFoundError: no file matches, or a shard is missing.
-        PermissionError: a shard must not be read.
-        ShardError: a shard cannot be indexed.
+        ShardError: a shard cannot be indexed. Also a FileNotFoundError if no file matches or a shard is missing, and a
+            PermissionError if a shard must not be read.
 
     Example:
         >>> import io, os, tarfile, tempfile
@@ -94,7 +94,9 @@ class ShardDataset(Dataset):
         storage_options: Mapping[str, Any] | None = None,
         cache: ShardCache | None = None,
         index_folder: str | os.PathLike[str] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
         self._store, self._cache = Store(storage_options), cache

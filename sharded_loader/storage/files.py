@@ -9,7 +9,7 @@ deleted meanwhile). Threads may share a file; a forked child opens its own.
 
 `local_stat` tells a file from a later one at the same path (`data.versions`).
 
-What can go wrong: `ShardError` for a file that is shorter than it was, FileNotFoundError, PermissionError.
+What can go wrong: `ShardError` for a file that is missing, must not be read, or is shorter than it was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from sharded_loader.data.versions import settled, tag_of
 from sharded_loader.storage.redacted import shown
-from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store
+from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store, missing_or_forbidden
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
@@ -79,7 +79,13 @@ class LocalFile(ShardFile):
         super().__init__()
         self.path, self.name = path, name or path
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | _BINARY)
+        try:
+            self._fd = os.open(path, os.O_RDONLY | _BINARY)
+        except OSError as error:
+            found = missing_or_forbidden(self.name, error, str(error.strerror))
+            if found is None:
+                raise
+            raise found from error
         self._found = os.fstat(self._fd)
         self.size = self._found.st_size
         self._read: Any = (

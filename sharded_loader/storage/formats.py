@@ -56,7 +56,10 @@ def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
         return format
     kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
     if len(kinds) > 1 or None in kinds:
-        raise ValueError(f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give {names}")
+        raise ValueError(
+            f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give format=, one of {names}. "
+            "Compressed files, such as .tar.gz, must be decompressed first"
+        )
     [kind] = kinds
     assert kind is not None
     return kind()

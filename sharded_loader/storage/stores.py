@@ -15,7 +15,7 @@ file that is missing or has changed, no permission.
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
 
-What can go wrong: `FileNotFoundError`, `PermissionError`, `ShardError` for all else. No message shows a password, a key
+What can go wrong: a `ShardError`, which is also a FileNotFoundError or PermissionError where it fits. No message shows a password, a key
 or the query of a URL, and none has the library's own error as its cause, because that may show them.
 """
 
@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 class ShardError(OSError):
     """A shard cannot be read. The message names it, and says what to do.
 
-    A shard that is missing is a FileNotFoundError, and one that must not be read a PermissionError.
+    If a shard is missing, it is also a FileNotFoundError; if it must not be read, a PermissionError.
 
     Example:
         >>> import os, tempfile
@@ -78,6 +78,35 @@ class ShardError(OSError):
         ...         print("is no plain tar file" in str(error))
         True
     """
+
+
+class MissingShardError(ShardError, FileNotFoundError):
+    """A shard is missing."""
+
+
+class ForbiddenShardError(ShardError, PermissionError):
+    """This process may not read a shard."""
+
+
+def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError | None:
+    """The error to raise if a shard is missing, or this process may not read it; otherwise None.
+
+    Args:
+        name: of the shard.
+        error: what was raised.
+        said: its text, without secrets.
+    """
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return MissingShardError(
+            f"{name}: the shard is missing ({said}). Check its name. If it was moved or deleted, put it back, or make "
+            "the dataset again without it"
+        )
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return ForbiddenShardError(
+            f"{name}: this process may not read the shard ({said}). Check the permissions; for a store, storage_options="
+        )
+    return None
 
 
 class Store:
@@ -146,7 +175,7 @@ class Store:
         found = self._try(pattern, lambda: system.glob(path, detail=True))
         files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
         if not files:
-            raise FileNotFoundError(f"no files match {shown(pattern)}: check the pattern")
+            raise MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         stats = {_url_like(pattern, system, name): _stat_of(info) for name, info in files.items()}
         vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
         with ThreadPoolExecutor(4 * CONNECTIONS) as threads:
@@ -270,14 +299,17 @@ class Store:
                 message, asked = str(unfit), 0.0
             except Exception as error:
                 error = _reason(error)
-                kind, message = _meaning(error), redacted(f"{type(error).__name__}: {error}", self._options)
+                message = redacted(f"{type(error).__name__}: {error}", self._options)
+                found = missing_or_forbidden(shown(url), error, message)
+                if found is not None:
+                    raise found from None
+                if isinstance(error, _HOPELESS):
+                    raise ShardError(f"{shown(url)}: {message}") from None
                 asked = _asked_pause(error)
-                if kind is not None:
-                    break
-        else:
-            kind = ShardError
-            message = f"{message} (tried {TRIES} times)"
-        raise kind(f"{shown(url)}: {message}") from None
+        raise ShardError(
+            f"{shown(url)}: {message} (tried {TRIES} times). Check the server, and the network between this machine "
+            "and the server"
+        )
 
 
 _live: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -334,16 +366,8 @@ def _reason(error: Exception) -> Exception:
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
-def _meaning(error: Exception) -> type[OSError] | None:
-    """The error to raise at once; None if the request may succeed later."""
-    status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return FileNotFoundError
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return PermissionError
-    if isinstance(error, (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)):
-        return ShardError
-    return None
+_HOPELESS = (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
+"""Errors of requests that will not succeed later."""
 
 
 def _stat_of(info: Mapping[str, Any]) -> Stat:

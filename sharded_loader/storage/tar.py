@@ -48,6 +48,9 @@ _DAMAGE = (
 )
 """What tarfile raises for damaged headers."""
 
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""The first bytes of compressed files, and the program that decompresses them."""
+
 _RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
 """The beginning of a record of an extended header."""
 
@@ -172,13 +175,21 @@ def _members(file: ShardFile) -> Iterator[tarfile.TarInfo]:
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
         if not end:
-            raise ShardError(
-                f"{file.name} is no plain tar file (offset 0: {error}): decompress it if its name ends in .gz, or give "
-                "its format"
-            ) from None
+            kind, advice = _kind(file.ranges([0], [min(file.size, 6)])[0])
+            raise ShardError(f"{file.name} is no plain tar file (offset 0: {kind or error}): {advice}") from None
         raise ShardError(
             f"{file.name} is no whole tar file (offset {end}: {error}): it is damaged or cut. Copy or write it again"
         ) from None
+
+
+def _kind(begin: bytes) -> tuple[str, str]:
+    """What a file is that is no tar file, by its first bytes, and what to do; an empty text if it is not known."""
+    if not begin:
+        return "it is empty", "copy or write it again, or leave it out"
+    for sign, name in _COMPRESSED.items():
+        if begin.startswith(sign):
+            return f"it is compressed with {name}", f"decompress it with {name} -d. Shards are read by index"
+    return "", "give format= if it has another format; otherwise copy or write it again"
 
 
 def _check_headers(headers: bytes) -> None:

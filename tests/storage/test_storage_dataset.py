@@ -202,10 +202,28 @@ def test_a_shard_that_is_missing_is_named(folder: Path, served: Served) -> None:
         make(folder, urls=[])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_that_is_deleted_while_it_is_read_is_named(folder: Path, served: Served, workers: int) -> None:
+    for here in (False, True):
+        dataset = make(folder) if here else make(folder, urls=urls(served))
+        os.remove(folder / "s-2.tar") if here else served.files.pop("/s-2.tar")
+        with ShardedDataLoader(dataset, 1, num_workers=workers) as loader:
+            with pytest.raises(ShardError, match=r"s-2\.tar: the shard is missing .*make the dataset again") as caught:
+                list(loader)
+        assert isinstance(caught.value, FileNotFoundError)
+        dataset.close()
+
+
 def test_a_shard_that_must_not_be_read_is_named(folder: Path, served: Served) -> None:
     served.fail, served.status = 1000, 403
-    with pytest.raises(PermissionError, match=r"s-0\.tar"):
+    with pytest.raises(ShardError, match=r"s-0\.tar: this process may not read the shard") as caught:
         make(folder, urls=urls(served))
+    assert isinstance(caught.value, PermissionError)
+
+
+def test_an_unknown_argument_gets_advice(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"ShardDataset has no argument 'cach' \(did you mean 'cache'\?\)"):
+        make(folder, cach=None)
 
 
 def test_a_shard_that_has_changed_is_named(folder: Path) -> None:

@@ -55,8 +55,9 @@ def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
         file.ranges([0, 40], [10, 60])
     file.close()
     file.close()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ShardError, match=r"nothing\.tar: the shard is missing .*put it back") as caught:
         LocalFile(str(tmp_path / "nothing.tar"))
+    assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value.__cause__, FileNotFoundError)
 
 
 def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:

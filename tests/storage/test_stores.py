@@ -116,7 +116,7 @@ def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest
 
 def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> None:
     served.fail = 1000
-    with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times"):
+    with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times\)\. Check the server"):
         Store().ranges(f"{served.url}/a.bin", [10], [20])
     served.fail = 0
     served.truncate = 1000

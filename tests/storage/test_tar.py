@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -73,6 +74,19 @@ def test_what_is_no_plain_tar_file_is_named(tmp_path: Path) -> None:
     for name in "bcd":
         with pytest.raises(ShardError, match=rf"{name}\.tar is no (plain|whole) tar file"):
             read(tmp_path / f"{name}.tar", [0])
+
+
+def test_an_empty_or_compressed_file_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    for content, text in (
+        (b"", "it is empty.*: copy or write it again"),
+        (gzip.compress(bytes(ten())), "it is compressed with gzip.*: decompress it with gzip -d"),
+        (lzma.compress(bytes(ten())), "it is compressed with xz"),
+        (b"<html>" * 200, "invalid header.*: give format= if it has another format"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ShardError, match=rf"a\.tar is no plain tar file \(offset 0: {text}"):
+            Tar().index(LocalFile(str(path)))
 
 
 def test_an_extension_that_comes_twice_is_named(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_a_server_that_refuses_to_describe_a_file_says_why(
     served.refuses = status
     with pytest.raises(error, match=r"a\.bin") as caught:
         Store().stat(f"{served.url}/a.bin")
-    assert type(caught.value) is error and (status == 404 or str(status) in str(caught.value))
+    assert isinstance(caught.value, error) and (status == 404 or str(status) in str(caught.value))
 
 
 def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:
