@@ -15,8 +15,8 @@ file that is missing or has changed, no permission.
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
 
-What can go wrong: a `ShardError`, which is also a FileNotFoundError or PermissionError where it fits. No message shows a password, a key
-or the query of a URL, and none has the library's own error as its cause, because that may show them.
+What can go wrong: a `ShardError`, which is also a FileNotFoundError or PermissionError where it fits. No message shows
+a password, a key or the query of a URL, and none has the library's own error as its cause, because that may show them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError |
         )
     if isinstance(error, PermissionError) or status in (401, 403):
         return ForbiddenShardError(
-            f"{name}: this process may not read the shard ({said}). Check the permissions; for a store, storage_options="
+            f"{name}: this process may not read the shard ({said}). Check its permissions, or storage_options="
         )
     return None
 
