@@ -336,12 +336,12 @@ def _drawn_before(loader: Any, start: SamplerStart | None, state: dict[str, Any]
 
     The user's program decides if it has seeded, or used, the default generator since it has loaded the state.
     """
-    if state is None or "_next" not in state or not torch.equal(loader._rng_at_load, torch.get_rng_state()):
-        return None
-    seed, of_sampler = state["_next"]
+    seed = of_sampler = None
+    if state is not None and "_next" in state and torch.equal(loader._rng_at_load, torch.get_rng_state()):
+        seed, of_sampler = state["_next"]
     if start is not None and start.shuffle is not None:
         start.shuffle.expect(of_sampler)
-    return int(seed)
+    return seed
 
 
 def _load_dataset(dataset: Any, state: dict[str, Any]) -> None:

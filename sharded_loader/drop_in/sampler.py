@@ -53,6 +53,7 @@ class ShuffleSampler(RandomSampler):
         self.epoch = 0
         self._is_told = False  # `set_epoch` decides the next epoch
         self._first: int | None = None  # the seed that was drawn first
+        self._expected: int | None = None  # takes the place of the seed that is drawn next
         self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,7 +81,8 @@ class ShuffleSampler(RandomSampler):
         if self.seed is not None:
             return self.seed, self.epoch
         if self._next is None:
-            self._next = int(torch.empty((), dtype=torch.int64).random_().item()), 0
+            drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # always: the generator must go on
+            self._next, self._expected = (drawn if self._expected is None else self._expected, 0), None
         if self._first is None:
             self._first = self._next[0]
         return (self._first, self.epoch) if self._is_told else self._next
@@ -96,10 +98,9 @@ class ShuffleSampler(RandomSampler):
         if is_told:
             self.set_epoch(epoch)
 
-    def expect(self, seed: int) -> None:
-        """Make this the seed of the next epoch, unless ``set_epoch`` or a seed of the user's decides."""
-        if not self._is_told:
-            self._next = seed, 0
+    def expect(self, seed: int | None) -> None:
+        """Make this the next seed, unless ``set_epoch`` or a seed of the user's decides. None: a drawn one."""
+        self._expected = None if self._is_told else seed
 
     def begin_state(self) -> dict[str, Any]:
         """What decides the next epoch. What it draws is drawn now, once."""

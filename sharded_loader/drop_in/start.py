@@ -93,7 +93,7 @@ class SamplerStart:
         self._draws = not plain and self.stateful is None
         self.may_draw = not all(type(one) in _DRAW_AT_FIRST for one in nested(sampler))
         self.may_be_told = any(hasattr(one, "set_epoch") for one in nested(sampler))
-        found = [getattr(one, "generator", None) for one in nested(sampler) if one is not self.shuffle]
+        found = [value for one in nested(sampler) if one is not self.shuffle for value in _attributes(one)]
         own = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._sources = [torch.default_generator, *own.values()]
         self.loaded = None if finished else state
@@ -227,6 +227,11 @@ class SamplerStart:
                 f"then, or give it state_dict() and load_state_dict()"
             )
         return items  # type: ignore[no-any-return]
+
+
+def _attributes(sampler: Any) -> list[Any]:
+    """What a sampler has: ``generator`` first, as in states of before."""
+    return [getattr(sampler, "generator", None), *getattr(sampler, "__dict__", {}).values()]
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str]) -> None:

@@ -128,6 +128,22 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
     assert found == expected
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+def test_with_the_generator_put_back_before_a_state_of_the_end_is_loaded_all_epochs_follow(workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(range(20), 3, shuffle=True, num_workers=workers)
+
+    torch.manual_seed(1)
+    loader = make()
+    plain(loader)
+    state, generator = loader.state_dict(), torch.get_rng_state()
+    expected = [plain(loader) for _ in range(3)]
+    other = make()
+    torch.set_rng_state(generator)
+    other.load_state_dict(state)
+    assert [plain(other) for _ in range(3)] == expected
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.costly

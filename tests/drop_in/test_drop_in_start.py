@@ -295,6 +295,26 @@ def test_only_samplers_that_may_draw_are_noted() -> None:
     assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount()).state["rng"][0]) == 2
 
 
+class WithAPrivateGenerator(Sampler[int]):
+    def __init__(self) -> None:
+        self._random = seeded()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(13, generator=self._random).tolist()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_generator_of_a_sampler_is_found_by_any_name(before: int) -> None:
+    loader = DataLoader(DATA, 3, sampler=WithAPrivateGenerator())
+    plain(loader)
+    batches = iter(loader)
+    some(batches, before)
+    state, expected = loader.state_dict(), [plain(batches), plain(loader)]
+    other = DataLoader(DATA, 3, sampler=WithAPrivateGenerator())
+    other.load_state_dict(state)
+    assert [plain(other), plain(other)] == expected
+
+
 class DrawsEachBatch(Sampler[list[int]]):
     """Draws the size of each batch when it is asked for it."""
 
