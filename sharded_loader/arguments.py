@@ -27,6 +27,7 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
 from sharded_loader.errors import add_note
+from sharded_loader.notices import logger
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.processes import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
@@ -262,6 +263,12 @@ def make_pool(
     if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
         raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
     count = max(0, int(num_workers))
+    if num_workers < 0:
+        logger.warning(
+            "num_workers is %d, which means 0, as in MXNet Gluon: the main process reads. Give the number of workers, "
+            "such as num_workers=os.cpu_count()",
+            num_workers,
+        )
     timeout = timeout or None  # 0 is torch's default, and means never
     if isinstance(pool, Pool):
         if count or thread_pool or worker_init_fn is not None or timeout is not None:

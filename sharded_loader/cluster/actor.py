@@ -18,7 +18,6 @@ ends the process when the driver has gone.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.workers.task_reader import TaskReader, failed_in_start
+from sharded_loader.workers.worker import write_stacks
 
 NOTE_SECONDS = 5.0
 """How long the notebook is waited for. It may have died."""
@@ -136,8 +136,8 @@ class LoaderActor:
         return list(self._reading.board)
 
     def stacks(self) -> None:
-        """Write the stacks of all threads to stderr."""
-        faulthandler.dump_traceback(2, all_threads=True)
+        """Write the user's frames of all threads to stderr."""
+        write_stacks(__file__)
 
     def cancel(self, run: int) -> None:
         """Drop the tasks of this run that have not begun."""

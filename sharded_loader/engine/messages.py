@@ -13,7 +13,7 @@ cannot be unpickled is one batch's error.
     BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
                      descriptor follows
     DEATH            name: the worker dies when the other end of that pipe is closed; likewise
-    STACKS           write all Python stacks to stderr, and end
+    STACKS           write the user's stacks to stderr, and end
     SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin

@@ -46,6 +46,9 @@ takes apart its copy of the trainer's page tables (4 ms for 150 MB), and then th
 BUSY_GRACE = 0.005
 """The same for those that are in a batch. They would not notice before its end."""
 
+SHORT_GRACE = 0.5
+"""How many seconds a worker that hangs has to write the user's frames. If it holds the GIL, it cannot."""
+
 STACKS_GRACE = 1.0
 """Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
 
@@ -242,9 +245,9 @@ class WorkerHandle:
 
     def dump_stacks(self) -> None:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
-        if worker.STACKS_SIGNAL is None:
-            self.link.send(pack_head(STACKS))
-        else:
+        self.link.send(pack_head(STACKS))
+        self.wait(SHORT_GRACE)
+        if worker.STACKS_SIGNAL is not None and self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, worker.STACKS_SIGNAL)
         self.wait(STACKS_GRACE)

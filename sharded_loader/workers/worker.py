@@ -38,12 +38,13 @@ from sharded_loader.engine import messages
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
 from sharded_loader.engine.messages import NewJob, Result, Task
-from sharded_loader.errors import format_traceback
+from sharded_loader.errors import FULL_TRACEBACKS, format_traceback
 from sharded_loader.interrupts import python_handlers
 from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
-from sharded_loader.system import ONE_THREAD, why_refused
+from sharded_loader.notices import is_ours, logger
+from sharded_loader.system import ONE_THREAD, is_on, why_refused
 from sharded_loader.workers.lifeline import die_with, keep_from_children
 from sharded_loader.workers.task_reader import TaskReader, failed_in_start
 from sharded_loader.workers.wire import receive_descriptor, receive_message, send_message
@@ -52,8 +53,8 @@ GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Makes a worker write its stacks to stderr and end, also while it holds the GIL: a signal that nobody else uses.
-Where there is none, the receiver thread does it when told to."""
+"""Makes a worker write all its stacks to stderr and end, also while it holds the GIL: a signal that nothing else uses.
+It is sent to a worker whose receiver thread has not written them."""
 
 
 class Worker:
@@ -85,7 +86,7 @@ class Worker:
                 if kind in (messages.BOARD, messages.DEATH, messages.SEGMENT):
                     self.open_shared(kind, run, seq, bytes(content).decode())
                 elif kind == messages.STACKS:
-                    faulthandler.dump_traceback(2, all_threads=True)
+                    write_stacks(__file__)
                     os._exit(1)
                 else:
                     if kind == messages.CANCEL:  # at once: the message lies behind the last of the tasks
@@ -247,6 +248,30 @@ def main(
     except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
     _leave(0)
+
+
+def write_stacks(until: str) -> None:
+    """Write the user's frames of the other threads to stderr; all frames go to the logger.
+
+    Args:
+        until: the file that calls the user's code. Frames before it are those of the process that forked this one.
+    """
+    short, full = [], []
+    for thread, newest in sys._current_frames().items():
+        if thread == threading.get_ident():
+            continue
+        frames = [frame for frame, _ in traceback.walk_stack(newest)]
+        ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
+        users = [one for one in frames[: ours[0] if ours else None] if not is_ours(one.f_code.co_filename)]
+        who = "The thread that reads" if ours else "Another thread"
+        for found, shown in ((full, frames), (short, users)):
+            stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1])
+            found += [f"{who} (most recent call last):\n", *stack.format()] if stack else []
+    if not short or is_on(FULL_TRACEBACKS):
+        faulthandler.dump_traceback(2, all_threads=True)
+    else:
+        os.write(2, "".join(short).encode(errors="replace"))
+        logger.info("all frames of the worker that made no progress:\n%s", "".join(full))
 
 
 def limit_threads() -> None:

@@ -95,6 +95,21 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
         assert re.search(r"sharded_loader: worker [01] \(pid \d+\) made no progress for .* s\. Its stacks:\n", stacks)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_worker_that_hangs_shows_the_frames_of_the_user(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resources, "SHORT_GRACE", 60.0)
+    monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", str(int(full)))
+    pool = make_pool(PROCESS_POOLS[0], 1, timeout=TIMEOUT, restarts=1)
+    arguments = loader_arguments("reading", Fails(hangs, tmp_path / "count"))
+    with ShardedDataLoader(**arguments, batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:
+        until_the_end(iter(loader))
+    stacks = capfd.readouterr().err.partition("Its stacks:\n")[2]
+    assert "in hangs" in stacks and ("reader.py" in stacks) == full
+    assert full or stacks.startswith("The thread that reads (most recent call last):\n  File ")
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
