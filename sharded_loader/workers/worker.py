@@ -256,7 +256,8 @@ def write_stacks(until: str) -> None:
     Args:
         until: the file that calls the user's code. Frames before it are those of the process that forked this one.
     """
-    short, full = [], []
+    short: list[str] = []
+    full: list[str] = []
     for thread, newest in sys._current_frames().items():
         if thread == threading.get_ident():
             continue
