@@ -585,15 +585,17 @@ def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error
 
 
 @pytest.mark.usefixtures("tracker")
-@pytest.mark.parametrize("method", ["spawn"] if sys.platform == "win32" else ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["spawn"] if sys.platform == "win32" else ["spawn", "forkserver", "fork"])
 def test_each_part_reads_its_own_samples_in_every_pool(method):
     def batches(pool):
-        mixture = interleave([part_of_c, column("i", 8)], seed=1)  # in a spawned worker nothing imports torch
+        # A spawned worker imports neither this module nor torch for it. Each part gives all of the numbers.
+        mixture = interleave([range(4).__iter__, column("i", 8)], seed=1)
         with ShardedDataLoader(mixture, 2, streams=2, batchify_fn=list, pool=pool) as loader:
             return list(loader)
 
     found = batches(ProcessPool(2, start_method=method))
-    assert found == batches(ThreadPool(2)) and len(sum(found, [])) == len(set(sum(found, []))) > 10
+    read = [one for one in sum(found, []) if isinstance(one, str)]
+    assert found == batches(ThreadPool(2)) and len(read) == len(set(read)) > 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
