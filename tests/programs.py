@@ -24,4 +24,4 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
 
 def without_notices(stderr: str) -> str:
     """What a program has written, without the loader's lines on what it has dealt with."""
-    return "".join(line for line in stderr.splitlines(keepends=True) if "(said once; the logger 'sharded_" not in line)
+    return "".join(line for line in stderr.splitlines(keepends=True) if "(shown once; the logger 'sharded_" not in line)

@@ -21,6 +21,7 @@ QUICK = ["--seconds", "0.03", "--workers", "2"]
 def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "benched_data.py").write_text(
         "import os\n"
+        "from torch.utils.data import get_worker_info\n"
         "numbers = list(range(100))\n"
         "class Bad:\n"
         "    def __len__(self): return 100\n"
@@ -29,7 +30,9 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "        return index\n"
         "bad = Bad()\n"
         "class Stream:\n"
-        "    def __iter__(self): return iter(range(50))\n"
+        "    def __iter__(self):\n"
+        "        info = get_worker_info()\n"
+        "        return iter(range(info.id, 50, info.num_workers) if info else range(50))\n"
         "stream = Stream()\n"
         "class MainOnly(Bad):\n"
         "    pid = os.getpid()\n"

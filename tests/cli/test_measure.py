@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Row, measure, rows_of
@@ -21,7 +22,8 @@ class Counting:
     """Iterable data of 30 samples."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(30))
+        info = get_worker_info()
+        return iter(range(info.id, 30, info.num_workers) if info else range(30))
 
 
 class Once:
@@ -60,7 +62,9 @@ def test_rows_are_measured_in_turn_in_every_round() -> None:
     assert all(one.samples_per_second > 0 and one.ms_per_batch > 0 for one in measured)
 
 
-@pytest.mark.parametrize("dataset", [[1, 2], Counting(), lambda: range(5)], ids=["short", "iterable", "function"])
+@pytest.mark.parametrize(
+    "dataset", [[1, 2], Counting(), lambda part, parts: range(part, 5, parts)], ids=["short", "iterable", "function"]
+)
 @pytest.mark.costly
 def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
     measured = measure(dataset, [INLINE, THREADS, PROCESSES], shuffle=False, **QUICK)

@@ -248,8 +248,9 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
                 for pid in (template._process.pid, os.getpid()):
                     os.kill(pid, number)
             for handle in list(pool._workers):  # here a signal ends a worker, which is replaced
-                os.kill(handle.pid, signal.SIGTERM)
-                handle.wait(300)
+                while handle.is_alive():  # before its first line it ignores signals, as the template does
+                    os.kill(handle.pid, signal.SIGTERM)
+                    handle.wait(0.1)
             got += [index for batch in iterator for index in batch.tolist()]
             assert pool._resources.template is template and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
