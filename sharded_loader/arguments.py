@@ -22,7 +22,7 @@ from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream
-from sharded_loader.described import CLOSE, refuse_class
+from sharded_loader.described import CLOSE, an, refuse_class
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
@@ -108,12 +108,15 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
     except (TypeError, NotImplementedError) as error:
         if needed and hasattr(type(dataset), "__len__"):
             raise TypeError(
-                f"the dataset, a {type(dataset).__name__}, has no length: its __len__ raised {type(error).__name__}: "
+                f"the dataset, {an(type(dataset))}, has no length: its __len__ raised {type(error).__name__}: "
                 f"{error}. Correct it, or give the loader a sampler that knows the indices"
             ) from error
         return None
     except Exception as error:
-        add_note(error, f"sharded_loader: raised by len(dataset), where the dataset is a {type(dataset).__name__}")
+        add_note(
+            error,
+            f"sharded_loader: raised by len(dataset), where the dataset is {an(type(dataset))}",
+        )
         raise
 
 
@@ -153,11 +156,11 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
     refuse_class("the dataset", dataset)
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
         raise TypeError(
-            f"the dataset is a {kind.__name__}, which can be read once, and every epoch reads it from its beginning: "
+            f"the dataset is {an(kind)}, which can be read once, and every epoch reads it from its beginning: "
             f"give the function that makes it, or an object whose __iter__ does"
         )
     if isinstance(dataset, AbstractSet):
-        raise TypeError(f"the dataset is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
+        raise TypeError(f"the dataset is {an(kind)}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
         return dataset
     if kind is tuple and (rows := _rows_of_columns(dataset)):
@@ -172,7 +175,7 @@ def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
         )
     if isinstance(dataset, Mapping) and not has_sampler and named_columns(dataset) is not None:
         raise TypeError(
-            f"the dataset is a {kind.__name__} with the keys {some(list(map(repr, dataset)))}, and the default order "
+            f"the dataset is {an(kind)} with the keys {some(list(map(repr, dataset)))}, and the default order "
             f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
             f"sampler=list(data)"
         )
@@ -197,7 +200,7 @@ def check_stream(dataset: Any, **given: Any) -> None:
     wrong = [name for name, value in given.items() if value is not None and value is not False]
     if wrong:
         raise ValueError(
-            f"the dataset, a {type(dataset).__name__}, is iterable data, which comes in its own order: leave out "
+            f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out "
             f"{', '.join(wrong)}. To shuffle it, shuffle its files and fill a buffer in its __iter__ (Hugging Face: "
             f"dataset.shuffle(buffer_size=...)), or give a dataset with __getitem__ and __len__"
         )
@@ -207,7 +210,7 @@ def refuse_streams(streams: Any, dataset: Any) -> None:
     """Reject ``streams`` for a dataset that is read by index."""
     if streams is not None:
         raise ValueError(
-            f"streams={streams!r} is for iterable data, and the dataset, a {type(dataset).__name__}, is read by index: "
+            f"streams={streams!r} is for iterable data, and the dataset, {an(type(dataset))}, is read by index: "
             f"leave it out. A batch may come from anywhere in the dataset"
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 from sharded_loader.arguments import check_count, check_prefetch, check_prefetch_epochs, check_shard_weights, length
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.callers import refuse_skipping
+from sharded_loader.described import an
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Split
@@ -54,7 +55,7 @@ class LoaderAttributes(Metered):
         known = getattr(type(self), name, None)
         if isinstance(known, property) and known.fset is None:
             advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
-            raise AttributeError(f"{name} of a {type(self).__name__} cannot be set: {advice}", name=name, obj=self)
+            raise AttributeError(f"{name} of {an(type(self))} cannot be set: {advice}", name=name, obj=self)
         super().__setattr__(name, value)
 
     @property
@@ -285,11 +286,11 @@ class LoaderAttributes(Metered):
             size = length(self.dataset)
         except Exception:  # a repr must not raise
             size = None
-        parts = [f"{'?' if size is None else size} samples"]
+        parts = ["unknown number of samples" if size is None else f"{size} samples"]
         try:
             parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
         except Exception:
-            parts.append("batches without number")
+            parts.append("unknown number of batches")
         if self._placement.devices is not None:
             parts.append("on " + ", ".join(map(str, self._placement.devices)))
             if self._resident is not None and self._resident.devices:

@@ -33,6 +33,7 @@ from sharded_loader.batching.protocol import (
     some,
 )
 from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
+from sharded_loader.described import an
 
 __all__ = ["Dict", "List", "NamedTuple", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 
@@ -176,7 +177,7 @@ class Tuple(_FieldWise):
 
     def _problem(self, sample: Any) -> str | None:
         if not isinstance(sample, (list, tuple)):  # a string or an array has a length too, but no fields
-            return f"is a {type(sample).__name__}, and Tuple has {len(self._fns)} functions"
+            return f"is {an(type(sample))}, and Tuple has {len(self._fns)} functions"
         if len(sample) != len(self._fns):
             return f"has {len(sample)} fields, and Tuple has {len(self._fns)} functions"
         return None
@@ -248,7 +249,7 @@ class Dict(_FieldWise):
 
     def _problem(self, sample: Any) -> str | None:
         if not isinstance(sample, Mapping):
-            return f"is a {type(sample).__name__}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
+            return f"is {an(type(sample))}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
         for key in self._fns:
             if key not in sample:
                 return f"has no key {key!r} (it has keys {some(list(map(repr, sample)), 8)})"
@@ -319,7 +320,7 @@ class NamedTuple(_FieldWise):
     def _problem(self, sample: Any) -> str | None:
         if type(sample) is self._container:
             return None
-        return f"is a {type(sample).__name__}, not a {self._container.__name__}"
+        return f"is {an(type(sample))}, not {an(self._container)}"
 
     def _joined(self, fields: list[Any]) -> Any:
         return self._container._make(fields)

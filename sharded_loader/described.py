@@ -4,6 +4,7 @@
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
     brief(value)                                                             -> a few words, however large it is
     refuse_class(name, given)                    an error, where a class stands in the place of an object
+    an(type(1))                                  -> "an int"
     refuse_arguments(name, unknown, function)    an error, where a function has no such arguments
 
 Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
@@ -134,6 +135,17 @@ def refuse_class(name: str, given: Any) -> None:
     """
     if isinstance(given, type):
         raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")
+
+
+def an(kind: type | str) -> str:
+    """The name of a class with its article, for a message.
+
+    Example:
+        >>> an(list), an("IterableDataset")
+        ('a list', 'an IterableDataset')
+    """
+    name = kind if isinstance(kind, str) else kind.__name__
+    return f"{'an' if name.lstrip('_').startswith(tuple('aeioAEIO')) else 'a'} {name}"
 
 
 def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDat
 from sharded_loader.arguments import check_max_skipped
 from sharded_loader.callers import called_by, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
-from sharded_loader.described import refuse_arguments
+from sharded_loader.described import an, refuse_arguments
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -294,7 +294,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             TypeError, ValueError: The argument is not a state of such a loader.
         """
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"the state is a {type(state_dict).__name__}; give what state_dict() has returned")
+            raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
         missing = [
             name for name in ("_num_yielded", "_iterator_finished", "_base_seed", kind) if name not in state_dict

@@ -29,6 +29,7 @@ from sharded_loader.batching.protocol import (
 )
 from sharded_loader.batching.tensors import check_no_grad, dtype_name, dtype_of, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
+from sharded_loader.described import an
 
 _shape_of_array = attrgetter("shape")
 
@@ -204,7 +205,7 @@ def as_array(sample: Any) -> Array:
     array = np.asarray(sample)
     if array.dtype.hasobject or array.dtype.kind in "US":
         raise BatchifyError(
-            f"a {type(sample).__name__} cannot become an array of numbers",
+            f"{an(type(sample))} cannot become an array of numbers",
             "turn strings into token ids in the dataset, or leave such fields apart with sharded_loader.batchify.List",
         )
     return array

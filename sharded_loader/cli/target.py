@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from sharded_loader.cli.output import CannotRun
+from sharded_loader.described import an
 
 
 def find_dataset(target: str) -> Any:
@@ -56,7 +57,7 @@ def find_function(target: str) -> Callable[..., Any]:
     """
     found = _find(target, "function")
     if not callable(found):
-        raise CannotRun(f"{target} is a {type(found).__name__}, not a function: name a function")
+        raise CannotRun(f"{target} is {an(type(found))}, not a function: name a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -51,6 +51,7 @@ from sharded_loader.data.bulk import (
 from sharded_loader.data.columns import as_column, is_dataset, named_columns
 from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
 from sharded_loader.data.seeding import handed_out, translated
+from sharded_loader.described import an
 
 NOT_IN_BULK: Any = object()
 """What a gather function returns when this batch has to be read sample by sample."""
@@ -96,7 +97,7 @@ class ArrayDataset(Dataset):
             labelled[name] = column = as_column(given, f"ArrayDataset: column {name}")
             if not is_dataset(column) or (hasattr(column, "ndim") and column.ndim == 0):
                 raise TypeError(
-                    f"ArrayDataset: column {name} is a {type(column).__name__} without a length: give arrays, "
+                    f"ArrayDataset: column {name} is {an(type(column))} without a length: give arrays, "
                     "tensors, lists or datasets"
                 )
         (first, column), *others = labelled.items()

@@ -34,6 +34,7 @@ from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.seeding import each_by_its_key, handed_out
+from sharded_loader.described import an
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""
@@ -288,7 +289,7 @@ def check_one_index(index: Any) -> None:
     dimensions: Any = getattr(index, "ndim", 0)
     if isinstance(index, list) or dimensions:
         raise TypeError(
-            f"the index is a {type(index).__name__} of {len(index)} indices, not one: read the samples one by one, "
+            f"the index is {an(type(index))} of {len(index)} indices, not one: read the samples one by one, "
             "[dataset[i] for i in indices], or make a dataset of them, SubsetDataset(dataset, indices)"
         )
 

@@ -25,6 +25,7 @@ import numpy as np
 from sharded_loader.batching.protocol import Array
 from sharded_loader.batching.tree import is_masked, reads_rows
 from sharded_loader.data.bulk import checked_index
+from sharded_loader.described import an
 
 _NUMBERS = "biufc"
 
@@ -90,7 +91,7 @@ def as_column(value: Any, name: str) -> Any:
         return value
     if is_table(value) or (isinstance(value, Mapping) and named_columns(value) is not None):
         raise TypeError(
-            f"{name} is a {kind.__name__}, which has columns of its own: give ArrayDataset(table) alone, or "
+            f"{name} is {an(kind)}, which has columns of its own: give ArrayDataset(table) alone, or "
             f"ArrayDataset(**table, y=more) with more columns, or one array of all its values, such as table.to_numpy()"
         )
     if is_masked(value):
@@ -124,7 +125,7 @@ def as_dataset(value: Any, owner: str) -> Any:
     """
     if is_table(value):
         raise TypeError(
-            f"{owner} was given a {type(value).__name__}, which is indexed by the names of its columns: give "
+            f"{owner} was given {an(type(value))}, which is indexed by the names of its columns: give "
             f"ArrayDataset(table), whose samples are dicts of its columns"
         )
     return value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
@@ -206,7 +207,7 @@ def check_dataset(value: Any, owner: str) -> Any:
     """
     if not is_dataset(value):
         raise TypeError(
-            f"{owner} needs an object with __getitem__ and __len__, not a {type(value).__name__}: "
+            f"{owner} needs an object with __getitem__ and __len__, not {an(type(value))}: "
             "read a stream into a list, or give a dataset that can be indexed"
         )
     return as_dataset(value, owner)
@@ -312,8 +313,8 @@ def _kind_of(items: Sequence[Any]) -> type:
     if first is not None and set(known.values()) <= {first}:
         return first
     position = next(n for n, item in enumerate(items) if first is None or known[type(item)] is not first)
-    beside = f", item 0 a {type(items[0]).__name__}" if position else ""
+    beside = f", item 0 {an(type(items[0]))}" if position else ""
     raise TypeError(
         "PackedList holds items of one kind: strings, bytes or pathlib.Path; "
-        f"item {position} is a {type(items[position]).__name__}{beside}: convert them, or keep a list"
+        f"item {position} is {an(type(items[position]))}{beside}: convert them, or keep a list"
     )

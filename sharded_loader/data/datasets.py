@@ -229,7 +229,7 @@ class Dataset:
         try:
             return f"{type(self).__name__}({len(self)} samples)"
         except Exception:  # a repr must not raise
-            return f"{type(self).__name__}(? samples)"
+            return f"{type(self).__name__}(unknown number of samples)"
 
 
 class SimpleDataset(View, Dataset):

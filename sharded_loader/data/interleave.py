@@ -30,7 +30,7 @@ from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, is_divided, this_worker
 from sharded_loader.data.wrappers import View
-from sharded_loader.described import brief, refuse_arguments, refuse_class
+from sharded_loader.described import an, brief, refuse_arguments, refuse_class
 from sharded_loader.process_hooks import call_after_import
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -108,7 +108,7 @@ def interleave(
     torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
     one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
     if one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
-        raise TypeError(f"interleave needs a list of datasets, not a {kind.__name__}: interleave([first, second])")
+        raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
     given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
@@ -130,21 +130,21 @@ def _checked(dataset: Any, number: int) -> Any:
     kind, name = type(dataset), f"interleave: datasets[{number}]"
     refuse_class(name, dataset)
     if isinstance(dataset, (str, bytes)):
-        raise TypeError(f"{name} is a {kind.__name__}, not a dataset: give what it names, or list(text) for its items")
+        raise TypeError(f"{name} is {an(kind)}, not a dataset: give what it names, or list(text) for its items")
     if is_indexed(dataset):
         return check_dataset(dataset, "interleave")
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     starts_again = isinstance(dataset, torchs) or hasattr(kind, "set_epoch") or hasattr(kind, "state_dict")
     if hasattr(kind, "__next__") and not starts_again:
         raise TypeError(
-            f"{name} is a {kind.__name__}, which can be read only once: give a function that makes a new one, "
+            f"{name} is {an(kind)}, which can be read only once: give a function that makes a new one, "
             "or an object whose __iter__ begins again"
         )
     if isinstance(dataset, Set):
-        raise TypeError(f"{name} is a {kind.__name__}, whose order is not defined: give sorted(dataset)")
+        raise TypeError(f"{name} is {an(kind)}, whose order is not defined: give sorted(dataset)")
     if not hasattr(kind, "__iter__") and not callable(dataset):
         raise TypeError(
-            f"{name} is a {kind.__name__}, which cannot be read: give an object with __getitem__ and __len__, one with "
+            f"{name} is {an(kind)}, which cannot be read: give an object with __getitem__ and __len__, one with "
             "__iter__, or a function that returns an iterator"
         )
     return dataset
@@ -189,7 +189,7 @@ class InterleavedDataset(View, Dataset):
 
 
 def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
-    name = f"interleave: datasets[{number}], a {type(dataset).__name__},"
+    name = f"interleave: datasets[{number}], {an(type(dataset))},"
     if passes:
         return ValueError(f"{name} gave no samples when it was read again: its __iter__ must start at the beginning")
     return ValueError(

@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Any
 
 from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
+from sharded_loader.described import an
 
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
@@ -144,7 +145,7 @@ class Source:
                 skipped = sum(1 for _ in islice(iterator, self.taken))
         if skipped < self.taken:
             raise ValueError(
-                f"interleave: datasets[{self.number}], a {type(dataset).__name__}, has {skipped} samples, and the "
+                f"interleave: datasets[{self.number}], {an(type(dataset))}, has {skipped} samples, and the "
                 f"state was saved after {self.taken}: give the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator

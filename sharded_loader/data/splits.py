@@ -23,6 +23,7 @@ import numpy as np
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.batching.tensors import as_numpy, is_column
 from sharded_loader.data.columns import as_column
+from sharded_loader.described import an
 from sharded_loader.shuffle import Indices, shuffled
 
 
@@ -116,7 +117,7 @@ def _classes(dataset: Any, labels: Any) -> Indices:
         labels = as_numpy(labels)
     if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) != 1:
         shape = getattr(labels, "shape", None)
-        found = f"an array of shape {tuple(shape)}" if shape is not None else f"a {type(labels).__name__}"
+        found = f"an array of shape {tuple(shape)}" if shape is not None else f"{an(type(labels))}"
         raise TypeError(f"{name} was given {found}: give one label per sample, the name of a field, or a function")
     if len(labels) != len(dataset):
         raise ValueError(f"{name} was given {len(labels)} labels for {len(dataset)} samples: give one label per sample")
@@ -151,7 +152,7 @@ def _field(dataset: Any, name: str) -> Any:
             found.append(sample[name])
         except (TypeError, KeyError, IndexError):
             raise TypeError(
-                f"split(stratify={name!r}): sample {index}, a {type(sample).__name__}, has no field {name!r}: "
+                f"split(stratify={name!r}): sample {index}, {an(type(sample))}, has no field {name!r}: "
                 "give a function of a sample, such as stratify=lambda sample: sample[1]"
             ) from None
     return found

@@ -50,7 +50,7 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
-from sharded_loader.described import brief, briefs
+from sharded_loader.described import an, brief, briefs
 from sharded_loader.sizes import bytes_of_text
 
 
@@ -249,7 +249,7 @@ def own_copy(sample: Any) -> tuple[Any, float]:
         return pickle.loads(pickled), len(pickled)
     except Exception as error:
         warnings.warn(
-            f"cache(max_bytes=...) keeps copies that pickle makes, and it cannot copy a {type(sample).__name__} "
+            f"cache(max_bytes=...) keeps copies that pickle makes, and it cannot copy {an(type(sample))} "
             f"({error}): this sample is read again each time. cache() without max_bytes keeps the samples themselves",
             stacklevel=2,
         )

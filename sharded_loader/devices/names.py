@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from sharded_loader.described import an
+
 DeviceLike = str | int | torch.device
 """A device: a name such as ``"cuda:1"``, the number of an accelerator, or a ``torch.device``."""
 
@@ -43,7 +45,7 @@ def find_device(name: Any) -> torch.device:
     present = [torch.device("cpu"), *accelerators()]
     listed = ", ".join(map(str, present))
     if isinstance(name, bool) or not isinstance(name, (str, int, torch.device)):
-        raise TypeError(f"device {name!r} is a {type(name).__name__}; give a name, an index or a torch.device")
+        raise TypeError(f"device {name!r} is {an(type(name))}; give a name, an index or a torch.device")
     if isinstance(name, int):
         if not 0 <= name < len(present) - 1:
             raise ValueError(f"there is no accelerator {name}; this process sees: {listed}")

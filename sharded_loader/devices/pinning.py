@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from sharded_loader.batching.tree import ATOMS, map_leaves
+from sharded_loader.described import an
 from sharded_loader.devices.streams import Streams
 from sharded_loader.interrupts import program_ends, uninterrupted
 from sharded_loader.memory.codec import array_address, is_plain_tensor
@@ -189,7 +190,7 @@ def copied_out(streams: Streams, batch: Any) -> Any:
             return copy.deepcopy(leaf, memo)
         except Exception as error:
             raise TypeError(
-                f"a {type(leaf).__name__} in the batch holds memory that a device reads, and cannot be copied out "
+                f"{an(type(leaf))} in the batch holds memory that a device reads, and cannot be copied out "
                 f"of it ({type(error).__name__}: {error}): give it copies of its tensors and arrays (.clone(), .copy())"
             ) from error
 

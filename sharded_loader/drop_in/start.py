@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.described import an
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import rank_of
@@ -222,7 +223,7 @@ class SamplerStart:
             torch.set_rng_state(before)
         if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
             raise ValueError(
-                f"the state cannot be resumed: the sampler, a {type(self.sampler).__name__}, yields other indices than "
+                f"the state cannot be resumed: the sampler, {an(type(self.sampler))}, yields other indices than "
                 f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
                 f"then, or give it state_dict() and load_state_dict()"
             )

@@ -19,6 +19,7 @@ from typing import Any
 
 from sharded_loader.callers import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
+from sharded_loader.described import an
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.engine.stream_reading import StreamReading
 from sharded_loader.engine.stream_state import StreamPosition, StreamSignature, differences, dump, parse
@@ -114,7 +115,7 @@ class StreamOrder:
             return replicas * max(1, self._workers)
         if known < replicas:
             raise ValueError(
-                f"the dataset, a {self._kind}, has {known} shards, but there are {replicas} ranks, and each needs one: "
+                f"the dataset, {an(self._kind)}, has {known} shards, but there are {replicas} ranks. Each needs one: "
                 f"write it in more shards, or give streams= if its samples can be shared out in another way"
             )
         return min(known, max(MOST_PARTS, replicas))
@@ -203,7 +204,7 @@ class StreamOrder:
             length = len(self._dataset)
         except (TypeError, NotImplementedError):
             raise TypeError(
-                f"the loader has no length: the number of batches of a {self._kind} is only known at its end. Give "
+                f"the loader has no length: the number of batches of {an(self._kind)} is only known at its end. Give "
                 f"steps_per_epoch=, or the dataset a __len__"
             ) from None
         share = -(-length // self.replicas()[0])

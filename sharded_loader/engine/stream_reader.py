@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.described import an
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, Task
@@ -256,7 +257,7 @@ class StreamReader(Reader):
         if found.ended and found.samples < then.samples:
             what = f"only {found.samples} samples, where it had yielded {then.samples}"
         return ValueError(
-            f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, a {kind}, "
+            f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, {an(kind)}, "
             f"yields {what}. Its samples must be the same each time it is read, in every pool: draw random numbers "
             f"from sample_rng(), not from the modules random, numpy.random and torch, or give the dataset state_dict() "
             f"and load_state_dict()"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from sharded_loader.described import brief
+from sharded_loader.described import an, brief
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.state import VERSION
@@ -157,7 +157,7 @@ def parse(state: Any, replicas: tuple[int, int]) -> tuple[StreamPosition, Stream
 
 def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {brief(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+        raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
     if "version" not in state or "parts" not in state:
         raise ValueError(f"the state has no 'parts', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
     version = check_int("the state's 'version'", state["version"], 1, _ADVICE, ValueError)

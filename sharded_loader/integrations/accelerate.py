@@ -29,6 +29,7 @@ from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
 from sharded_loader.data.inspection import is_stream
+from sharded_loader.described import an
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.loader import ShardedDataLoader
 from sharded_loader.sampling.base import nested, tell_epoch
@@ -183,7 +184,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
         prepared = _prepare_sharded(loader, accelerator, device_placement)
     else:
         raise TypeError(
-            f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not a {type(loader).__name__}: "
+            f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}: "
             f"give that to accelerator.prepare()"
         )
     if prepared not in accelerator._dataloaders:
@@ -203,7 +204,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         A loader of the same class; after its first epoch go on with ``loader``. They share the sampler.
     """
     if not isinstance(loader, Prepared):
-        raise TypeError(f"skip_first_batches() takes what prepare() has returned, not a {type(loader).__name__}")
+        raise TypeError(f"skip_first_batches() takes what prepare() has returned, not {an(type(loader))}")
     given = dict(loader._given)  # type: ignore[attr-defined]
     if given.get("batch_sampler") is not None:
         given["batch_sampler"] = SkipBatchSampler(given["batch_sampler"], skip_batches=num_batches)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from sharded_loader.described import an
 from sharded_loader.devices.names import DeviceLike, device_list
 
 
@@ -71,7 +72,7 @@ class Replicas:
 
     def __init__(self, model: torch.nn.Module, devices: Sequence[DeviceLike] | str) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"Replicas was given a {type(model).__name__} as model: give a torch.nn.Module")
+            raise TypeError(f"Replicas was given {an(type(model))} as model: give a torch.nn.Module")
         self.devices = device_list(devices)
         if any(torch.nn.parameter.is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
             raise ValueError("the model has lazy parameters without a shape: run it once before making Replicas")

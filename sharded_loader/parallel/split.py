@@ -24,6 +24,7 @@ import torch
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.stack import is_numbers
 from sharded_loader.batching.tree import children, is_dataclass_instance, map_leaves, rebuild, to_torch
+from sharded_loader.described import an
 from sharded_loader.devices.names import DeviceLike, device_list
 
 
@@ -52,7 +53,7 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     tree = _as_batch(data)
     shapes = list(_row_shapes(tree, batch_axis))
     if not shapes:
-        raise ValueError(f"a {type(data).__name__} has no rows to split: give tensors, arrays, or a structure of them")
+        raise ValueError(f"{an(type(data))} has no rows to split: give tensors, arrays, or a structure of them")
     for shape, axis in shapes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")

@@ -32,6 +32,7 @@ from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.bulk import checked_indices, is_gathered
+from sharded_loader.described import an
 from sharded_loader.devices.placement import Placed, Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Job, Result, Task
@@ -70,7 +71,7 @@ def check_resident(resident: Any, dataset: Any, devices: Any, batchify_fn: Any) 
             if not (is_column(column) or (is_gathered(column) and torch_has(column.dtype))):
                 dtype = f" of {column.dtype}" if hasattr(column, "dtype") else ""
                 raise TypeError(
-                    f"resident=True: column {name!r} is a {type(column).__name__}{dtype}, which a device cannot hold: "
+                    f"resident=True: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
                     f"give arrays or tensors of numbers, or leave resident out"
                 )
     except (TypeError, ValueError):

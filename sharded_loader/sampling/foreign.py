@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.inspection import is_stateful
+from sharded_loader.described import an
 from sharded_loader.global_generators import seed_torch, seeded_globals
 from sharded_loader.rng import derive_key
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
@@ -97,7 +98,7 @@ def len_epoch(sampler: Any, epoch: int) -> int:
             return len(sampler)
         except Exception as error:  # other libraries raise what they like where a length is unknown
             cause, why = error, f"its __len__ raised {type(error).__name__}: {error}"
-    raise TypeError(f"the sampler, a {type(sampler).__name__}, has no length: {why}") from cause
+    raise TypeError(f"the sampler, {an(type(sampler))}, has no length: {why}") from cause
 
 
 def known_length(sampler: Any, epoch: int) -> int | None:
@@ -130,7 +131,7 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
         rest = map(next, repeat(items))
         first = list(islice(rest, 1))
     if not first and items is sampler and state is None:
-        raise TypeError(f"the sampler, a {type(sampler).__name__}, has no items left for epoch {epoch}: {ONE_SHOT}")
+        raise TypeError(f"the sampler, {an(type(sampler))}, has no items left for epoch {epoch}: {ONE_SHOT}")
     return chain(first, rest), stateful
 
 
@@ -221,7 +222,7 @@ def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> N
     if items < mark.items:
         found = f"only {items} items in epoch {mark.epoch}, where it had yielded {mark.items}"
     raise ValueError(
-        f"the state cannot be resumed: the sampler, a {type(sampler).__name__}, yields {found}. Make it with the same "
+        f"the state cannot be resumed: the sampler, {an(type(sampler))}, yields {found}. Make it with the same "
         "arguments and seed as then; if its order depends on earlier epochs, give it state_dict() and load_state_dict()"
     )
 
@@ -296,7 +297,7 @@ class ReplayTable(Streamed):
         found = ReplayTable(self._sampler, self.epoch, self._seed).at(positions)
         if len(found) == len(positions):
             return found
-        where = f"item {positions[0]} of epoch {self.epoch}, which the sampler, a {type(self._sampler).__name__}"
+        where = f"item {positions[0]} of epoch {self.epoch}, which the sampler, {an(type(self._sampler))}"
         raise ValueError(f"the state cannot be resumed: it goes on at {where}, has passed and does not yield again")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.described import an
 from sharded_loader.sampling.tables import Batched, Dealt, Table, joined, parts
 from sharded_loader.shuffle import Indices
 
@@ -195,10 +196,10 @@ class Endless(Table):
     def _refuse(self, found: Any) -> None:
         if self._stretch.length == ENDLESS:
             raise ValueError(
-                f"the sampler, a {self._name}, has no length and ended after {found} items: give it a __len__, so that "
-                f"it can start over under steps_per_epoch="
+                f"the sampler, {an(self._name)}, has no length and ended after {found} items: give it a __len__, so it "
+                f"can start over under steps_per_epoch="
             )
         raise ValueError(
-            f"the sampler, a {self._name}, yielded {found} items in epoch {self._epoch}, but its length is "
+            f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is "
             f"{self._stretch.length}: correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
         )

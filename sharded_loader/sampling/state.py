@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sharded_loader.described import brief
+from sharded_loader.described import an, brief
 from sharded_loader.sampling.base import Sampler, check_int, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
@@ -185,7 +185,7 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {brief(state)}, a {type(state).__name__}; it must be a dict: {_ADVICE}")
+        raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
     if "version" not in state:
         raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
     version = _read(state, "version", _integer(1))

@@ -504,7 +504,7 @@ def test_a_dataset_that_says_it_has_no_length_needs_a_sampler_and_tells_the_caus
         make(dataset=Lengthy(error))
     with make(dataset=Lengthy(error), sampler=[3, 1, 2]) as loader:
         assert [batch.tolist() for batch in loader] == [[3, 1, 2]]
-        assert "? samples" in repr(loader)
+        assert "unknown number of samples" in repr(loader)
 
 
 def test_a_repr_does_not_raise_where_a_length_has_broken_since() -> None:
@@ -512,7 +512,7 @@ def test_a_repr_does_not_raise_where_a_length_has_broken_since() -> None:
     error, dataset.error = dataset.error, None
     loader = make(dataset=dataset)
     dataset.error = error
-    assert repr(loader).startswith("ShardedDataLoader(? samples")
+    assert repr(loader).startswith("ShardedDataLoader(unknown number of samples")
 
 
 def test_pin_memory_without_an_accelerator_warns_once_and_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,7 +418,7 @@ def test_a_length_is_an_estimate_by_the_dataset_s_or_an_error_with_advice() -> N
     with loader_of(Own()) as loader:
         with pytest.raises(TypeError, match="the loader has no length.*Give steps_per_epoch=, or the dataset a"):
             len(loader)
-        assert "batches without number" in repr(loader)
+        assert "unknown number of batches" in repr(loader)
         assert bool(iter(loader)) is True
     with loader_of(Sized()) as loader:
         assert len(loader) == len(iter(loader)) == 6

@@ -274,7 +274,7 @@ def test_whatever_a_length_raises_means_that_it_is_unknown(error: Exception, kin
     loader = make()
     message = f"the sampler, a {kind.__name__}, has no length: its __len__ raised {type(error).__name__}"
     for _ in range(2):
-        assert "batches without number" in repr(loader)
+        assert "unknown number of batches" in repr(loader)
         with pytest.raises(TypeError, match=message) as caught:
             len(loader)
         assert caught.value.__cause__ is error
