@@ -258,7 +258,7 @@ class LoaderAttributes(Metered):
         Args:
             state: what `state_dict` returned.
             strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise refused in mid-epoch. It also says that other data of
+                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also says that other data of
                 the same length are meant, of which you are warned otherwise.
 
         Raises:

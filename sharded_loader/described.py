@@ -145,7 +145,8 @@ def an(kind: type | str) -> str:
         ('a list', 'an IterableDataset')
     """
     name = kind if isinstance(kind, str) else kind.__name__
-    return f"{'an' if name.lstrip('_').startswith(tuple('aeioAEIO')) else 'a'} {name}"
+    sound = name.lstrip("_").lower()
+    return f"{'an' if sound[:1] in set('aeio') and not sound.startswith('one') else 'a'} {name}"
 
 
 def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:

@@ -151,7 +151,7 @@ def in_fields(
 
 
 def refuse_async(values: Sequence[Any], what: str) -> None:
-    """Reject what an ``async def`` returns with a TypeError: nobody awaits it.
+    """Reject what an ``async def`` returns with a TypeError: the loader does not await it.
 
     Args:
         values: samples or batches, of which the first one is looked at.

@@ -138,7 +138,7 @@ def _descriptors(facts: Facts) -> Iterator[Finding]:
 
 def _processes(facts: Facts) -> Iterator[Finding]:
     if not facts.passes_descriptors and facts.system != "win32":
-        what = "The system refuses to pass descriptors between processes, so the loader shares memory by name."
+        what = "The system does not pass descriptors between processes, so the loader shares memory by name."
         yield Finding(False, what, "Allow sendmsg and recvmsg in the seccomp profile.")
     if facts.trial_error is not None:
         what = f"A trial with two worker processes failed: {facts.trial_error}."

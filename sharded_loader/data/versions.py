@@ -23,7 +23,7 @@ systems in whole seconds, or in two."""
 def settled(path: str) -> os.stat_result:
     """The stat of a file. One that was changed in this tick of the clock is waited for: another change in the tick
     would not be seen."""
-    for _ in range(10):  # not for ever: somebody may be writing
+    for _ in range(10):  # not for ever: another program may be writing
         found = os.stat(path)
         changed = max(found.st_mtime_ns, found.st_ctime_ns)
         age = (time.time_ns() - changed) / 1e9

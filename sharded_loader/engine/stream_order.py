@@ -115,8 +115,8 @@ class StreamOrder:
             return replicas * max(1, self._workers)
         if known < replicas:
             raise ValueError(
-                f"the dataset, {an(self._kind)}, has {known} shards, but there are {replicas} ranks. Each needs one: "
-                f"write it in more shards, or give streams= if its samples can be shared out in another way"
+                f"the dataset, {an(self._kind)}, has {known} shards, but there are {replicas} ranks, and each needs "
+                f"one: write it in more shards, or give streams= if its samples can be shared out in another way"
             )
         return min(known, max(MOST_PARTS, replicas))
 

@@ -196,8 +196,8 @@ class Endless(Table):
     def _refuse(self, found: Any) -> None:
         if self._stretch.length == ENDLESS:
             raise ValueError(
-                f"the sampler, {an(self._name)}, has no length and ended after {found} items: give it a __len__, so it "
-                f"can start over under steps_per_epoch="
+                f"the sampler, {an(self._name)}, has no length and ended after {found} items: give it a "
+                f"__len__, so that it can start over under steps_per_epoch="
             )
         raise ValueError(
             f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is "

@@ -4,12 +4,12 @@
 
     <hash>-<size>.shard    a shard; the hash is of its URL, size and tag, so another file has another name
     <hash>-<size>.sum      its checksum (`checksums`); the time of this file says when the shard is needed
-    <hash>-<size>.part     a shard that somebody fetches; its whole size counts
+    <hash>-<size>.part     a shard that a process fetches; its whole size counts
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
 
-A shard is renamed when the disk has all of it, so nobody reads half of one. Of several processes that want the same
-shard, one fetches it and the others wait. For room, the shard goes that is needed last, as far as somebody has said so
-(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part whose lock nobody holds. Files
+A shard is renamed when the disk has all of it: half of one is never read. Of several processes that want the same
+shard, one fetches it and the others wait. For room, the shard goes that is needed last, as far as a loader has said so
+(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part that no process locks. Files
 with other names are never touched. A shard that is open somewhere can be read to its end after it has gone (on Windows
 it cannot go). A damaged shard is deleted and fetched again.
 
@@ -48,7 +48,7 @@ TRIES = 10
 """How often a shard is fetched that others delete before it could be opened."""
 
 STUCK = 30.0 if os.name == "nt" else 0.0
-"""Seconds to wait for a file that cannot be deleted. Windows deletes a file when nobody has it open any more."""
+"""Seconds to wait for a file that cannot be deleted. Windows deletes a file when no process has it open any more."""
 
 _LONG_AGO = 10**9
 """A time of files, in the year 2001: older than any shard that nobody has let go."""
@@ -134,7 +134,7 @@ class ShardCache:
                 if found is not None:
                     return found
                 with self._lock(_lock_of(path.name)):
-                    found = self._found(path, url, stat, is_locked=True)  # somebody has fetched it meanwhile
+                    found = self._found(path, url, stat, is_locked=True)  # another process has fetched it meanwhile
                     if found is not None:
                         return found
                     self._fetch(path, url, stat, fetch)
@@ -144,7 +144,7 @@ class ShardCache:
         )
 
     def prepare(self, url: str, stat: Stat, fetch: Callable[[BinaryIO], None], is_wanted: Callable[[], bool]) -> None:
-        """Fetch a shard that is not there, if it is still wanted when nobody else fetches it any more.
+        """Fetch a shard that is not there, if it is still wanted when no other process fetches it any more.
 
         Args:
             url, stat, fetch: as for `open`.
@@ -207,7 +207,7 @@ class ShardCache:
 
     def _fetch(self, path: Path, url: str, stat: Stat, fetch: Callable[[BinaryIO], None]) -> None:
         """Fetch a shard, under its lock."""
-        (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # somebody may have deleted the folder
+        (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
         part.unlink(missing_ok=True)  # of a process that has died
         self._make_room(part, url, stat.size)
@@ -222,14 +222,14 @@ class ShardCache:
                         f"{shown(url)} has {written:,} bytes, and had {stat.size:,}: make the dataset again"
                     )
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
-                    return  # somebody has deleted the locks, and another process fetches this shard too
+                    return  # the locks were deleted, and another process fetches this shard too
             seal(part, path)
             _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
             if isinstance(error, FileNotFoundError) and self._is_inside(error):
-                return  # somebody has deleted the part, or the folder: `open` tries again
+                return  # the part or the folder was deleted: `open` tries again
             if isinstance(error, OSError) and type(error) is OSError:  # not one of ours: of the disk
                 raise ShardError(
                     f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
@@ -294,7 +294,7 @@ class ShardCache:
 
     def _files(self) -> Iterator[tuple[Path, int, float]]:
         """The shards, whole or in parts, with their sizes and when they were opened last."""
-        with contextlib.suppress(FileNotFoundError):  # somebody may have deleted the folder
+        with contextlib.suppress(FileNotFoundError):  # another program may have deleted the folder
             for entry in list(os.scandir(self.folder)):
                 match = _NAME.fullmatch(entry.name)
                 if match is not None and entry.is_file():
@@ -331,7 +331,7 @@ def _lock_of(name: str) -> str:
 def _delete(path: Path) -> None:
     """Delete a shard or a part."""
     path.unlink(missing_ok=True)  # first: if it must stay, its checksum stays too
-    if not path.exists():  # nobody has fetched it again
+    if not path.exists():  # no process has fetched it again
         beside(path).unlink(missing_ok=True)
 
 

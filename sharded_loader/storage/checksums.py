@@ -46,7 +46,7 @@ def is_sound(path: Path, size: int, may_read: bool) -> bool:
     Args:
         path: of the shard.
         size: that it must have, in bytes.
-        may_read: compare the checksum, if somebody may have changed the file.
+        may_read: compare the checksum, if another program may have changed the file.
     """
     try:
         checksum, started, changed = beside(path).read_text().split()

@@ -330,7 +330,7 @@ class ShardDataset(Dataset):
         """Check that a shard of this machine is still the one of this index; None: of the one that is being made.
 
         Returns:
-            False if it is a file in the cache that somebody has written to: it must be opened again.
+            False if it is a file in the cache that was written to: it must be opened again.
         """
         stat = self._stats[shard]
         if not isinstance(file, LocalFile):

@@ -4,7 +4,7 @@
         .ranges(begins, ends) -> list of bytes        .stream() -> a binary file for libraries that want one
 
 Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
-is held by a descriptor: if somebody deletes it meanwhile, it can still be read (not on Windows, where it cannot be
+is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
 deleted meanwhile). Threads may share a file; a forked child opens its own.
 
 `local_stat` tells a file from a later one at the same path (`data.versions`).
@@ -103,7 +103,7 @@ class LocalFile(ShardFile):
             return _stat_of(os.fstat(self._fd))
 
     def is_touched(self) -> bool:
-        """Whether somebody has written to the open file. Only that it was deleted does not count."""
+        """Whether another program has written to the open file. Only that it was deleted does not count."""
         now, then = os.fstat(self._fd), self._found
         is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
         return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)

@@ -4,7 +4,7 @@
 
 An index is a few arrays in one ``.npz`` file. Its name is a hash of the format, the URL, and the size and tag of the
 shard. So a shard that has changed has another index, and two processes that make the same one write the same bytes. A
-file appears by being renamed, so nobody reads half of one. It ends with a hash of its bytes, so a damaged one is found,
+file appears by being renamed: half of one is never read. It ends with a hash of its bytes, so a damaged one is found,
 and made again. If the folder cannot be written to, indexes are made in memory, with one warning.
 
 What can go wrong: the shard cannot be indexed (see the formats).

@@ -9,7 +9,7 @@ read its group, so the last `KEPT` groups of a shard stay decoded. Shuffle such 
 A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None.
 
 pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
-that it has decoded. Files are read, and not mapped: a mapped file that somebody cuts ends the process with SIGBUS.
+that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
 
 What can go wrong: pyarrow is not installed, the file is of another format or damaged. All are a `ShardError`, which
 names the rows.
@@ -145,7 +145,7 @@ class Arrow(_Table):
             if footer.schema != schema or footer.num_record_batches != (found[:, 0] == arrow.BATCH).sum():
                 raise ValueError("its footer does not fit")
         counts = found[found[:, 0] == arrow.BATCH, 3]
-        for number in np.flatnonzero(counts == 0).tolist():  # nobody reads them later: a damaged length may be 0
+        for number in np.flatnonzero(counts == 0).tolist():  # they are not read later: a damaged length may be 0
             self._take(file, {"messages": found}, number).validate(full=True)
         return counts, {"messages": found}
 
@@ -156,7 +156,9 @@ class Arrow(_Table):
         parts = file.ranges(where[:, 1].tolist(), where[:, 2].tolist())
         for part in parts:
             arrow.check_layout(part)
-        return pyarrow.ipc.open_stream(b"".join(parts)).read_next_batch()
+        batch = pyarrow.ipc.open_stream(b"".join(parts)).read_next_batch()
+        arrow.check_nulls(parts[-1], batch.columns)
+        return batch
 
 
 def _line(error: Exception) -> str:

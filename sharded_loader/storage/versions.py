@@ -76,7 +76,7 @@ def with_tags(stats: Mapping[str, Stat]) -> list[Stat]:
     if bare:
         warn(
             f"the server says neither an ETag nor the time of the last change of {shown(bare[0])} (and of "
-            f"{len(bare) - 1} more shards): nobody can tell when it is replaced. So its index and its copy in a "
+            f"{len(bare) - 1} more shards): the loader cannot see when it is replaced. So its index and its copy in a "
             "ShardCache serve this dataset only"
         )
     return [stat if stat.tag else stat._replace(tag=UNKNOWN + uuid.uuid4().hex) for stat in stats.values()]

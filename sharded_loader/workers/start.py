@@ -57,7 +57,7 @@ def choose_start_method(start_method: str | None) -> str:
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
     if start_method == "forkserver" and not can_pass_descriptors():
-        text = 'this system refuses to pass descriptors between processes, as a forkserver must: start_method="spawn"'
+        text = 'this system does not pass descriptors between processes, as a forkserver must: start_method="spawn"'
         warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
         return "spawn"
     return start_method
@@ -80,7 +80,7 @@ def launch(
         )
     if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
         # The template could not be given the worker's end of the pipe, so there is none.
-        template.warn(f"this system refuses to pass descriptors between processes; {_AS_IT_IS_NOW}")
+        template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
     for _ in range(TEMPLATES):
         try:
             started, link = _start(number, num_workers, start_method, resources, new_job)

@@ -224,7 +224,7 @@ class Template:
         except OSError:
             answer = b""
         if not answer:
-            with contextlib.suppress(ValueError):  # somebody else has reaped it
+            with contextlib.suppress(ValueError):  # the program has reaped it
                 self._process.join(STEP)  # the pipe ends a moment before the process
             fate = describe_exit(self._process.exitcode)
             self._lost = f"the process that workers are forked from (pid {self._process.pid}) died: {fate}"
@@ -266,7 +266,7 @@ class Template:
             self._lost = "it did not end"
         except OSError:
             pass  # it has ended
-        with contextlib.suppress(ValueError):  # somebody else has reaped it
+        with contextlib.suppress(ValueError):  # the program has reaped it
             if self._lost:
                 self._process.kill()
             self._process.join()

@@ -103,7 +103,7 @@ def test_answers_are_gluons(case):
         (lambda: Tuple(Stack(), 3), "not callable"),
         (lambda: Dict({"a": Stack()})([{"a": 1}, {"b": 1}]), "sample 1.*'a'.*'b'"),
         (lambda: Dict([Stack()]), "give a dict"),
-        (lambda: Dict({"a": Stack()})([3]), "sample 0.*is a int.*'a'"),
+        (lambda: Dict({"a": Stack()})([3]), "sample 0.*is an int.*'a'"),
         (lambda: Dict({}, rest="all"), r"rest='all'.*'keep', 'drop', a function, or None"),
         (lambda: Dict({}, rest=True), "rest=True"),
         (lambda: NamedTuple(MyNT, [Stack()]), "2 fields, 1 functions"),

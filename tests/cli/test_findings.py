@@ -43,7 +43,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"descriptors": 100, "most_descriptors": 4096}, True, "may open 100 files", "ulimit -n 4096"),
         ({"descriptors": 256}, False, "may open 256 files", "ulimit -n 65536"),
         ({"descriptors": 100, "most_descriptors": 100}, True, "may open 100 files", "docker run --ulimit nofile=65536"),
-        ({"passes_descriptors": False}, False, "refuses to pass descriptors", "seccomp"),
+        ({"passes_descriptors": False}, False, "does not pass descriptors", "seccomp"),
         ({"trial": None, "trial_error": "WorkerDiedError: x"}, True, "failed: WorkerDiedError: x", "thread_pool=True"),
         ({"nvidia_driver": True}, True, "built for the CPU only", "Install a build of torch for CUDA"),
         ({"nvidia_driver": True, "torch_cuda": "13.0"}, True, "sees no GPU", "docker run --gpus all"),

@@ -69,7 +69,7 @@ def test_equality_knows_kinds():
     [
         (["a", b"b"], "one kind: strings, .* item 1 is a bytes, item 0 a str: convert them"),
         ([Path("a"), "b"], "one kind: strings, .* item 1 is a str, item 0 a PosixPath"),
-        (["a", 1], "item 1 is a int"),
+        (["a", 1], "item 1 is an int"),
         ([None], "item 0 is a NoneType"),
         ([PurePosixPath("a")], "item 0 is a PurePosixPath"),
         ([bytearray(b"a")], "item 0 is a bytearray"),

@@ -145,7 +145,7 @@ def test_a_dataset_that_a_mixture_has_twice_is_resumed_by_counting():
 
 
 def test_a_dataset_that_has_become_shorter_is_an_error():
-    with pytest.raises(ValueError, match=r"datasets\[3\], a Again, has 5 samples, and the state was saved after 6"):
+    with pytest.raises(ValueError, match=r"datasets\[3\], an Again, has 5 samples, and the state was saved after 6"):
         Source(3, Again(), {"pass": 0, "taken": 6}).read()
 
 

@@ -49,7 +49,7 @@ def read_and_lose_a_worker(method: str, length: int = 160) -> list[int]:
 
 @seccomp
 @covering(1, method=PROCESS_POOLS, call=REFUSED, error=ERRORS)
-@pytest.mark.filterwarnings("ignore:this system refuses to pass descriptors:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
 @pytest.mark.costly(3)
 def test_a_refused_call_changes_no_batch_and_no_worker_is_lost(method: str, call: str, error: str) -> None:
     def work() -> object:
@@ -61,7 +61,7 @@ def test_a_refused_call_changes_no_batch_and_no_worker_is_lost(method: str, call
 
 @seccomp
 @covering(1, method=PROCESS_POOLS, call=["memfd_create", "recvmsg", "fallocate", "everything"])
-@pytest.mark.filterwarnings("ignore:this system refuses to pass descriptors:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
 @pytest.mark.costly
 def test_a_large_dataset_reaches_its_workers_without_the_call(method: str, call: str) -> None:
     def work() -> object:

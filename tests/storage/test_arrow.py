@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader.storage.arrow import BATCH, DICTIONARY, SCHEMA, check_layout, messages, needed
+from sharded_loader.storage.arrow import BATCH, DICTIONARY, SCHEMA, check_layout, check_nulls, messages, needed
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"nonsense" * 20, b"\xff" * 4 + b"\0" * 4, b"ARROW1" * 20])
@@ -55,3 +55,27 @@ def test_a_buffer_in_another_place_is_an_error() -> None:
         damaged[position : position + 8] = np.array(value, "<i8").tobytes()
         with pytest.raises(ValueError, match="end to end"):
             check_layout(bytes(damaged))
+
+
+def test_a_count_of_nulls_that_damage_has_made_0_is_an_error() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    columns = {"n": list(range(20)), "x": [None, *range(19)], "s": [*"ab" * 9, None, "c"], "l": [[1, None]] * 20}
+    batch = pyarrow.record_batch(columns)
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = sink.getvalue()
+    schema, (begin, end) = (
+        content[: messages(io.BytesIO(content), len(content))[0, 2]],
+        messages(io.BytesIO(content), len(content))[1, 1:3].tolist(),
+    )
+    whole = content[begin:end]
+    check_nulls(whole, batch.columns)
+    counts = [at for at in range(len(whole) - 16) if whole[at : at + 16] == np.array([20, 1], "<i8").tobytes()]
+    assert len(counts) == 2
+    for at in counts:
+        damaged = whole[: at + 8] + bytes(8) + whole[at + 16 :]
+        read = pyarrow.ipc.open_stream(schema + damaged).read_next_batch()
+        read.validate(full=True)  # pyarrow sees nothing
+        with pytest.raises(ValueError, match="no nulls, but it has some"):
+            check_nulls(damaged, read.columns)
