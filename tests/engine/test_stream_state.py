@@ -1,4 +1,4 @@
-"""States of iterable data: flat, fit for JSON, and rejected where they do not fit."""
+"""States of iterable data: flat, JSON-serializable, and rejected where they do not fit."""
 
 from __future__ import annotations
 

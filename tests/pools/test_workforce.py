@@ -33,7 +33,7 @@ def workforce() -> Iterator[Workforce]:
 
 
 def end(handle: Any) -> None:
-    """Kill a worker, and wait for its end. Twice is fine."""
+    """Kill a worker, and wait for its end. Safe to call twice."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(handle.pid, signal.SIGKILL)
     handle.wait(10.0)
