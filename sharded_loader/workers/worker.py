@@ -251,7 +251,7 @@ def main(
 
 
 def write_stacks(until: str) -> None:
-    """Write the user's frames of the other threads to stderr; all frames go to the logger.
+    """Write the user's frames of the thread that reads to stderr. All frames of the other threads go to the logger.
 
     Args:
         until: the file that calls the user's code. Frames before it are those of the process that forked this one.
@@ -263,7 +263,7 @@ def write_stacks(until: str) -> None:
             continue
         frames = [frame for frame, _ in traceback.walk_stack(newest)]
         ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
-        users = [one for one in frames[: ours[0] if ours else None] if not is_ours(one.f_code.co_filename)]
+        users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
         who = "The thread that reads" if ours else "Another thread"
         for found, shown in ((full, frames), (short, users)):
             stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1])

@@ -69,6 +69,13 @@ def test_set_epoch_between_iter_and_the_first_next_counts(kind: str, where: str)
         assert batches(loader) == EXPECTED[3]
 
 
+def test_after_set_epoch_the_samplers_of_a_loader_yield_that_epoch() -> None:
+    with make() as loader:
+        loader.set_epoch(2)
+        assert list(loader.batch_sampler) == EXPECTED[2]
+        assert batches(loader) == EXPECTED[2]
+
+
 def test_a_state_loaded_between_iter_and_the_first_next_counts() -> None:
     loader = make()
     batches(iter(loader), 2)
