@@ -87,7 +87,7 @@ def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
         return None
     if prefetch_factor is None:
         return prefetch
-    factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to read ahead per worker")
+    factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to prefetch per worker")
     if not num_workers:
         raise ValueError("prefetch_factor needs workers: give num_workers=, or leave prefetch_factor out")
     return factor * num_workers

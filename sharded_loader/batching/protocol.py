@@ -165,8 +165,8 @@ def refuse_async(values: Sequence[Any], what: str) -> None:
             if type(one) is CoroutineType:
                 one.close()  # or Python warns of each that it was never awaited
         raise TypeError(
-            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader awaits nothing. Write it "
-            f"with def instead of async def, and read there with asyncio.run(). "
+            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them. Write "
+            f"it with def instead of async def, and read there with asyncio.run(). "
             f"Many threads (num_workers=16, thread_pool=True) wait for a network side by side"
         )
 

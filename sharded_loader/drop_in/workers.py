@@ -40,7 +40,7 @@ def check_arguments(loader: Any) -> None:
         if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
             raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
     if loader.prefetch_factor is not None:
-        check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to read ahead per worker")
+        check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
     if loader.seed is not None:
         loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
     make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
@@ -52,7 +52,7 @@ def check_arguments(loader: Any) -> None:
     if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
     if loader.start_method and loader.multiprocessing_context is not None:
-        raise ValueError("start_method and multiprocessing_context say the same: leave out one of them")
+        raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
     _processes(loader, max(1, loader.num_workers))
 
 

@@ -286,7 +286,7 @@ class RayPool(Pool):
             team.take_back(call.tasks if call is not None else ())
         else:  # it has died, was killed for want of memory, or is out of reach
             if member in team.members:  # not told of before
-                fate = f"worker {member.number} died: {cause_of(error)}. Another is asked for"
+                fate = f"worker {member.number} died: {cause_of(error)}. The loader has asked for another worker"
                 self.notices.happened("replaced_workers", fate)
             results += team.bury(member, error)
 
