@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
@@ -46,6 +45,9 @@ else:
     from typing import TypeVar
 
     Batch = TypeVar("Batch")
+
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
 
 
 class EpochIterator(Iterator[Batch]):
@@ -109,7 +111,7 @@ class EpochIterator(Iterator[Batch]):
         return self.__next__()
 
     def __next__(self) -> Batch:
-        if _profiler_enabled() and self._range:
+        if profiler_enabled() and self._range:
             name, self._range = self._range, ""
             try:
                 with torch.autograd.profiler.record_function(name):

@@ -40,7 +40,7 @@ from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_reader import StreamReader
 from sharded_loader.epochs import warn_of_length
 from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.iterator import EpochIterator
+from sharded_loader.iterator import EpochIterator, profiler_enabled
 from sharded_loader.pools.processes import ProcessPool
 
 _numbers = itertools.count()
@@ -264,7 +264,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         # torch's notes each batch for a profiler, which takes 5 to 9 us, and warns of wrong lengths of iterable data.
-        if self._is_stream or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if self._is_stream or profiler_enabled():
             return super().__next__()
         data = self._next_data()
         self._num_yielded += 1
