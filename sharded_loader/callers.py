@@ -2,10 +2,11 @@
 
     called_by("skip_first_batches", "accelerate") -> its frame, or None
     fetched_by_lightning() -> batches ahead, whether its epoch is over
+    counted_by_fabric(3) -> whether Fabric asks for epoch 3 of a loaded state
 
 Accelerate builds torch's loader from the attributes of ours. Lightning saves a position one batch later than the batch
-that it trains on. What can go wrong: a new version of theirs has another name for the function. The tests with these
-libraries notice it.
+that it trains on. Fabric counts epochs, and does not save the count. What can go wrong: a new version of theirs has
+another name for the function. The tests with these libraries notice it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, boo
     ahead = getattr(fetcher, "batches", ())
     is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
     return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
+
+
+def counted_by_fabric(epoch: int) -> bool:
+    """Whether a loader of Lightning's Fabric begins an epoch. It goes on to count from this one.
+
+    It names the epoch to the sampler at each ``iter()``, from 0 on, also after a state of a later epoch was loaded.
+    """
+    frame = called_by("__iter__", "lightning.fabric") or called_by("__iter__", "lightning_fabric")
+    counting: Any = None if frame is None else frame.f_locals.get("self")
+    if not hasattr(counting, "_num_iter_calls"):
+        return False
+    counting._num_iter_calls = epoch + 1
+    return True
 
 
 def refuse_skipping(loader: Any) -> None:

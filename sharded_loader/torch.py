@@ -21,11 +21,11 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.arguments import check_max_skipped
-from sharded_loader.callers import called_by, refuse_skipping
+from sharded_loader.callers import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
 from sharded_loader.described import an, refuse_arguments
 from sharded_loader.drop_in.iterator import LoaderIterator
-from sharded_loader.drop_in.place import Place
+from sharded_loader.drop_in.place import Place, at_told_epoch
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.dynamo import leave_alone
@@ -179,7 +179,16 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state, self._loaded = self._loaded, None
-        iterator = LoaderIterator(self, state)
+        if state is None:
+            iterator = LoaderIterator(self)
+        else:
+            epoch = int(state.get("_epoch", 0)) + bool(state["_iterator_finished"])
+            by_fabric = counted_by_fabric(epoch)
+            if not by_fabric and "_sampler" in state:
+                state = at_told_epoch(state, self)
+            iterator = LoaderIterator(self, state)
+            if by_fabric:
+                tell_epoch(self._index_sampler, epoch)
         self._place = iterator.place
         return iterator
 
@@ -221,7 +230,8 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
 
-        If you have loaded a state, the next ``iter()`` begins in the epoch of the state.
+        If you have loaded a state, the next ``iter()`` begins in the epoch of the state. If the state is of the last
+        batch of its epoch, and a sampler was told another epoch since, that epoch begins.
 
         Example:
             >>> loader = DataLoader(range(6), batch_size=3, shuffle=True, seed=1)

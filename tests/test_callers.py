@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.callers import called_by, fetched_by_lightning, refuse_skipping
+from sharded_loader.callers import called_by, counted_by_fabric, fetched_by_lightning, refuse_skipping
 from sharded_loader.torch import DataLoader
 
 
@@ -82,3 +82,22 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(8))
+
+
+class Wrapper:
+    """What Fabric makes of a loader."""
+
+    _num_iter_calls = 1
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_goes_on_to_count_from_the_epoch_of_a_state(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    module = types.ModuleType(f"{package}.wrappers")
+    exec("def __iter__(self): return self.count()", vars(module))
+    wrapper: Any = Wrapper()
+    wrapper.count = lambda: counted_by_fabric(3)
+    assert module.__iter__(wrapper)
+    assert wrapper._num_iter_calls == 4
+    assert not counted_by_fabric(3)
+    assert not module.__iter__(types.SimpleNamespace(count=wrapper.count))

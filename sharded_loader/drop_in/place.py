@@ -1,6 +1,7 @@
 """Where a loader is: what ``state_dict`` of the drop-in returns. It looks like a state of torchdata's loader.
 
     Place(reading, run, order, ...).state_dict()      a dict; the reading and the run say how far the epoch is
+    at_told_epoch(state, loader)                      the state, or the beginning of the epoch that set_epoch has named
     next_epoch(position)                              the beginning of the epoch after a position
     stream_of(loader, seed, state, ...)               iterable data from a state on
 
@@ -9,16 +10,19 @@ A place outlives its iterator: the loader keeps it after a ``break``, when the w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from sharded_loader.callers import fetched_by_lightning
-from sharded_loader.drop_in.start import generator_state, next_draws
+from sharded_loader.drop_in.sampler import ShuffleSampler
+from sharded_loader.drop_in.start import generator_state, next_draws, tellable
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_order import StreamOrder
 from sharded_loader.engine.stream_state import StreamPosition, differences
+from sharded_loader.sampling.base import nested
 
 
 class Place:
@@ -95,6 +99,25 @@ class Place:
         if not self.finished:
             return {}
         return dict(next_epoch(self.reading.position_after(self.run.delivered)).points)
+
+
+def at_told_epoch(state: dict[str, Any], loader: Any) -> dict[str, Any]:
+    """The state, unless its epoch has no batch left and ``set_epoch`` has named another one: then that one begins.
+
+    A loop that begins with epoch ``step // len(loader)`` loads a checkpoint of the last step so.
+    """
+    found, sampler, count = state["_sampler"], loader._index_sampler, loader._epochs
+    with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
+        if state["_iterator_finished"] or found["yielded"] < len(sampler):
+            return state
+        pairs = [(count.next, state.get("_epoch", count.next))]
+        pairs += zip((one.epoch for one in tellable(sampler)), found.get("epochs", ()), strict=False)
+        pairs += [one.told_beside(found["shuffle"]) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
+        named = next((now for now, before in pairs if now != before), None)
+        if named is not None:
+            count.next = named
+            return {**state, "_iterator_finished": True}
+    return state
 
 
 def next_epoch(position: StreamPosition) -> StreamPosition:

@@ -109,6 +109,11 @@ class ShuffleSampler(RandomSampler):
         seed, epoch = self._decided()
         return {"seed": seed, "epoch": epoch} if self.seed is not None else {**self.end_state(), "next": [seed, epoch]}
 
+    def told_beside(self, state: dict[str, Any]) -> tuple[int, int]:
+        """The epoch that `set_epoch` has named, and the one of a state of `begin_state`. The same where nothing was."""
+        epoch = state["next"][1] if "next" in state else state.get("epoch", self.epoch)
+        return self.epoch if self._is_told else epoch, epoch
+
     def end_state(self) -> dict[str, Any]:
         """What is known of the epochs after this one, when it is over. It draws nothing."""
         if self.generator is not None or self.seed is not None:

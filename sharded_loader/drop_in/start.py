@@ -48,6 +48,17 @@ _DRAW_AT_FIRST = (
 """Samplers that draw from the global generators at their first item only."""
 
 
+def tellable(sampler: Any) -> list[Any]:
+    """The samplers that take their epoch from ``set_epoch`` and keep it, as torch's `DistributedSampler`."""
+    return [
+        one
+        for one in nested(sampler)
+        if not isinstance(one, ShuffleSampler)
+        and isinstance(getattr(one, "epoch", None), int)
+        and hasattr(one, "set_epoch")
+    ]
+
+
 def generator_state(generator: torch.Generator) -> str:
     """The state of a generator as text, for a state that may become JSON."""
     return bytes(generator.get_state().numpy()).hex()
@@ -94,6 +105,7 @@ class SamplerStart:
         self._draws = not plain and self.stateful is None
         self.may_draw = not all(type(one) in _DRAW_AT_FIRST for one in nested(sampler))
         self.may_be_told = any(hasattr(one, "set_epoch") for one in nested(sampler))
+        self._tellable = tellable(sampler)
         found = [value for one in nested(sampler) if one is not self.shuffle for value in _attributes(one)]
         own = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._sources = [torch.default_generator, *own.values()]
@@ -103,7 +115,7 @@ class SamplerStart:
         if state is not None and finished:
             self._load_end(state)
         elif state is not None:
-            self.state = {name: value for name, value in state.items() if name in ("shuffle", "rng")}
+            self.state = {name: value for name, value in state.items() if name in ("shuffle", "rng", "epochs")}
             self.own = state.get("state")
         self._note()
 
@@ -139,12 +151,20 @@ class SamplerStart:
         return iter(self.sampler)
 
     def settle(self) -> None:
-        """What the sampler that shuffles draws is drawn now. `ShuffleSampler.set_epoch` may still come."""
-        if self.loaded is None and self.shuffle is not None:
+        """What the sampler that shuffles draws is drawn now. `ShuffleSampler.set_epoch` may still come.
+
+        A loaded state says the epoch, whatever ``set_epoch`` has named: Fabric counts from 0 after a resume.
+        """
+        if self.loaded is not None:
+            for one, epoch in zip(self._tellable, self.state.get("epochs", ()), strict=False):
+                one.set_epoch(epoch)
+        elif self.shuffle is not None:
             self.state["shuffle"] = self.shuffle.begin_state()
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items; what the sampler draws for the first one is drawn now."""
+        if self.loaded is None and self._tellable:
+            self.state["epochs"] = [one.epoch for one in self._tellable]
         if self._draws and self.loaded is None:
             now = list(map(generator_state, self._sources))
             self.state["rng"] += [now] if now not in self.state["rng"] else []

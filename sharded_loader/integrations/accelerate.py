@@ -86,7 +86,8 @@ class Prepared:
             # The position that the user knows: the batch ahead is not handed out.
             self._state = super().state_dict()  # type: ignore[misc]
             following = next(batches, nothing)
-            self.end_of_dataloader = following is nothing
+            if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
+                self.end_of_dataloader, self._state = True, super().state_dict()  # type: ignore[misc]
             yield batch
             batch = following
 

@@ -26,10 +26,10 @@ from drop_in_samples import (
     plain,
     some,
 )
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from sharded_loader import interleave, sample_rng
-from sharded_loader.drop_in.place import next_epoch
+from sharded_loader.drop_in.place import at_told_epoch, next_epoch
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.engine.stream_state import StreamPosition
 from sharded_loader.torch import DataLoader
@@ -361,7 +361,7 @@ def test_a_stream_of_other_samples_than_before_is_an_error_that_names_it(workers
 
 @pytest.mark.parametrize("bad", [None, 3, [], "state"])
 def test_what_is_no_state_is_a_type_error(bad: Any) -> None:
-    with pytest.raises(TypeError, match=r"the state is a \w+; give what state_dict\(\) has returned"):
+    with pytest.raises(TypeError, match=r"the state is an? \w+; give what state_dict\(\) has returned"):
         DataLoader(range(3)).load_state_dict(bad)
 
 
@@ -416,3 +416,55 @@ def test_attributes_of_the_dataset_are_no_part_of_a_state() -> None:
     loader.dataset.scale = 5
     loader.load_state_dict(state)
     assert flat(loader) == [10, 15, 20, 25]
+
+
+TOLD: dict[str, Callable[[], dict[str, Any]]] = {
+    "distributed": lambda: {"sampler": DistributedSampler(range(20), 2, 0)},  # type: ignore[arg-type]
+    "shuffle, seed": lambda: {"shuffle": True, "seed": 3},
+    "shuffle": lambda: {"shuffle": True},
+    "in order, seed": lambda: {"seed": 3},
+}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("kind", TOLD)
+def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: str, workers: int) -> None:
+    """As in a loop that begins with epoch ``step // len(loader)``. The same epoch has no batch left."""
+
+    def make() -> Any:
+        return DataLoader(range(20), 2, num_workers=workers, **TOLD[kind]())
+
+    loader, epochs = make(), []
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        batches = iter(loader)
+        epochs.append(some(batches, len(loader)))
+        if epoch == 1:
+            state = loader.state_dict()
+    for epoch in (1, 3):
+        other = make()
+        other.load_state_dict(state)
+        other.sampler.set_epoch(epoch)
+        assert plain(other) == ([] if epoch == 1 else epochs[3])
+        rest = make()
+        rest.load_state_dict(state)
+        rest.sampler.set_epoch(3)
+        begun = some(iter(rest), 2)
+        other.load_state_dict(rest.state_dict())
+        assert begun + plain(other) == epochs[3]
+
+
+def test_only_another_epoch_than_that_of_the_state_begins() -> None:
+    loader = DataLoader(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
+    state = {"_iterator_finished": False, "_epoch": 0, "_sampler": {"yielded": 5, "epochs": [0]}}
+    assert at_told_epoch(state, loader) is state
+    loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    within = {**state, "_sampler": {"yielded": 4, "epochs": [0]}}
+    assert at_told_epoch(within, loader) is within
+    assert at_told_epoch(state, loader)["_iterator_finished"]
+    drawn = DataLoader(range(20), 2, shuffle=True, generator=torch.Generator())
+    some(iter(drawn), 10)
+    state = drawn.state_dict()
+    drawn.load_state_dict(state)
+    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]  # which decides nothing there
+    assert at_told_epoch(state, drawn) is state

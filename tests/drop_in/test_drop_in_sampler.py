@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from sharded_loader import system
 from sharded_loader.drop_in.sampler import ShuffleSampler
@@ -166,6 +166,21 @@ def test_a_trainer_that_sets_the_epoch_of_the_loaders_sampler_has_that_epoch() -
     epochs = [batch.tolist() for _ in range(3) for batch in loader]
     loader.sampler.set_epoch(1)
     assert [batch.tolist() for batch in loader] == [epochs[1]]
+
+
+@pytest.mark.parametrize("make", [DataLoader, torch.utils.data.DataLoader])
+def test_a_look_at_the_batches_of_a_distributed_sampler_changes_nothing(make: Any) -> None:
+    loader = make(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
+    loader.sampler.set_epoch(2)
+    expected = list(loader.batch_sampler)
+    assert [batch.tolist() for _ in range(2) for batch in loader] == expected * 2
+
+
+def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles() -> None:
+    loader: Any = DataLoader(range(20), 2, shuffle=True, seed=3)
+    looked = [list(loader.batch_sampler) for _ in range(2)]
+    loader.sampler.set_epoch(1)
+    assert [batch.tolist() for batch in loader] == looked[1] != looked[0]
 
 
 @pytest.mark.parametrize("seed", [-3, 2**63, 2**64 - 1, 2**70])

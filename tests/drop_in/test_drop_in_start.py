@@ -174,6 +174,29 @@ def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
     assert plain(begun) == before + rest
 
 
+@pytest.mark.parametrize("when", ["before iter", "after iter", "never"])
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_state_within_an_epoch_says_the_epoch(kind: str, when: str) -> None:
+    """Fabric names epoch 0 to the sampler after every resume."""
+
+    def make() -> Any:
+        sampler = TOLD[kind]()
+        return DataLoader(DATA, 2, sampler=sampler, shuffle=sampler is None, seed=4)
+
+    loader, other = make(), make()
+    loader.sampler.set_epoch(2)
+    batches = iter(loader)
+    some(batches, 2)
+    other.load_state_dict(loader.state_dict())
+    if when == "before iter":
+        other.sampler.set_epoch(0)
+    begun = iter(other)
+    if when == "after iter":
+        other.sampler.set_epoch(0)
+    assert plain(begun) == plain(batches)
+    assert plain(other) == plain(loader)
+
+
 class RandomSamples(Drawn):
     def __getitem__(self, index: int) -> Any:
         return index, sample_rng().random()

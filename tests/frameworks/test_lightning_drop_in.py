@@ -200,6 +200,25 @@ def test_a_loader_of_fabric_is_saved_and_loaded(lightning: Any, tmp_path: Path) 
     assert seen(fabric.setup_dataloaders(other)) == rest
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | {"seed": None}], ids=["a seed", "no seed"])
+def test_fabric_goes_on_in_a_later_epoch(lightning: Any, options: Any, ends: bool, tmp_path: Path) -> None:
+    """It saves no count of epochs, and begins with epoch 0 again."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    loader, other = (fabric.setup_dataloaders(DataLoader(Numbered(), num_workers=1, **options)) for _ in range(2))
+    seen(loader)
+    batches = iter(loader)
+    for _ in range(STEPS if ends else 2):
+        next(batches)
+    if ends:
+        assert not seen(batches)
+    fabric.save(tmp_path / "state.ckpt", {"loader": loader})
+    rest = [seen(loader) if ends else seen(batches), seen(loader), seen(loader)]
+    torch.manual_seed(7)
+    fabric.load(tmp_path / "state.ckpt", {"loader": other})
+    assert [seen(other) for _ in rest] == rest
+
+
 def test_loaders_that_are_not_of_torch_are_refused_by_fabric_and_overfit_batches(
     lightning: Any, model: Any, tmp_path: Path
 ) -> None:

@@ -1,0 +1,299 @@
+"""One rank of a training with another library, from its beginning or from a checkpoint; test_two_ranks.py starts two.
+
+    torchrun ranks.py LIBRARY FOLDER        trains with each loader, and saves after the steps in STOPS
+    torchrun ranks.py LIBRARY FOLDER resume trains from each of these checkpoints to the end, after other random numbers
+
+Each rank writes the batches that it has trained on: {loader: {step it began with: [[sample, ...], ...]}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from indices import Numbered, numbers
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.torch import DataLoader
+
+LENGTH, SIZE, EPOCHS = 48, 4, 3
+STEPS = LENGTH // SIZE // 2
+STOPS = (STEPS // 2, STEPS, STEPS + 2, 2 * STEPS)
+SHUFFLED: dict[str, Any] = {"batch_size": SIZE, "shuffle": True}
+
+
+class Run:
+    """One training: what it reads, and where its checkpoints lie.
+
+    Args:
+        folder: of the checkpoints.
+        loader: its name.
+        start: after how many steps the checkpoint was saved that the training loads; 0: none.
+    """
+
+    def __init__(self, folder: Path, loader: str, start: int) -> None:
+        self.folder, self.loader, self.start, self.step = folder, loader, start, start
+        self.seen: list[list[int]] = []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step."""
+        return self.step // STEPS
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint has to be saved after this step."""
+        return not self.start and self.step in STOPS
+
+    def note(self, batch: Any) -> bool:
+        """Count a step; whether it has to be saved."""
+        self.seen.append(numbers(batch))
+        self.step += 1
+        return self.saves
+
+    def checkpoint(self, step: int) -> str:
+        """Where the checkpoint after a step lies."""
+        return str(self.folder / f"{self.loader}-{step}")
+
+    def save(self, **parts: Any) -> None:
+        """Save states of this rank 0; all ranks load them."""
+        if dist.get_rank() == 0:
+            torch.save(parts, self.checkpoint(self.step))
+
+    def load(self) -> Any:
+        """The checkpoint that the training begins with; None: it begins at its beginning."""
+        return torch.load(self.checkpoint(self.start), weights_only=False) if self.start else None
+
+
+def dealt() -> Any:
+    """The sampler of torch for ranks."""
+    return DistributedSampler(Numbered(LENGTH), seed=3)  # type: ignore[arg-type]
+
+
+def train(model: Any, batch: Any) -> None:
+    """A step of a model on all ranks: none of them can be ahead."""
+    model(batch[0]).mean().backward()
+
+
+WITH_TORCH: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.utils.data.DataLoader(Numbered(LENGTH), SIZE, sampler=dealt()),  # type: ignore[arg-type]
+    "drop-in": lambda: DataLoader(Numbered(LENGTH), SIZE, sampler=dealt()),
+    "drop-in, workers": lambda: DataLoader(Numbered(LENGTH), SIZE, sampler=dealt(), num_workers=1),
+    "drop-in, workers that stay": lambda: DataLoader(
+        Numbered(LENGTH), SIZE, sampler=dealt(), num_workers=1, persistent_workers=True, seed=3
+    ),
+    "sharded, that sampler": lambda: ShardedDataLoader(Numbered(LENGTH), SIZE, sampler=dealt(), num_workers=1),
+    "sharded": lambda: ShardedDataLoader(Numbered(LENGTH), seed=3, num_replicas="auto", num_workers=1, **SHUFFLED),
+}
+
+
+def with_torch(run: Run) -> None:
+    """torch alone: ``set_epoch``, and a loop."""
+    loader, model = WITH_TORCH[run.loader](), DistributedDataParallel(torch.nn.Linear(1, 1))
+    state = run.load()
+    if state is not None:
+        loader.load_state_dict(state["loader"])
+    for epoch in range(run.epoch, EPOCHS):
+        (loader if run.loader == "sharded" else loader.sampler).set_epoch(epoch)
+        for batch in loader:
+            train(model, batch)
+            if run.note(batch) and run.loader != "torch":
+                run.save(loader=loader.state_dict())
+
+
+WITH_FABRIC: dict[str, Callable[[], Any]] = {
+    "drop-in": lambda: DataLoader(Numbered(LENGTH), num_workers=1, **SHUFFLED),
+    "drop-in, a seed": lambda: DataLoader(Numbered(LENGTH), seed=3, **SHUFFLED),
+    "drop-in, a sampler": lambda: DataLoader(Numbered(LENGTH), SIZE, sampler=dealt(), num_workers=1),
+}
+
+
+def with_fabric(run: Run) -> None:
+    """Fabric counts the epochs itself. A checkpoint of an epoch's end is saved in the loop, or behind it."""
+    import lightning
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model, loader = fabric.setup(torch.nn.Linear(1, 1)), fabric.setup_dataloaders(WITH_FABRIC[run.loader]())
+    state = {"loader": loader}
+    if run.start:
+        fabric.load(run.checkpoint(run.start), state)
+    saves_inside = run.loader == "drop-in, a sampler"
+    first = (run.start - 1) // STEPS if run.start and saves_inside else run.epoch  # what is left of it is nothing
+    for _ in range(first, EPOCHS):
+        for batch in loader:
+            fabric.backward(model(batch[0]).mean())
+            if run.note(batch) and (saves_inside or run.step % STEPS):
+                fabric.save(run.checkpoint(run.step), state)
+        if run.saves and not saves_inside:
+            fabric.save(run.checkpoint(run.step), state)
+
+
+WITH_BOTH: dict[str, Callable[[], Any]] = {
+    "drop-in": lambda: DataLoader(Numbered(LENGTH), num_workers=2, **SHUFFLED),
+    "drop-in, a seed": lambda: DataLoader(Numbered(LENGTH), seed=3, num_workers=1, **SHUFFLED),
+    "sharded": lambda: ShardedDataLoader(Numbered(LENGTH), seed=3, num_workers=2, **SHUFFLED),
+}
+
+
+def with_accelerate(run: Run) -> None:
+    """Accelerate saves and loads the states of the loaders that it knows."""
+    from accelerate import Accelerator
+
+    from sharded_loader.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True)
+    loader = prepare(WITH_BOTH[run.loader](), accelerator)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    if run.start:
+        accelerator.load_state(run.checkpoint(run.start))
+    for epoch in range(run.epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            accelerator.backward(model(batch[0]).mean())
+            if run.note(batch):
+                accelerator.save_state(run.checkpoint(run.step))
+    accelerator.free_memory()
+
+
+def with_accelerate_skipping(run: Run) -> None:
+    """The other way that Accelerate knows: leave out the first batches of the epoch."""
+    from accelerate import Accelerator
+
+    from sharded_loader.integrations.accelerate import prepare, skip_first_batches
+
+    accelerator = Accelerator(cpu=True)
+    loader = prepare(WITH_BOTH[run.loader](), accelerator)
+    for epoch in range(run.epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        left = run.start % STEPS if epoch == run.start // STEPS else 0
+        for batch in skip_first_batches(loader, left) if left else loader:
+            accelerator.gather(batch[0])
+            run.note(batch)
+    accelerator.free_memory()
+
+
+def with_trainer(run: Run) -> None:
+    """transformers' `Trainer` leaves out the batches that it has trained on."""
+    import transformers
+
+    from sharded_loader.integrations.accelerate import prepare
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: Any) -> Any:
+            return {"loss": self.layer(x.reshape(-1, 1)).mean()}
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return prepare(WITH_BOTH[run.loader](), self.accelerator)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            run.note(inputs)
+            return super().training_step(model, {"x": inputs[0]}, *args, **options)
+
+    arguments = transformers.TrainingArguments(
+        output_dir=run.checkpoint(0),
+        per_device_train_batch_size=SIZE,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        num_train_epochs=EPOCHS,
+        save_strategy="no" if run.start else "steps",
+        save_steps=1,
+    )
+    trainer = Trainer(model=Model(), args=arguments, train_dataset=Numbered(LENGTH))
+    trainer.train(resume_from_checkpoint=f"{run.checkpoint(0)}/checkpoint-{run.start}" if run.start else None)
+
+
+def with_ignite(run: Run) -> None:
+    """An `Engine` of Ignite, which tells the sampler the epoch."""
+    from ignite.engine import Engine, Events
+
+    loader, model = WITH_TORCH[run.loader](), DistributedDataParallel(torch.nn.Linear(1, 1))
+
+    def step(engine: Any, batch: Any) -> None:
+        train(model, batch)
+        if run.note(batch) and run.loader != "torch":
+            state = engine.state_dict()
+            run.save(engine=state | {"iteration": run.step}, loader=loader.state_dict())
+
+    engine = Engine(step)
+    told = loader if isinstance(loader, ShardedDataLoader) else loader.sampler
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: told.set_epoch(engine.state.epoch - 1))
+    state = run.load()
+    if state is not None:
+        engine.load_state_dict(state["engine"])
+        loader.load_state_dict(state["loader"])
+    engine.run(loader, max_epochs=EPOCHS)
+
+
+def with_deterministic(run: Run) -> None:
+    """A `DeterministicEngine` of Ignite builds the loader again, and leaves out batches itself."""
+    from ignite.engine import Events
+    from ignite.engine.deterministic import DeterministicEngine
+
+    loader, model = WITH_TORCH[run.loader](), DistributedDataParallel(torch.nn.Linear(1, 1))
+
+    def step(engine: Any, batch: Any) -> None:
+        train(model, batch)
+        if run.note(batch):
+            run.save(engine={**engine.state_dict(), "iteration": run.step})
+
+    engine = DeterministicEngine(step)
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: loader.sampler.set_epoch(engine.state.epoch - 1))
+    state = run.load()
+    if state is not None:
+        engine.load_state_dict(state["engine"])
+    engine.run(loader, max_epochs=EPOCHS)
+
+
+DROP_INS = [name for name in WITH_TORCH if name.startswith("drop-in")]
+
+LIBRARIES: dict[str, tuple[Callable[[Run], None], list[str]]] = {
+    "torch": (with_torch, list(WITH_TORCH)),
+    "fabric": (with_fabric, list(WITH_FABRIC)),
+    "accelerate": (with_accelerate, list(WITH_BOTH)),
+    "accelerate, skipping": (with_accelerate_skipping, ["drop-in, a seed", "sharded"]),
+    "transformers": (with_trainer, list(WITH_BOTH)),
+    "ignite": (with_ignite, list(WITH_TORCH)),
+    "ignite, deterministic": (with_deterministic, ["torch", *DROP_INS]),
+}
+"""What trains, and with which loaders."""
+
+
+def main(library: str, folder: str, *resume: str) -> None:
+    """Train with every loader, and write what each training has read."""
+    warnings.simplefilter("ignore")
+    if library != "fabric":
+        dist.init_process_group("gloo")
+    how, loaders = LIBRARIES[library]
+    starts = STOPS if resume else (0,)
+    found: dict[str, dict[int, list[list[int]]]] = {}
+    for loader in loaders:
+        for start in starts if loader != "torch" or not resume else ():
+            torch.manual_seed(7 if resume else 1)
+            run = Run(Path(folder), loader, start)
+            how(run)
+            found.setdefault(loader, {})[start] = run.seen
+            dist.barrier()
+    kind = "resumed" if resume else "whole"
+    Path(folder, f"{kind}{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
