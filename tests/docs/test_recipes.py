@@ -70,7 +70,6 @@ def variables(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [marked(name) for name in PAGES])
 def test_the_recipe_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
     make_data(name, tmp_path)
@@ -79,7 +78,7 @@ def test_the_recipe_prints_what_its_page_says(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_machines_that_start_again_read_what_is_left_also_if_there_are_fewer(tmp_path: Path) -> None:
     make_data("several-machines", tmp_path)
     assert run("several-machines", tmp_path)[-1] == "epoch 1: 160 samples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +39,17 @@ def test_a_learner_fits_on_the_epochs_of_a_plain_loop(fastai: Any, make: Any, nu
     learner.fit(3, lr=1e-4)
     assert found == sum(epochs(make, 3, **options), [])
     assert seen(loaders.valid) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@BOTH
+def test_batches_are_shown_and_learners_exported_with_loaders_of_fastai_only(
+    fastai: Any, make: Any, tmp_path: Path
+) -> None:
+    from fastai.data.core import DataLoaders
+
+    loaders = DataLoaders(make(Numbered(), batch_size=4), make(Numbered(8), batch_size=4))
+    learner = fastai.Learner(loaders, torch.nn.Linear(1, 1), loss_func=torch.nn.MSELoss())
+    with pytest.raises(AttributeError, match="show_batch"):
+        loaders.show_batch()
+    with pytest.raises(AttributeError, match="new"):
+        learner.export(tmp_path / "learner.pkl")

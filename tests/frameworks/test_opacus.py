@@ -1,4 +1,4 @@
-"""Opacus: `make_private` keeps the drop-in without Poisson sampling. With it, Opacus makes a loader of its own."""
+"""Opacus: `make_private` keeps either loader without Poisson sampling. With it, Opacus makes a loader of its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from indices import IN_FRAMEWORKS, Numbered, epochs, numbers
-
-from sharded_loader.torch import DataLoader
+from indices import BOTH, IN_FRAMEWORKS, Numbered, epochs, numbers
 
 pytestmark = IN_FRAMEWORKS
 
@@ -43,17 +41,19 @@ def train(model: Any, optimizer: Any, loader: Any) -> list[list[int]]:
     return seen
 
 
-def test_without_poisson_sampling_the_loader_stays(opacus: Any) -> None:
-    loader = DataLoader(Numbered(), num_workers=2, **OPTIONS)
+@BOTH
+def test_without_poisson_sampling_the_loader_stays(opacus: Any, make: Any) -> None:
+    loader = make(Numbered(), num_workers=2, **OPTIONS)
     model, optimizer, kept = private(opacus, loader, poisson_sampling=False)
     assert kept is loader
-    assert train(model, optimizer, kept) == epochs(DataLoader, 1, **OPTIONS)[0]
+    assert train(model, optimizer, kept) == epochs(make, 1, **OPTIONS)[0]
 
 
-def test_the_batches_of_poisson_sampling_can_be_read_by_the_drop_in(opacus: Any) -> None:
-    model, optimizer, theirs = private(opacus, DataLoader(Numbered(), **OPTIONS))
+@BOTH
+def test_the_batches_of_poisson_sampling_can_be_read_by_both_loaders(opacus: Any, make: Any) -> None:
+    model, optimizer, theirs = private(opacus, make(Numbered(), **OPTIONS))
     assert type(theirs).__module__ == "opacus.data_loader"
-    ours = DataLoader(Numbered(), batch_sampler=theirs.batch_sampler, collate_fn=theirs.collate_fn, num_workers=2)
+    ours = make(Numbered(), batch_sampler=theirs.batch_sampler, collate_fn=theirs.collate_fn, num_workers=2)
     found = train(model, optimizer, ours)
     assert len(found) == len(theirs) == 6
     assert all(sorted(set(batch)) == sorted(batch) for batch in found)

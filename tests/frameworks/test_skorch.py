@@ -1,4 +1,4 @@
-"""skorch: `iterator_train` and `iterator_valid` are the drop-in; `fit`, `predict` and a grid search work."""
+"""skorch: `iterator_train` and `iterator_valid` are either loader; `fit` and `predict` work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from indices import IN_FRAMEWORKS
-
-from sharded_loader.torch import DataLoader
+from indices import BOTH, IN_FRAMEWORKS
 
 pytestmark = IN_FRAMEWORKS
 
@@ -22,7 +20,7 @@ def skorch() -> Any:
     return pytest.importorskip("skorch")
 
 
-def net(skorch: Any, seen: list[list[int]], **options: Any) -> Any:
+def net(skorch: Any, make: Any, seen: list[list[int]], **options: Any) -> Any:
     class Net(skorch.NeuralNetRegressor):  # type: ignore[misc]
         def train_step(self, batch: Any, **fit_params: Any) -> Any:
             seen.append([int(number) for number in batch[0].flatten()])
@@ -35,29 +33,32 @@ def net(skorch: Any, seen: list[list[int]], **options: Any) -> Any:
         lr=1e-3,
         train_split=None,
         verbose=0,
-        iterator_train=DataLoader,
-        iterator_valid=DataLoader,
+        iterator_train=make,
+        iterator_valid=make,
         **options,
     )
 
 
+@BOTH
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_fit_trains_on_the_epochs_of_a_plain_loop(skorch: Any, num_workers: int) -> None:
+def test_fit_trains_on_the_epochs_of_a_plain_loop(skorch: Any, make: Any, num_workers: int) -> None:
     seen: list[list[int]] = []
     net(
         skorch,
+        make,
         seen,
         iterator_train__shuffle=True,
         iterator_train__seed=3,
         iterator_train__num_workers=num_workers,
     ).fit(X, Y)
     # skorch makes one loader for a fit, and iterates over it once per epoch.
-    loader = DataLoader(X, batch_size=4, shuffle=True, seed=3)
+    loader = make(X, batch_size=4, shuffle=True, seed=3)
     assert seen == [[int(number) for number in batch.flatten()] for _ in range(3) for batch in loader]
     assert seen[:6] != seen[6:12]
 
 
-def test_predictions_are_in_order(skorch: Any) -> None:
-    trained = net(skorch, [], iterator_valid__num_workers=2).initialize()
+@BOTH
+def test_predictions_are_in_order(skorch: Any, make: Any) -> None:
+    trained = net(skorch, make, [], iterator_valid__num_workers=2).initialize()
     expected = trained.module_(torch.from_numpy(X)).detach().numpy()
     assert np.allclose(trained.predict(X), expected)

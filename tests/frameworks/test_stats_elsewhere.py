@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from indices import IN_FRAMEWORKS
+from indices import BOTH, IN_FRAMEWORKS
 
 from sharded_loader import LoaderStats, ShardedDataLoader
 
 pytestmark = IN_FRAMEWORKS
 
 
-def epochs(loader: ShardedDataLoader[Any], count: int = 2) -> Any:
+def epochs(loader: Any, count: int = 2) -> Any:
     """The numbers of each epoch after it."""
     for epoch in range(count):
         for _batch in loader:
@@ -39,11 +39,12 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@BOTH
 @pytest.mark.parametrize("module", ["torch.utils.tensorboard", "tensorboardX"])
-def test_tensorboard_has_every_number_of_every_epoch(module: str, tmp_path: Path) -> None:
+def test_tensorboard_has_every_number_of_every_epoch(make: Any, module: str, tmp_path: Path) -> None:
     if module == "torch.utils.tensorboard":
         pytest.importorskip("tensorboard")
-    loader = ShardedDataLoader(range(10), 4)
+    loader = make(range(10), 4)
     writer = pytest.importorskip(module).SummaryWriter(str(tmp_path))
     for epoch, stats in epochs(loader):
         for name, value in stats.as_dict(prefix="data/").items():
@@ -119,11 +120,12 @@ def test_weights_and_biases_takes_the_dict_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == f"{len(LoaderStats().as_dict())} numbers\n"
 
 
-def test_a_progress_bar_shows_the_numbers_while_the_epoch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_a_progress_bar_shows_the_numbers_while_the_epoch_runs(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that stays
     screen, shown = io.StringIO(), []
-    loader = ShardedDataLoader(range(10), 4)
+    loader = make(range(10), 4)
     with tqdm(loader, file=screen, mininterval=0, miniters=1) as bar:
         assert bar.total == 3
         for _batch in bar:

@@ -11,7 +11,6 @@ import torch
 from indices import BOTH, IN_FRAMEWORKS, Numbered, seen
 
 from sharded_loader import SimpleDataset
-from sharded_loader.torch import DataLoader
 
 pytestmark = IN_FRAMEWORKS
 
@@ -61,11 +60,18 @@ def test_transforms_of_timm_are_the_same_with_any_number_of_workers(data: Any, m
     assert found[0] == found[1] == found[2]
 
 
-def test_the_prefetch_loader_of_timm_normalizes_the_batches(data: Any) -> None:
+def test_create_loader_makes_a_loader_of_torchs_class(data: Any) -> None:
+    samples = torch.utils.data.TensorDataset(torch.zeros(4, 3, 8, 8), torch.zeros(4))
+    loader = data.create_loader(samples, (3, 8, 8), 2, use_prefetcher=False, num_workers=1, persistent_workers=False)
+    assert type(loader) is torch.utils.data.DataLoader
+
+
+@BOTH
+def test_the_prefetch_loader_of_timm_normalizes_the_batches(data: Any, make: Any) -> None:
     from timm.data.loader import PrefetchLoader, fast_collate
 
     samples = SimpleDataset([(np.full((3, 4, 4), 255, np.uint8), i) for i in range(8)])
-    loader = DataLoader(samples, batch_size=4, num_workers=2, collate_fn=fast_collate)
+    loader = make(samples, batch_size=4, num_workers=2, collate_fn=fast_collate)
     batches = list(PrefetchLoader(loader, mean=(0, 0, 0), std=(1, 1, 1), device=torch.device("cpu")))
     assert [target.tolist() for _, target in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert all(torch.allclose(images, torch.ones(4, 3, 4, 4)) for images, _ in batches)
@@ -80,10 +86,11 @@ def test_mixup_as_a_collate_function(data: Any, make: Any) -> None:
         assert torch.allclose(targets.sum(1), torch.ones(4))
 
 
-def test_torchvisions_transforms_are_the_same_with_any_number_of_workers() -> None:
+@BOTH
+def test_torchvisions_transforms_are_the_same_with_any_number_of_workers(make: Any) -> None:
     from torchvision.transforms import v2
 
     images = augmented.images(v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32), v2.GaussianNoise(0, 0.1, False)]))
-    found = [augmented.epoch(DataLoader(images, batch_size=4, seed=1, num_workers=count)) for count in (0, 1, 3)]
+    found = [augmented.epoch(make(images, batch_size=4, seed=1, num_workers=count)) for count in (0, 1, 3)]
     assert len(set(found[0])) == augmented.LENGTH
     assert found[0] == found[1] == found[2]
