@@ -25,6 +25,8 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt
 # A process for each core, but not dozens: some tests watch what happens when.
 # The last tests are not the short ones: an idle process takes over what another has not begun.
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
+# Else each process of tests, and each program that they start, would compile all modules again.
+export PYTHONDONTWRITEBYTECODE =
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
 .PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean

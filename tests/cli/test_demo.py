@@ -22,7 +22,7 @@ def test_the_demo_says_what_it_did_how_fast_and_what_waiting_means(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "cores_of_others", lambda: 0.0)
-    assert main(["demo", "--epochs", "2", "--pool", "inline"]) == 0
+    assert main(["demo", "--epochs", "1", "--pool", "inline"]) == 0
     accuracy, speed, waiting, explained = capsys.readouterr().out.splitlines()[-4:]
     assert re.fullmatch(r"held-out accuracy +[\d.]+% of 359 scans", accuracy)
     assert re.fullmatch(r"samples per second +[\d,]+", speed)

@@ -121,7 +121,7 @@ def patterns(length):
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
 @given(wrapper=st.sampled_from(list(WRAPPERS)), data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3 // 10)
 def test_a_bulk_read_is_the_batch_of_the_samples(dataset, wrapper, data):
     wrapped = WRAPPERS[wrapper](dataset)
     read = as_bulk(wrapped)

@@ -311,7 +311,7 @@ def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine)
 MODULES = ("iterator.py", "pipeline.py", "placement.py", "copies.py")
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 @pytest.mark.costly(2)
 def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
     machine: Machine, new_pool: Callable[..., Pool], step: int

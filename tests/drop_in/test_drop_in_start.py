@@ -116,7 +116,7 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     persistent=[False, True],
     strength=1,
 )
-@pytest.mark.costly(5)
+@pytest.mark.costly(2)
 def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
     kind: str, reseeds: bool, persistent: bool
 ) -> None:

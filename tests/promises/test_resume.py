@@ -450,7 +450,7 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(data=st.data())
 def test_three_resumes_in_a_row_give_the_stream_of_none(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["shuffle", "foreign", "stateful", "rank's part", "batches"]))

@@ -456,7 +456,7 @@ def test_each_kind_of_damage_is_told(tmp_path: Path, words: list[int], problem: 
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_mutated_file_gives_its_records_or_names_the_damage(folder: Path, data: st.DataObject) -> None:
     records = data.draw(st.lists(payloads, min_size=1, max_size=5))
     rec = folder / "fuzz.rec"
