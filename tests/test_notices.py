@@ -120,7 +120,7 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_too_many_skipped_samples_are_told_with_their_cause_once(workers: int) -> None:
+def test_too_many_skipped_samples_show_their_cause_once(workers: int) -> None:
     with pytest.raises(TooManySkippedError) as caught:
         list(ShardedDataLoader(Damaged(), 4, num_workers=workers, on_error="skip", max_skipped=0))
     text = "".join(traceback.format_exception(caught.value))
@@ -285,7 +285,7 @@ def test_iterable_data_that_is_divided_is_no_warning(dataset: Any) -> None:
         list(ShardedDataLoader(dataset, 3, streams=2 if not hasattr(dataset, "__getitem__") else None))
 
 
-def test_parts_of_a_mixture_that_asks_for_nothing_are_told() -> None:
+def test_parts_of_a_mixture_that_asks_for_nothing_are_a_warning() -> None:
     with pytest.warns(LoaderWarning, match="has not asked"):
         list(ShardedDataLoader(interleave([Plain(), Plain()]), 3, streams=2))
 
@@ -299,7 +299,7 @@ def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None
     assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]
 
 
-def test_a_negative_number_of_workers_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_negative_number_of_workers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert ShardedDataLoader(range(4), 2, num_workers=-1).num_workers == 0
     assert levels(caplog, "num_workers is -1, which means 0") == [logging.WARNING]
     with pytest.raises(ValueError, match="non-negative"):
