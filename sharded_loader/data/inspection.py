@@ -58,11 +58,11 @@ def is_stream(dataset: Any) -> bool:
 def is_stateful(one: Any) -> bool:
     """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them.
 
-    The state of a Hugging Face stream leaves out the samples in a shuffle buffer, so it does not count.
+    The state of some Hugging Face streams does not count; see `_is_lossy`.
     """
     if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    if _has_shuffle_buffer(one):
+    if _is_lossy(one):
         return False
     # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
     function: Any = getattr(one.state_dict, "__func__", None)
@@ -71,8 +71,12 @@ def is_stateful(one: Any) -> bool:
     return function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
 
 
-def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether an object is, or holds, a stream of Hugging Face's that is shuffled with a buffer."""
+def _is_lossy(dataset: Any) -> bool:
+    """Whether an object is, or holds, a stream of Hugging Face's from whose state it cannot go on exactly.
+
+    The state leaves out the samples in a shuffle buffer. The state of streams one behind the other
+    (``concatenate_datasets``) is an IndexError in workers, from the second epoch on.
+    """
     found: list[Any] = [dataset] if "datasets" in sys.modules else []
     seen: set[int] = set()
     while found and len(seen) < 10_000:
@@ -81,7 +85,8 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
             continue
         seen.add(id(one))
         package = type(one).__module__.partition(".")[0]
-        if package == "datasets" and hasattr(one, "buffer_size"):
+        is_concatenated = type(one).__name__.startswith("VerticallyConcatenated")
+        if package == "datasets" and (is_concatenated or hasattr(one, "buffer_size")):
             return True
         if isinstance(one, list | tuple | dict):
             found += islice(one.values() if isinstance(one, dict) else one, 1000)

@@ -147,6 +147,9 @@ STREAMS: dict[str, Any] = {
     "mapped after that": lambda hf: shuffled(hf).map(plus_one),
     "interleaved": lambda hf: hf.interleave_datasets([shuffled(hf), shuffled(hf)], probabilities=[0.4, 0.6], seed=2),
     "concatenated": lambda hf: hf.concatenate_datasets([shuffled(hf), table(hf).to_iterable_dataset()]),
+    "concatenated, without a buffer": lambda hf: hf.concatenate_datasets(
+        [table(hf, 32).to_iterable_dataset(num_shards=4), table(hf, 32).to_iterable_dataset(num_shards=4)]
+    ),
     "of one node": lambda hf: of_one_node(shuffled(hf)),
     "held by another dataset": lambda hf: Holds(shuffled(hf)),
     "in a mixture of ours": lambda hf: sharded_loader.interleave([shuffled(hf), shuffled(hf)], weights=[1, 2]),
@@ -160,7 +163,7 @@ STREAMS: dict[str, Any] = {
 def test_no_sample_is_lost_in_a_shuffle_buffer(
     datasets: Any, make: Any, num_workers: int, epoch: int, stream: str
 ) -> None:
-    """The state that such a dataset gives leaves out the samples in its buffer."""
+    """The state that such a dataset gives leaves out the samples in its buffer, or cannot be loaded."""
     first, resumed = (make(STREAMS[stream](datasets), batch_size=3, num_workers=num_workers) for _ in range(2))
     first.set_epoch(epoch)
     batches = iter(first)
