@@ -113,6 +113,13 @@ def shuffled(datasets: Any, shards: int = 4) -> Any:
     return table(datasets, 64).to_iterable_dataset(num_shards=shards).shuffle(seed=1, buffer_size=10)
 
 
+def test_each_epoch_of_a_shuffled_stream_has_another_order_without_set_epoch(datasets: Any) -> None:
+    loader, told = (ShardedDataLoader(shuffled(datasets), 4, num_workers=1) for _ in range(2))
+    orders = [xs(loader) for _ in range(3)]
+    told.set_epoch(2)
+    assert orders[0] != orders[1] != orders[2] == xs(told)
+
+
 def plus_one(row: Any) -> Any:
     return {"x": row["x"] + 1}
 

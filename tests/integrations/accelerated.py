@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate import skip_first_batches as accelerate_skip
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DataLoaderConfiguration, broadcast_object_list
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.integrations.accelerate import prepare, skip_first_batches
@@ -89,6 +89,13 @@ def main() -> None:
         for one in (loader, shuffled, dropped):
             if isinstance(one, ShardedDataLoader):
                 one.close()
+
+        for option, value in (("split_batches", True), ("even_batches", False)):
+            other = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{option: value}))
+            yardstick = other.prepare(torch.utils.data.DataLoader(range(LENGTH), batch_size=SIZE))
+            assert [batch.tolist() for batch in prepare(make(name), other)] == [one.tolist() for one in yardstick]
+            say(option)
+            other.free_memory()
     accelerator.wait_for_everyone()
     if rank == 0:
         shutil.rmtree(folder)

@@ -42,7 +42,7 @@ def run(ranks: int) -> list[str]:
 def test_a_prepared_loader_is_what_accelerate_makes_of_torchs(ranks: int) -> None:
     said = run(ranks)
     checks = ["as torch's", "passes prepare", "skipped", "resumed", "shuffled", "skipped, shuffled", "uneven"]
-    checks.append("skipped by Trainer")
+    checks += ["skipped by Trainer", "split_batches", "even_batches"]
     assert said == sorted(f"ok {rank}: {name}: {what}" for rank in range(ranks) for name in LOADERS for what in checks)
 
 
