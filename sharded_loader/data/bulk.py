@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
@@ -148,6 +149,20 @@ class _Offered:
 _DRAW_NOTHING = (list, tuple, range, str, np.ndarray, np.memmap)
 
 
+def listed(found: Any) -> list[Any]:
+    """What ``__getitems__`` has returned, as a list of samples.
+
+    Raises:
+        TypeError: it has as many items as there are indices only by chance: they are keys, or in no order.
+    """
+    if isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
+        raise TypeError(
+            f"__getitems__ returned a {type(found).__name__}: return a list of samples, one per index, in the order of "
+            "the indices"
+        )
+    return list(found)
+
+
 def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """The samples at these indices, in bulk where the dataset can.
 
@@ -156,7 +171,7 @@ def read_many(dataset: Any, indices: Sequence[int]) -> list[Any]:
         ['c', 'a']
     """
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else list(read(handed_out(indices)))
+    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)))
 
 
 def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:

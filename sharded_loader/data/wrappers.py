@@ -45,6 +45,7 @@ from sharded_loader.data.bulk import (
     checked_index,
     checked_indices,
     gather,
+    listed,
     new_rows,
     read_many,
 )
@@ -94,7 +95,7 @@ class View(Wrapper):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once."""
-        return list(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)))
+        return listed(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:

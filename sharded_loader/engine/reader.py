@@ -25,6 +25,7 @@ import numpy as np
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
+from sharded_loader.data.bulk import listed
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
@@ -186,7 +187,7 @@ class Reader:
             at.indices = indices = _as_list(indices)
             found = self._get_items(indices)
             refuse_async([found], "dataset.__getitems__")
-            samples = list(found)
+            samples = listed(found)
             if len(samples) != len(indices):
                 raise ValueError(
                     f"__getitems__ was asked for {len(indices)} samples and returned {len(samples)}: "

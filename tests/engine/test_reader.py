@@ -194,7 +194,16 @@ def test_a_bulk_read_that_fails_alone_names_all_samples() -> None:
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return super().__getitems__(indices)[1:]
 
-    for kind, message in ((Fails, "no items"), (TooFew, "asked for 2 samples and returned 1: return one sample per")):
+    class Columns(InItems):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return {"x": [1, 2], "y": [3, 4]}  # as many as there are indices
+
+    messages = {
+        Fails: "no items",
+        TooFew: "asked for 2 samples and returned 1: return one sample per",
+        Columns: "__getitems__ returned a dict: return a list of samples",
+    }
+    for kind, message in messages.items():
         error = read(kind(), [3, 1]).error
         assert error is not None and message in str(error)
         assert "it was no single sample" in notes_of(error)[1] and "for i in (3, 1)" in notes_of(error)[1]
