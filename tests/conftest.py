@@ -203,7 +203,7 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
     ray.shutdown()
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> bool:
     """Wait for something that no event tells of, such as the end of another program's process; whether it has come."""
     deadline = time.monotonic() + seconds
     while not condition():

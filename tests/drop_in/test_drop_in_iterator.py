@@ -42,7 +42,7 @@ def test_no_worker_starts_before_the_first_batch_and_none_is_left_after_the_last
 
 
 def until_nothing_remains(before: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := remains(*before):
         assert time.monotonic() < deadline, left
         time.sleep(0.01)

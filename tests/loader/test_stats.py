@@ -306,7 +306,7 @@ class Slow:
 
 def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
     dataset = Slow()
-    with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=0.2)) as loader:
+    with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=1.0)) as loader:
         with pytest.raises(WorkerTimeoutError):
             list(loader)
         assert loader.stats().replaced_workers == 1

@@ -21,7 +21,7 @@ from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import threads as thread_pool
 
-TIMEOUT = 0.2
+TIMEOUT = 0.5
 
 
 def task(seq: int, *indices: int, run: int = 0) -> Task:

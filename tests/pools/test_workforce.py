@@ -36,7 +36,7 @@ def end(handle: Any) -> None:
     """Kill a worker, and wait for its end. Safe to call twice."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(handle.pid, signal.SIGKILL)
-    handle.wait(10.0)
+    handle.wait(120.0)
 
 
 def kill(workforce: Workforce, number: int) -> Any:

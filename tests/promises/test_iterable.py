@@ -316,7 +316,7 @@ def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
 def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
     dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(dataset, make_pool(pool, timeout=0.3, **options), prefetch=prefetch) as loader:
+    with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=prefetch) as loader:
         _, errors, places = until_the_end(iter(loader))
     assert places == without_the_rest(at[0], at[1] // SIZE)
     (error,) = errors
@@ -326,8 +326,8 @@ def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple
 
 def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Path) -> None:
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
-    dataset = Parts((40,), seconds=(0.02,), before=At(kill, 0, 38, once=tmp_path / "once"))
-    pool = make_pool("fork", 1, timeout=0.3)
+    dataset = Parts((40,), seconds=(0.03,), before=At(kill, 0, 38, once=tmp_path / "once"))
+    pool = make_pool("fork", 1, timeout=0.8)
     assert epochs_of(loader_of(dataset, pool, streams=1)) == [batches_of((40,), SIZE)]
 
 
@@ -502,7 +502,7 @@ def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str)
 @pytest.mark.costly
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=0.4, **options), prefetch=9) as loader:
+    with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
         _, errors, places = until_the_end(iter(loader))
     assert places == without_the_rest(2, 0, (9, 9, 9, 9))
     assert [type(error) for error in errors] == [WorkerTimeoutError]

@@ -148,7 +148,7 @@ def test_iterators_in_several_threads(pool: Pool) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert found == [list(range(200))] * 4
 
 
@@ -159,7 +159,7 @@ def test_no_wake_up_is_lost_between_threads() -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(300)
             assert not any(thread.is_alive() for thread in threads)
 
 
@@ -176,7 +176,7 @@ def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> No
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert sorted(found) == list(range(300))
 
 

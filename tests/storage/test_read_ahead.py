@@ -27,7 +27,7 @@ from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import Stat
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for something that other threads do."""
     end = time.monotonic() + seconds
     while not true():

@@ -159,7 +159,7 @@ def test_a_poller_tells_when_more_can_be_sent(handles: list[Handle]) -> None:
     receiver = threading.Thread(target=receive_message, args=(handle.theirs,))
     receiver.start()
     while handle.link.outbox:
-        assert poller.wait(10.0) == ([handle], set())
+        assert poller.wait(120.0) == ([handle], set())
         handle.link.flush()
     receiver.join()
     assert poller.wait(0.0) == ([], set()), "nothing waits to be sent any more"
