@@ -117,13 +117,13 @@ def _choose_methods(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def covering(strength: int = 2, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test with all combinations. Those that bring no new pair of values together are slow.
+def covering(strength: int = 1, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test with all combinations. Those that bring no new value are slow.
 
     Those of the forkserver are slow too.
 
     Args:
-        strength: 0: all but one are slow, 1: those that bring no new value, 3: no new three.
+        strength: 0: all but one are slow, 2: those that bring no new pair of values together, 3: no new three.
         parameters: the values of each.
     """
     rows = list(itertools.product(*parameters.values()))

@@ -158,6 +158,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", OVERRIDING)
+@pytest.mark.costly(48)
 def test_an_overridden_getitem_is_what_every_path_reads(name: str, path: str, on_error: str) -> None:
     dataset = PATHS[path](OVERRIDING[name]())
     expected = [int(dataset[i]) for i in range(N)]

@@ -42,6 +42,7 @@ DERIVED: dict[str, Any] = {
 @pytest.mark.parametrize("in_memory", [2**24, 0], ids=["arrays", "computed"])
 @pytest.mark.parametrize("second", DERIVED)
 @pytest.mark.parametrize("first", DERIVED)
+@pytest.mark.costly(27)
 def test_indices_say_which_samples_of_the_dataset_a_part_of_a_part_has(
     first: str, second: str, in_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,11 +148,13 @@ SAMPLES: dict[str, Callable[[], list[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.costly(40)
 def test_a_batch_is_torchs(kind: str) -> None:
     assert_as_torchs_function(SAMPLES[kind]())
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.costly(40)
 def test_a_field_is_torchs(kind: str) -> None:
     for other in (7, "text"):
         assert_as_torchs_function([(other, sample) for sample in SAMPLES[kind]()])

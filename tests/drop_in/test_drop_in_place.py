@@ -80,8 +80,8 @@ def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count:
     assert_resumes(make, saved=2, loaded=2, before=1, count=count)
 
 
-@covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5), strength=1)
-@pytest.mark.costly(2)
+@covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5))
+@pytest.mark.costly
 def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
     def make(workers: int) -> Any:
         return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())

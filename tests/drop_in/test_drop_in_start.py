@@ -104,7 +104,7 @@ def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: boo
     return found
 
 
-@covering(kind=[kind for kind in KINDS if kind != "shuffle, seed"], reseeds=[False, True], strength=1)
+@covering(kind=[kind for kind in KINDS if kind != "shuffle, seed"], reseeds=[False, True])
 def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bool) -> None:
     own, torchs = (epochs_and_draws(loader, KINDS[kind], reseeds) for loader in (DataLoader, TORCHS))
     assert own == torchs
@@ -114,7 +114,6 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     kind=[kind for kind in KINDS if kind != "shuffle, seed"],
     reseeds=[False, True],
     persistent=[False, True],
-    strength=1,
 )
 @pytest.mark.costly(2)
 def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
@@ -204,6 +203,7 @@ class RandomSamples(Drawn):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
 @pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
+@pytest.mark.costly(2)
 def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names(
     order: str, workers: int
 ) -> None:

@@ -326,6 +326,7 @@ def test_overlapping_views_keep_their_values(nbytes: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", [*"?bBhHiIlLqQefdFD", ">f4", ">i8"])
 @pytest.mark.parametrize("nbytes", SLOTS)
+@pytest.mark.costly(30)
 def test_plain_arrays_travel_without_the_user_s_reductions(dtype: str, nbytes: int | None) -> None:
     batch = [an_array(dtype, shape) for shape in SHAPES]
     assert all(map(is_plain, batch))

@@ -42,6 +42,7 @@ def test_a_shared_value_counts_in_all_spawned_workers() -> None:
     assert dataset.count.value == 24
 
 
+@pytest.mark.slow
 def test_a_worker_that_replaces_a_killed_one_shares_the_value_too() -> None:
     dataset = Counting("spawn")
     pool = ProcessPool(1, start_method="spawn")

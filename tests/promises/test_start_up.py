@@ -185,6 +185,7 @@ def test_all_spawned_workers_start_at_once(tmp_path: Path) -> None:
 
 
 @posix
+@pytest.mark.slow
 def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
         "import sys\nclass Data:\n    def __len__(self): return 1\n    def __getitem__(self, i):\n"

@@ -198,6 +198,7 @@ print("the same")
 
 @SPAWN_FIRST
 @pytest.mark.parametrize("kind", ["portable", pytest.param("sigpipe", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_storm_changes_nothing(method: str, kind: str, tmp_path: Path) -> None:
     """Over pipes that need no descriptors and no poll, as on Windows; where SIGPIPE ends the program."""
     script = tmp_path / "script.py"

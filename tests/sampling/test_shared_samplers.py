@@ -127,6 +127,7 @@ APART = {("counts itself", "iterates"), ("ranks", "pickles")}
 
 
 @pytest.mark.parametrize(("kind", "look"), [(k, look) for k in SAMPLERS for look in LOOKS if (k, look) not in APART])
+@pytest.mark.costly(26)
 def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str) -> None:
     expected = epochs(make(kind), 4)
     loader = make(kind)

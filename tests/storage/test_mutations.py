@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mutations import Subject, damaged, verdicts
 
 from sharded_loader.storage.stores import ShardError
@@ -25,6 +26,7 @@ def read(path: str) -> list[Any]:
     return [content[15:]]
 
 
+@pytest.mark.slow
 def test_each_mutant_has_its_verdict_and_a_crash_costs_one_of_them(tmp_path: Path) -> None:
     counts, defects = verdicts(Subject("a.bin", CONTENT, [(20, 100)], read=read), range(300), tmp_path)
     assert sum(counts.values()) == 300
