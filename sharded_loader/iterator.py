@@ -174,45 +174,17 @@ class EpochIterator(Iterator[Batch]):
             if entry is None or entry.seq == run.reading.second_turn:
                 self._check_parts(run, at_end=entry is None)
             if entry is None:
-                self._check_skipped(run)
-                run.ended, run.next = True, None  # or a run that is held would hold all later ones
-                if is_first:
-                    self._progress.begun(run, self)
-                self._progress.shown = run
-                if self._progress.was_over(run):
-                    pipeline.drop(run.number)
-                    self._epochs.choose(self)
-                    self._epochs.open(self)
-                    run, is_first = self.run, True  # also if the run before has given empty batches
-                    assert run is not None
-                    continue
-                self._placement.end_epoch()
-                pipeline.end(inside)
-                return None, StopIteration()
+                if not self._end(run, is_first):
+                    pipeline.end(inside)
+                    return None, StopIteration()
+                run, is_first = self.run, True  # also if the run before has given empty batches
+                assert run is not None
+                continue
             arrived = time.perf_counter()
-            result, batch = entry.result, None
-            assert result is not None  # the pipeline returns finished entries
-            if result.error is None and result.batch is not NOTHING:
-                try:
-                    batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
-                except Exception as raised:
-                    assert entry.task is not None  # it has a batch
-                    result = not_placed(entry.task, raised, "while the batch was placed")
+            result, batch = self._placed(run, entry)
             placed = time.perf_counter()
-            pipeline.take(run)
-            run.delivered = entry.seq + 1
-            if is_first:
-                self._progress.begun(run, self)
-                is_first = False
-            self._progress.shown = run
-            if run.exhausted and run.next is None:
-                self._epochs.read_ahead(run)
-            if run.reading.keeps:
-                run.reading.forget(run.delivered)
-            if result.skipped:
-                error = self._note_skipped(f"epoch {run.epoch}, batch {entry.seq}", result)
-                if result.error is None and error is not None:
-                    result = Result(result.run, result.seq, error=error)
+            result = self._hand_out(run, entry.seq, result, is_first)
+            is_first = False
             if result.batch is NOTHING and result.error is None:
                 continue
             pipeline.end(inside)
@@ -227,6 +199,61 @@ class EpochIterator(Iterator[Batch]):
                 return batch, result.error
             finally:
                 del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
+
+    def _end(self, run: Run, is_first: bool) -> bool:
+        """The run has no more batches: the epoch ends.
+
+        Returns:
+            Whether another run takes its place: an epoch that was over when its state was saved.
+        """
+        self._check_skipped(run)
+        run.ended, run.next = True, None  # or a run that is held would hold all later ones
+        if is_first:
+            self._progress.begun(run, self)
+        self._progress.shown = run
+        if self._progress.was_over(run):
+            self._pipeline.drop(run.number)
+            self._epochs.choose(self)
+            self._epochs.open(self)
+            return True
+        self._placement.end_epoch()
+        return False
+
+    def _placed(self, run: Run, entry: Entry) -> tuple[Result, Any]:
+        """The result of an entry, and its batch where it belongs."""
+        result, batch = entry.result, None
+        assert result is not None  # the pipeline returns finished entries
+        if result.error is None and result.batch is not NOTHING:
+            try:
+                batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
+            except Exception as raised:
+                assert entry.task is not None  # it has a batch
+                result = not_placed(entry.task, raised, "while the batch was placed")
+        try:
+            return result, batch
+        finally:
+            del result, entry  # the error of a batch that was not placed leads to this frame too
+
+    def _hand_out(self, run: Run, seq: int, result: Result, is_first: bool) -> Result:
+        """Take a batch out of the pipeline: it is delivered.
+
+        Returns:
+            The result, with an error if ``on_error`` has left out too much.
+        """
+        self._pipeline.take(run)
+        run.delivered = seq + 1
+        if is_first:
+            self._progress.begun(run, self)
+        self._progress.shown = run
+        if run.exhausted and run.next is None:
+            self._epochs.read_ahead(run)
+        if run.reading.keeps:
+            run.reading.forget(run.delivered)
+        if result.skipped:
+            error = self._note_skipped(f"epoch {run.epoch}, batch {seq}", result)
+            if result.error is None and error is not None:
+                return Result(result.run, result.seq, error=error)
+        return result
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""
