@@ -56,7 +56,7 @@ def expected(where: str) -> list[Any]:
         ("reading", hangs, 1, "reading sample 17", 17),
         pytest.param("reading", hangs, 3, "reading sample 17", 17, marks=pytest.mark.slow),
         ("reading", hangs_with_the_gil, 1, "reading sample 17", 17),
-        pytest.param("batchify_fn", hangs, 1, "making the batch (batchify_fn)", None, marks=pytest.mark.slow),
+        pytest.param("batchify_fn", hangs, 1, "making the batch (collate_fn)", None, marks=pytest.mark.slow),
         ("get_batch", hangs, 1, "reading several samples at once", None),
         ("get_batch", hangs, 2, "reading sample 17", 17),  # the second worker reads them one by one
         pytest.param("__getitems__", hangs, 2, "reading sample 17", 17, marks=pytest.mark.slow),
