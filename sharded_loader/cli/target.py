@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 from sharded_loader.cli.output import CannotRun
-from sharded_loader.described import an
 
 
 def find_dataset(target: str) -> Any:
@@ -57,6 +56,8 @@ def find_function(target: str) -> Callable[..., Any]:
     """
     found = _find(target, "function")
     if not callable(found):
+        from sharded_loader.described import an  # imports NumPy, which --help does not wait for
+
         raise CannotRun(f"{target} is {an(type(found))}, not a function: name a function")
     return found  # type: ignore[no-any-return]
 

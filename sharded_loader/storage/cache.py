@@ -82,9 +82,9 @@ class ShardCache:
         (1000000, 0)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | str = "", **unknown: NoReturn) -> None:
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | str | None = None, **unknown: NoReturn) -> None:
         refuse_arguments("ShardCache", unknown, type(self).__init__)
-        if max_bytes == "":
+        if max_bytes is None:
             raise TypeError('ShardCache needs max_bytes, the limit of disk space: ShardCache(folder, "100 GB")')
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
