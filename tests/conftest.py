@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `python -m tests.soak` does not
+
 import hypothesis
 import installed
 import psutil
