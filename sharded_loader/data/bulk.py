@@ -157,7 +157,7 @@ def listed(found: Any) -> list[Any]:
     """
     if isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
         raise TypeError(
-            f"__getitems__ returned a {type(found).__name__}: return a list of samples, one per index, in the order of "
+            f"__getitems__ returned {an(type(found))}: return a list of samples, one per index, in the order of "
             "the indices"
         )
     return list(found)

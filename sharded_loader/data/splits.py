@@ -117,7 +117,7 @@ def _classes(dataset: Any, labels: Any) -> Indices:
         labels = as_numpy(labels)
     if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) != 1:
         shape = getattr(labels, "shape", None)
-        found = f"an array of shape {tuple(shape)}" if shape is not None else f"{an(type(labels))}"
+        found = f"an array of shape {tuple(shape)}" if shape is not None else an(type(labels))
         raise TypeError(f"{name} was given {found}: give one label per sample, the name of a field, or a function")
     if len(labels) != len(dataset):
         raise ValueError(f"{name} was given {len(labels)} labels for {len(dataset)} samples: give one label per sample")

@@ -10,7 +10,6 @@ A place outlives its iterator: the loader keeps it after a ``break``, when the w
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -107,17 +106,20 @@ def at_told_epoch(state: dict[str, Any], loader: Any) -> dict[str, Any]:
     A loop that begins with epoch ``step // len(loader)`` loads a checkpoint of the last step so.
     """
     found, sampler, count = state["_sampler"], loader._index_sampler, loader._epochs
-    with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
-        if state["_iterator_finished"] or found["yielded"] < len(sampler):
-            return state
-        pairs = [(count.next, state.get("_epoch", count.next))]
-        pairs += zip((one.epoch for one in tellable(sampler)), found.get("epochs", ()), strict=False)
-        pairs += [one.told_beside(found["shuffle"]) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
-        named = next((now for now, before in pairs if now != before), None)
-        if named is not None:
-            count.next = named
-            return {**state, "_iterator_finished": True}
-    return state
+    try:
+        is_over = found["yielded"] >= len(sampler)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return state
+    if state["_iterator_finished"] or not is_over:
+        return state
+    pairs = [(count.next, state.get("_epoch", count.next))]
+    pairs += zip((one.epoch for one in tellable(sampler)), found.get("epochs", ()), strict=False)
+    pairs += [one.told_beside(found["shuffle"]) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
+    named = next((now for now, before in pairs if now != before), None)
+    if named is None:
+        return state
+    count.next = named
+    return {**state, "_iterator_finished": True}
 
 
 def next_epoch(position: StreamPosition) -> StreamPosition:
