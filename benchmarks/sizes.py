@@ -1,25 +1,38 @@
-"""How large is a package, and how tangled? Numbers from its source: lines, levels, circles.
+"""How large is a package, and how tangled? Numbers from its source: lines, rooms, functions, circles.
 
-    sizes_of(sources) -> numbers by name, and a sentence for each circle, upward and hidden import
+    sizes_of(sources) -> numbers by name, and the sentences that name what is counted
+    core_of(modules) -> the modules that are not optional
 
-Two kinds of level are counted. A *level of modules* is one module in the longest chain of imports. A *level of folders*
-is one folder (or module) directly below the package in the longest chain of imports between those.
+A *room* is a folder or a module directly below the package. An *arrow* leads from a room to another one that it
+imports. A *floor* is one room in the longest chain of arrows. A *level* is one module in the longest chain of imports.
+The package itself and its ``__main__`` are no rooms, and no short modules; nor is any ``__init__``. The code lines of a
+function include those of the functions in it, and begin at its ``def``.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from benchmarks.imports import HIDDEN, by_folder, circles, imports_of, levels, upward
+from benchmarks.imports import HIDDEN, Import, by_folder, circles, imports_of, levels, upward
 
-MAX_LINES = 350
-"""Lines of a file, all of them, that a module should not exceed."""
+MIN_LINES = 50
+"""Code lines below which a module is short."""
+
+MAX_FUNCTION_LINES = 50
+"""Code lines that a function should not exceed, except an ``__init__`` and the functions of `APART`."""
 
 APART = ("cli", "demo", "__main__")
-"""Below the package: programs that use it. Levels do not count them."""
+"""Below the package: programs that use it."""
+
+OPTIONAL = (
+    *("storage", "recordio", "pools.ray", "pools.on_ray", "cluster", "drop_in", "torch", "integrations"),
+    *APART,
+)
+"""Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
     ("rng", "shuffle", "notices", "errors", "interrupts", "process_hooks"),
@@ -34,6 +47,7 @@ FLOORS = (
 )
 """The lowest floor first. A module imports its own floor and the floors below. Other modules are not checked."""
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -44,15 +58,74 @@ def code_lines(source: str) -> int:
         >>> code_lines('"Text."\\n\\nx = 1  # a comment\\n"About x."\\ny = (\\n    2\\n)\\n')
         4
     """
-    found: set[int] = set()
+    return len(_numbers_of_code_lines(source))
+
+
+def _numbers_of_code_lines(source: str) -> set[int]:
+    numbers: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _LAYOUT:
-            found.update(range(token.start[0], token.end[0] + 1))
+            numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            numbers.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = source.splitlines()
-    return sum(bool(lines[number - 1].strip()) for number in found)
+    return {number for number in numbers if lines[number - 1].strip()}
+
+
+def core_of(modules: Iterable[str]) -> list[str]:
+    """The modules of a package that are not `OPTIONAL`.
+
+    Example:
+        >>> core_of(["p", "p.torch", "p.pools", "p.pools.ray.actor", "p.storage", "p.storages"])
+        ['p', 'p.pools', 'p.storages']
+    """
+    return [name for name in modules if not _below(name, OPTIONAL)]
+
+
+def _below(module: str, rooms: Iterable[str]) -> bool:
+    return any(f"{module.partition('.')[2]}.".startswith(f"{room}.") for room in rooms)
+
+
+def out_of_core(imports: Iterable[Import]) -> list[Import]:
+    """The imports of an optional module by one of the core."""
+    imports = list(imports)
+    core = set(core_of({name for found in imports for name in (found.importer, found.imported)}))
+    return [found for found in imports if found.importer in core and found.imported not in core]
+
+
+def _functions(module: str, source: str) -> Iterator[tuple[str, int]]:
+    """The qualified name of each function, and its code lines."""
+    numbers = _numbers_of_code_lines(source)
+
+    def inside(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            name = f"{prefix}.{child.name}" if isinstance(child, (*_FUNCTIONS, ast.ClassDef)) else prefix
+            if isinstance(child, _FUNCTIONS):
+                yield name, sum(child.lineno <= number <= (child.end_lineno or 0) for number in numbers)
+            yield from inside(child, name)
+
+    return inside(ast.parse(source), module)
+
+
+def _homonyms(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The modules of each class name, without its underscore, that stands for several classes."""
+    homes: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for name in {node.name.lstrip("_") for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}:
+            homes.setdefault(name, []).append(module)
+    return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
+
+
+def _rooms(sources: Mapping[str, str], imports: Sequence[Import]) -> tuple[list[str], list[Import]]:
+    """The rooms and the arrows between them."""
+    no_rooms = {next(iter(sources)).split(".")[0], *(name for name in sources if name.endswith(".__main__"))}
+    folders, arrows = by_folder(sources, imports, depth=1)
+    unique = {(arrow.importer, arrow.imported): arrow for arrow in arrows}
+    return (
+        [folder for folder in folders if folder not in no_rooms],
+        [arrow for pair, arrow in unique.items() if not no_rooms.intersection(pair)],
+    )
 
 
 def sizes_of(sources: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
@@ -62,26 +135,46 @@ def sizes_of(sources: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
         sources: Sources by dotted module name, as from `read_sources`.
 
     Returns:
-        The numbers by name, and one sentence for each circle, each upward import and each hidden import. Hidden imports
-        count for circles, but not for levels.
+        The numbers by name, and one sentence for each circle, each long function, each class name with several
+        meanings, and each upward or hidden import. Hidden imports count for circles, but not for floors and levels.
     """
     imports = imports_of(sources)
     seen = [found for found in imports if found.kind != HIDDEN]
-    inner = [name for name in sources if name.split(".")[1:2] not in [[program] for program in APART]]
-    among = [found for found in seen if {found.importer, found.imported} <= set(inner)]
     rings = {"modules": circles(sources, imports), "folders": circles(*by_folder(sources, imports))}
-    up, hidden = upward(imports, FLOORS), [found for found in imports if found.kind == HIDDEN]
+    unwanted = {
+        "upward imports": upward(imports, FLOORS),
+        "hidden imports": [found for found in imports if found.kind == HIDDEN],
+    }
+    rooms, arrows = _rooms(sources, seen)
+    lines = {module: code_lines(source) for module, source in sources.items()}
+    folders = {name.rpartition(".")[0] for name in sources}
+    functions = [
+        found for module in sources if not _below(module, APART) for found in _functions(module, sources[module])
+    ]
+    long = {name: count for name, count in functions if count > MAX_FUNCTION_LINES and not name.endswith(".__init__")}
+    homonyms = _homonyms(sources)
     sizes = {
+        "code lines": sum(lines.values()),
+        "code lines of the core": sum(lines[module] for module in core_of(sources)),
         "modules": len(sources),
-        "code lines": sum(map(code_lines, sources.values())),
-        f"modules over {MAX_LINES} lines": sum(len(text.splitlines()) > MAX_LINES for text in sources.values()),
-        "levels of folders": max(levels(*by_folder(inner, among, depth=1)).values()),
-        "levels of modules": max(levels(inner, among).values()),
+        f"modules of less than {MIN_LINES} code lines": sum(
+            count < MIN_LINES and module not in folders and not module.endswith("__main__")
+            for module, count in lines.items()
+        ),
+        "rooms": len(rooms),
+        "arrows between rooms": len(arrows),
+        "floors of rooms": max(levels(rooms, arrows).values(), default=0),
+        "levels of modules": max(levels(sources, seen).values()),
         **{f"circles of {what}": len(groups) for what, groups in rings.items()},
-        "upward imports": len(up),
-        "hidden imports": len(hidden),
+        **{what: len(some) for what, some in unwanted.items()},
+        f"functions over {MAX_FUNCTION_LINES} code lines": len(long),
+        "class names with several meanings": len(homonyms),
+        "type: ignore": sum(len(re.findall("type: ignore", source)) for source in sources.values()),
     }
     notes = [f"circle of {what}: {', '.join(group)}" for what, groups in rings.items() for group in groups]
-    for what, some in (("upward", up), ("hidden", hidden)):
-        notes += [f"{what}: {found.importer}, line {found.line}, imports {found.imported}" for found in some]
+    for what, some in unwanted.items():
+        kind = what.split()[0]
+        notes += [f"{kind}: {found.importer}, line {found.line}, imports {found.imported}" for found in some]
+    notes += [f"long: {name} has {count} code lines" for name, count in long.items()]
+    notes += [f"several meanings: {name} in {', '.join(modules)}" for name, modules in homonyms.items()]
     return sizes, notes

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.imports import HIDDEN, circles, imports_of, read_sources, upward
-from benchmarks.sizes import FLOORS
+from benchmarks.imports import FUNCTION, HIDDEN, circles, imports_of, read_sources, upward
+from benchmarks.sizes import FLOORS, out_of_core
+
+LAZY = {("arguments", "pools.on_ray"), ("loader.arguments", "pools.ray.pool")}
+"""Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 
 def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden() -> None:
@@ -16,6 +19,14 @@ def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden() 
     assert circles(sources, imports) == []
     assert upward(imports, FLOORS) == []
     assert [one for one in imports if one.kind == HIDDEN] == []
+
+
+def test_the_core_imports_no_optional_module() -> None:
+    outward = out_of_core(imports_of(read_sources(Path(__file__).parents[1] / "sharded_loader")))
+    lazy = [found for found in outward if found.kind == FUNCTION]
+    assert [found for found in outward if found not in lazy] == []
+    names = {(found.importer.partition(".")[2], found.imported.partition(".")[2]) for found in lazy}
+    assert names <= LAZY
 
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))

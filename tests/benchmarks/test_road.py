@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import road, sizes, walk
+from benchmarks.imports import imports_of
 from benchmarks.walk import Step
 
 ROOT = os.sep.join(["", "here", "p"])
@@ -122,35 +123,70 @@ def test_code_lines_are_neither_blank_nor_comments_nor_docstrings(source: str, l
     assert sizes.code_lines(source) == lines
 
 
-def test_a_package_is_measured_without_the_programs_that_use_it() -> None:
+def test_a_package_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "FLOORS", (("rng",), ("memory",), ("data",), ("loader",), ("cli",)))
     package = {
-        "p": "",
-        "p.rng": "def f():\n    from p.memory.arena import x\n",
-        "p.memory": "",
-        "p.memory.arena": "import p.rng\n",
-        "p.memory.codec": "import p.memory.arena\n" + "#\n" * 350,
+        "p": "import p.loader\n",
+        "p.__main__": "import p.cli\n",
+        "p.cli": "import p.loader\n",
         "p.data": "",
         "p.data.base": "import p.memory.codec\nimport sys\nsys.modules.get('p.loader')\n",
         "p.loader": "import p.data.base\n",
-        "p.demo": "import p.loader\n",
-        "p.demo.train": "import p.loader\n",
+        "p.memory": "",
+        "p.memory.arena": "import p.rng  # type: ignore\n",
+        "p.memory.codec": "import p.memory.arena\n" + "x = 1\n" * 49,
+        "p.rng": "def f():\n    from p.memory.arena import x\n",
     }
     numbers, notes = sizes.sizes_of(package)
     assert numbers == {
+        "code lines": 60,
+        "code lines of the core": 58,
         "modules": 10,
-        "code lines": 10,
-        "modules over 350 lines": 1,
-        "levels of folders": 3,  # loader, data, memory with rng
-        "levels of modules": 4,  # loader, data.base, memory.codec, memory.arena with rng
+        "modules of less than 50 code lines": 5,  # p, p.__main__, p.data, p.memory and p.memory.codec are none
+        "rooms": 5,
+        "arrows between rooms": 5,
+        "floors of rooms": 4,  # cli, loader, data, memory with rng
+        "levels of modules": 6,  # __main__, cli, loader, data.base, memory.codec, memory.arena with rng
         "circles of modules": 2,
         "circles of folders": 2,
         "upward imports": 2,
         "hidden imports": 1,
+        "functions over 50 code lines": 0,
+        "class names with several meanings": 0,
+        "type: ignore": 1,
     }
     assert "circle of modules: p.memory.arena, p.rng" in notes
     assert "circle of folders: p.data, p.loader" in notes
     assert "upward: p.rng, line 2, imports p.memory.arena" in notes
     assert "hidden: p.data.base, line 3, imports p.loader" in notes
+
+
+def test_long_functions_are_named_but_neither_constructors_nor_those_of_the_programs() -> None:
+    body = "    x = [\n" + "        1,\n\n" * 47 + "    ]\n"  # 49 code lines
+    method = "\n".join("    " + line for line in f"{body}    y = 1".splitlines())
+    source = (
+        f'def fits():\n    """Text\n    of two lines."""\n{body}\n'
+        f"async def long(\n    x,\n):\n{body}\n"
+        f"class C:\n    def __init__(self):\n{method}\n\n    def f(self):\n{method}\n"
+    )
+    numbers, notes = sizes.sizes_of({"p": "", "p.a": source, "p.demo": source, "p.cli.b": source})
+    assert numbers["functions over 50 code lines"] == 2
+    assert notes[:2] == ["long: p.a.long has 52 code lines", "long: p.a.C.f has 51 code lines"]
+
+
+def test_a_class_name_of_two_modules_has_several_meanings_with_an_underscore_too() -> None:
+    package = {"p": "", "p.a": "class _Box: pass", "p.b": "def f():\n    class Box: pass\nclass Other: pass"}
+    numbers, notes = sizes.sizes_of(package)
+    assert numbers["class names with several meanings"] == 1
+    assert notes == ["several meanings: Box in p.a, p.b"]
+
+
+def test_an_import_out_of_the_core_is_one_of_an_optional_module_by_another_one() -> None:
+    package = {"p": "", "p.cli": "import p.storage", "p.loader": "import p.pools\ndef f(): import p.pools.ray"}
+    package |= {"p.pools": "", "p.pools.ray": "import p.pools", "p.storage": ""}
+    assert sizes.core_of(package) == ["p", "p.loader", "p.pools"]
+    outward = sizes.out_of_core(imports_of(package))
+    assert [(found.importer, found.imported) for found in outward] == [("p.loader", "p.pools.ray")]
 
 
 # -- the command ------------------------------------------------------------------------------------------------
