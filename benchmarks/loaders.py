@@ -191,7 +191,7 @@ _spdl, _grain, _seqtools, _tensorflow, _ray = (
 LOADERS = {
     loader.name: loader
     for loader in (
-        Loader(OURS, "sharded_loader", ("torch", "sharded_loader.loader"), _open_ours, _anything),
+        Loader(OURS, "sharded_loader", ("torch", "sharded_loader.loader.loader"), _open_ours, _anything),
         Loader("drop-in", "sharded_loader", ("torch", "sharded_loader.torch"), _open_drop_in, _only_rates),
         Loader("torch", "torch", ("torch",), _open_torch, _anything),
         Loader("torch-bulk", "torch", ("torch",), _open_torch_bulk, _only_columns),

@@ -28,7 +28,7 @@ from sharded_loader import (
     ShardedDataLoader,
     ShardShuffleSampler,
 )
-from sharded_loader.rng import philox
+from sharded_loader.randomness.rng import philox
 from sharded_loader.sampling.tables import Dealt
 
 TRILLION = 10**12

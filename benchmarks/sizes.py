@@ -35,17 +35,21 @@ OPTIONAL = (
 """Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
-    ("rng", "shuffle", "notices", "errors", "interrupts", "process_hooks"),
+    ("base",),
+    ("randomness",),
     ("batching",),
     ("memory",),
-    ("sampling", "data", "recordio", "storage"),
-    ("engine", "devices"),
-    ("workers",),
-    ("cluster",),
+    ("data",),
+    ("sampling", "recordio"),
+    ("engine", "storage"),
+    ("streams", "devices"),
     ("pools",),
-    ("loader", "iterator", "parallel", "drop_in", "torch", *APART),
+    ("loader", "parallel", "batchify"),
+    ("drop_in",),
+    ("torch",),
+    ("integrations", *APART),
 )
-"""The lowest floor first. A module imports its own floor and the floors below. Other modules are not checked."""
+"""The lowest floor first. A module imports its own floor and the floors below."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -19,6 +19,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharded_loader import batchify as batchify
     from sharded_loader import recordio as recordio
+    from sharded_loader.base.errors import LoaderClosedError as LoaderClosedError
+    from sharded_loader.base.errors import SampleError as SampleError
+    from sharded_loader.base.errors import SampleReadError as SampleReadError
+    from sharded_loader.base.errors import TooManySkippedError as TooManySkippedError
+    from sharded_loader.base.errors import WorkerDiedError as WorkerDiedError
+    from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
+    from sharded_loader.base.notices import LoaderWarning as LoaderWarning
     from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
     from sharded_loader.batching.protocol import empty as empty
     from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
@@ -28,26 +35,20 @@ if TYPE_CHECKING:
     from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
     from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
     from sharded_loader.data.interleave import interleave as interleave
-    from sharded_loader.errors import LoaderClosedError as LoaderClosedError
-    from sharded_loader.errors import SampleError as SampleError
-    from sharded_loader.errors import SampleReadError as SampleReadError
-    from sharded_loader.errors import TooManySkippedError as TooManySkippedError
-    from sharded_loader.errors import WorkerDiedError as WorkerDiedError
-    from sharded_loader.errors import WorkerTimeoutError as WorkerTimeoutError
-    from sharded_loader.indices import IndexView as IndexView
-    from sharded_loader.loader import ShardedDataLoader as ShardedDataLoader
-    from sharded_loader.notices import LoaderWarning as LoaderWarning
+    from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
+    from sharded_loader.loader.stats import LoaderStats as LoaderStats
     from sharded_loader.parallel import Replicas as Replicas
     from sharded_loader.parallel import split_and_load as split_and_load
     from sharded_loader.parallel import split_data as split_data
     from sharded_loader.pools.inline import InlinePool as InlinePool
-    from sharded_loader.pools.on_ray import RayPool as RayPool
-    from sharded_loader.pools.processes import ProcessPool as ProcessPool
+    from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
+    from sharded_loader.pools.ray.pool import RayPool as RayPool
     from sharded_loader.pools.threads import ThreadPool as ThreadPool
+    from sharded_loader.randomness.indices import IndexView as IndexView
+    from sharded_loader.randomness.rng import sample_generator as sample_generator
+    from sharded_loader.randomness.rng import sample_rng as sample_rng
+    from sharded_loader.randomness.rng import sample_seed as sample_seed
     from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
-    from sharded_loader.rng import sample_generator as sample_generator
-    from sharded_loader.rng import sample_rng as sample_rng
-    from sharded_loader.rng import sample_seed as sample_seed
     from sharded_loader.sampling import BatchSampler as BatchSampler
     from sharded_loader.sampling import BoundedBudgetSampler as BoundedBudgetSampler
     from sharded_loader.sampling import BucketScheme as BucketScheme
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from sharded_loader.sampling import SplitSampler as SplitSampler
     from sharded_loader.sampling import SubsetRandomSampler as SubsetRandomSampler
     from sharded_loader.sampling import WeightedRandomSampler as WeightedRandomSampler
-    from sharded_loader.stats import LoaderStats as LoaderStats
     from sharded_loader.storage.cache import ShardCache as ShardCache
     from sharded_loader.storage.dataset import ShardDataset as ShardDataset
     from sharded_loader.storage.stores import ShardError as ShardError
@@ -80,7 +80,7 @@ _HOMES = {
     "sharded_loader.data.columns": ["PackedList"],
     "sharded_loader.data.interleave": ["interleave"],
     "sharded_loader.recordio": ["RecordFileDataset"],
-    "sharded_loader.errors": [
+    "sharded_loader.base.errors": [
         "LoaderClosedError",
         "SampleError",
         "SampleReadError",
@@ -88,16 +88,16 @@ _HOMES = {
         "WorkerDiedError",
         "WorkerTimeoutError",
     ],
-    "sharded_loader.indices": ["IndexView"],
-    "sharded_loader.notices": ["LoaderWarning"],
+    "sharded_loader.randomness.indices": ["IndexView"],
+    "sharded_loader.base.notices": ["LoaderWarning"],
     "sharded_loader.pools.inline": ["InlinePool"],
-    "sharded_loader.pools.on_ray": ["RayPool"],
-    "sharded_loader.pools.processes": ["ProcessPool"],
+    "sharded_loader.pools.ray.pool": ["RayPool"],
+    "sharded_loader.pools.process.pool": ["ProcessPool"],
     "sharded_loader.pools.threads": ["ThreadPool"],
-    "sharded_loader.loader": ["ShardedDataLoader"],
+    "sharded_loader.loader.loader": ["ShardedDataLoader"],
     "sharded_loader.batching.protocol": ["empty"],
     "sharded_loader.parallel": ["Replicas", "split_and_load", "split_data"],
-    "sharded_loader.rng": ["sample_generator", "sample_rng", "sample_seed"],
+    "sharded_loader.randomness.rng": ["sample_generator", "sample_rng", "sample_seed"],
     "sharded_loader.sampling": [
         "BatchSampler",
         "BoundedBudgetSampler",
@@ -120,7 +120,7 @@ _HOMES = {
         "SubsetRandomSampler",
         "WeightedRandomSampler",
     ],
-    "sharded_loader.stats": ["LoaderStats"],
+    "sharded_loader.loader.stats": ["LoaderStats"],
     "sharded_loader.storage.cache": ["ShardCache"],
     "sharded_loader.storage.dataset": ["ShardDataset"],
     "sharded_loader.storage.stores": ["ShardError"],

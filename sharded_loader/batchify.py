@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Literal
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.default import Batchify, default_batchify_fn, unlike
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
@@ -33,7 +34,6 @@ from sharded_loader.batching.protocol import (
     some,
 )
 from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
-from sharded_loader.described import an
 
 __all__ = ["Dict", "List", "NamedTuple", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 

@@ -20,22 +20,22 @@ from typing import Any, Literal, NoReturn
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.arguments import check_max_skipped
-from sharded_loader.callers import called_by, counted_by_fabric, refuse_skipping
+from sharded_loader.base.callers import called_by, counted_by_fabric, refuse_skipping
+from sharded_loader.base.described import an, refuse_arguments
+from sharded_loader.base.dynamo import leave_alone
+from sharded_loader.base.notices import Notices
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
-from sharded_loader.described import an, refuse_arguments
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place, at_told_epoch
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.workers import check_arguments
-from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, OnError
-from sharded_loader.engine.readers import reader_for
-from sharded_loader.iterator import Batch
-from sharded_loader.notices import Notices
+from sharded_loader.loader.arguments import check_max_skipped
+from sharded_loader.loader.iterator import Batch
+from sharded_loader.loader.stats import Meter, Metered
+from sharded_loader.pools.readers import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.replicas import text_if_ranks_repeat
-from sharded_loader.stats import Meter, Metered
 
 __all__ = ["DataLoader"]
 

@@ -27,9 +27,9 @@ import psutil
 import pytest
 
 from sharded_loader import InlinePool, ProcessPool, RayPool, ThreadPool
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
-from sharded_loader.errors import LoaderClosedError
-from sharded_loader.workers.start import start_forkserver
+from sharded_loader.pools.process.start import start_forkserver
 
 # They import Lightning, which takes four seconds, and Accelerate.
 collect_ignore = ["frameworks/recorder.py", "integrations/accelerated.py"]

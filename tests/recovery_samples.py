@@ -180,7 +180,7 @@ class ReadyToDie:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.workers import worker
+        from sharded_loader.pools.process import worker
 
         send = worker.send_message
 
@@ -200,7 +200,7 @@ class DiesWhileSending:
 
     def __call__(self, number: int) -> None:
         from sharded_loader.engine import messages
-        from sharded_loader.workers import wire, worker
+        from sharded_loader.pools.process import wire, worker
 
         send = worker.send_message
 

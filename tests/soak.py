@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from sharded_loader import LoaderClosedError
-from sharded_loader.iterator import EpochIterator
+from sharded_loader.loader.iterator import EpochIterator
 from tests import conftest, soak_records
 from tests.injection import HANDLERS, TimeIsUp
 from tests.soak_recipes import Recipe, Reference, frozen, outcome

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sharded_loader.base.described import call_of
 from sharded_loader.batching.default import Batchify
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
 from sharded_loader.batching.stack import (
@@ -32,7 +33,6 @@ from sharded_loader.batching.stack import (
 )
 from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
-from sharded_loader.described import call_of
 
 _SMALL_ROW = 16 * 1024  # bytes
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import (
     Array,
     BatchifyError,
@@ -29,7 +30,6 @@ from sharded_loader.batching.protocol import (
 )
 from sharded_loader.batching.tensors import check_no_grad, dtype_name, dtype_of, numpy_can, stack_tensors
 from sharded_loader.batching.tree import are_tensors, check_unmasked, is_tensor
-from sharded_loader.described import an
 
 _shape_of_array = attrgetter("shape")
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import Array, BatchifyError, Empty, ragged
 from sharded_loader.batching.tree import is_tensor
-from sharded_loader.interrupts import is_from_outside
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,12 @@ import statistics
 
 import click
 
+from sharded_loader.base.cores import cores_for_workers
 from sharded_loader.cli.advice import ms_text, recommend
 from sharded_loader.cli.busy import busy_text, cores_of_others
 from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, Row, measure, rows_of
 from sharded_loader.cli.output import CannotRun, Steps, complain, json_option, quiet_option, say, say_json, show_table
 from sharded_loader.cli.target import find_dataset, find_function, kind_of
-from sharded_loader.cores import cores_for_workers
 
 POOLS = ("inline", "thread", "process", "ray")
 DEFAULT_POOLS = "inline,thread,process"

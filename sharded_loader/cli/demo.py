@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sharded_loader.base.cores import cores_for_workers
 from sharded_loader.cli.busy import busy_text, cores_of_others
 from sharded_loader.cli.output import CannotRun, Steps, quiet_option, say
-from sharded_loader.cores import cores_for_workers
 
 if TYPE_CHECKING:
     from sharded_loader.demo.train import Report

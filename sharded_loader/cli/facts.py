@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sharded_loader import __version__
+from sharded_loader.base.cores import core_limit, usable_cores
+from sharded_loader.base.system import can_pass_descriptors, free_bytes, open_memory
 from sharded_loader.cli.busy import cores_of_others
-from sharded_loader.cores import core_limit, usable_cores
-from sharded_loader.system import can_pass_descriptors, free_bytes, open_memory
 
 REQUIRED = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl")
 OPTIONAL = ("click", "rich", "pillow", "pyarrow", "ray", "scikit-learn", "torchvision")
@@ -213,7 +213,7 @@ def _start_methods() -> tuple[list[str], str | None]:
     try:
         import multiprocess
 
-        from sharded_loader.workers.start import choose_start_method
+        from sharded_loader.pools.process.start import choose_start_method
     except ImportError:
         return [], None
     return multiprocess.get_all_start_methods(), choose_start_method(None)

@@ -56,7 +56,7 @@ def find_function(target: str) -> Callable[..., Any]:
     """
     found = _find(target, "function")
     if not callable(found):
-        from sharded_loader.described import an  # imports NumPy, which --help does not wait for
+        from sharded_loader.base.described import an  # imports NumPy, which --help does not wait for
 
         raise CannotRun(f"{target} is {an(type(found))}, not a function: name a function")
     return found  # type: ignore[no-any-return]
@@ -98,8 +98,8 @@ def say_error(error: BaseException) -> str:
         >>> say_error(KeyError("label"))
         "KeyError: 'label'"
     """
+    from sharded_loader.base.errors import notes_of
     from sharded_loader.cli.facts import one_line
-    from sharded_loader.errors import notes_of
 
     where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
     return one_line(error) + (f" (in {where[-1]})" if where else "")
@@ -185,8 +185,8 @@ def _call(found: Callable[[], Any], target: str) -> Any:
 
 
 def _checked(dataset: Any, target: str) -> Any:
-    from sharded_loader.arguments import check_dataset
     from sharded_loader.data.inspection import is_stream
+    from sharded_loader.loader.arguments import check_dataset
 
     try:
         check_dataset(dataset)

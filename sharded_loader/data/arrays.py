@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, in_fields, new_array
 from sharded_loader.batching.tensors import is_column
@@ -51,7 +52,6 @@ from sharded_loader.data.bulk import (
 from sharded_loader.data.columns import as_column, is_dataset, named_columns
 from sharded_loader.data.datasets import Dataset, SimpleDataset, SubsetDataset
 from sharded_loader.data.seeding import handed_out, translated
-from sharded_loader.described import an
 
 NOT_IN_BULK: Any = object()
 """What a gather function returns when this batch has to be read sample by sample."""

@@ -30,12 +30,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, known_to
 from sharded_loader.batching.tensors import as_numpy, check_no_grad, empty_tensor, is_column
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.seeding import each_by_its_key, handed_out
-from sharded_loader.described import an
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
 """The positions of samples in a dataset: a sequence of integers, or an array of integers."""

@@ -22,10 +22,10 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import Array
 from sharded_loader.batching.tree import is_masked, reads_rows
 from sharded_loader.data.bulk import checked_index
-from sharded_loader.described import an
 
 _NUMBERS = "biufc"
 

@@ -26,15 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader import rng
+from sharded_loader.base.system import check_fits
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset, is_dataset
 from sharded_loader.data.splits import split_sizes, stratified_parts
 from sharded_loader.data.subsets import Chosen
 from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
-from sharded_loader.indices import Selection, shuffled_parts
-from sharded_loader.system import check_fits
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.indices import Selection, shuffled_parts
 
 
 class Dataset:

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import PackedList
 from sharded_loader.data.schedule import Schedule
-from sharded_loader.interrupts import is_from_outside
-from sharded_loader.notices import warn
 
 ITEMS, NUMBERS, DEEPEST = 16, 1024, 8
 """How many items of a list or rows of an array count, numbers or characters of each, and wrappers inside each other."""

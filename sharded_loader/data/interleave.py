@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from sharded_loader.base.described import an, brief, refuse_arguments, refuse_class
+from sharded_loader.base.process_hooks import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
@@ -30,8 +32,6 @@ from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, is_divided, this_worker
 from sharded_loader.data.wrappers import View
-from sharded_loader.described import an, brief, refuse_arguments, refuse_class
-from sharded_loader.process_hooks import call_after_import
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
 

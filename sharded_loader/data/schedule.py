@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.rng import philox
+from sharded_loader.randomness.rng import philox
 
 MOST = 65_536
 """The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""

@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader import rng
-from sharded_loader.errors import add_note
-from sharded_loader.global_generators import seeded_globals
+from sharded_loader.base.errors import add_note
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.global_generators import seeded_globals
 
 MOST = 2000
 """Objects to search, nearest first: about 2 ms. It is done once per batch."""

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
+from sharded_loader.base.described import an
 from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
-from sharded_loader.described import an
 
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""

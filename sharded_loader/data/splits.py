@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.batching.tensors import as_numpy, is_column
 from sharded_loader.data.columns import as_column
-from sharded_loader.described import an
-from sharded_loader.shuffle import Indices, shuffled
+from sharded_loader.randomness.shuffle import Indices, shuffled
 
 
 def split_sizes(length: int, parts: list[Any]) -> list[int]:

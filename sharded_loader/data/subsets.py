@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import brief
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.wrappers import View
-from sharded_loader.described import brief
-from sharded_loader.indices import IndexView, Selection, bound_of, composed, taken
+from sharded_loader.randomness.indices import IndexView, Selection, bound_of, composed, taken
 
 
 class Chosen(View):

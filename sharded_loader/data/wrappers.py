@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import an, brief, briefs
+from sharded_loader.base.sizes import bytes_of_text
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tensors import as_numpy, is_column
@@ -51,8 +53,6 @@ from sharded_loader.data.bulk import (
 )
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
-from sharded_loader.described import an, brief, briefs
-from sharded_loader.sizes import bytes_of_text
 
 
 class Outer:

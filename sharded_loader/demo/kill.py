@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from sharded_loader.demo.train import Options, Report, train_and_test
-from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.pools.process.pool import ProcessPool
 
 EVERY = 0.1
 """Seconds between two kills, on average."""

@@ -30,7 +30,7 @@ from torch import nn
 from sharded_loader import ArrayDataset, Dataset, Replicas, ShardedDataLoader, sample_rng
 from sharded_loader.devices.names import accelerators, find_device
 from sharded_loader.engine.pool import Pool
-from sharded_loader.stats import LoaderStats
+from sharded_loader.loader.stats import LoaderStats
 
 BATCH_SIZE = 64
 HELD_OUT = 0.2

@@ -47,9 +47,9 @@ from typing import Any
 
 import torch
 
+from sharded_loader.base.interrupts import program_ends
 from sharded_loader.batching.tree import ATOMS, map_leaves
 from sharded_loader.devices.streams import Streams
-from sharded_loader.interrupts import program_ends
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would

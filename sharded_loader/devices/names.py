@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sharded_loader.described import an
+from sharded_loader.base.described import an
 
 DeviceLike = str | int | torch.device
 """A device: a name such as ``"cuda:1"``, the number of an accelerator, or a ``torch.device``."""

@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharded_loader.base.described import an
+from sharded_loader.base.interrupts import program_ends, uninterrupted
 from sharded_loader.batching.tree import ATOMS, map_leaves
-from sharded_loader.described import an
 from sharded_loader.devices.streams import Streams
-from sharded_loader.interrupts import program_ends, uninterrupted
 from sharded_loader.memory.codec import array_address, is_plain_tensor
 
 PORTABLE = 1

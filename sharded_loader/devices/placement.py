@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
@@ -39,7 +40,6 @@ from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
 from sharded_loader.devices.streams import is_capturing, note_late, streams_of
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.errors import Location, add_note, as_batch_error
 from sharded_loader.memory.reused import ReusedMemory
 
 AHEAD = 2

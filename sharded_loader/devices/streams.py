@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sharded_loader.errors import add_note, notes_of
+from sharded_loader.base.errors import add_note, notes_of
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
 """What torch raises when an accelerator has no memory left; from 2.5 on also called torch.OutOfMemoryError."""

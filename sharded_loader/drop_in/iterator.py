@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.arguments import length, make_split
+from sharded_loader.base.dynamo import leave_alone
+from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
@@ -31,17 +32,17 @@ from sharded_loader.drop_in.place import Place, stream_of
 from sharded_loader.drop_in.reading import LanePlan, SamplerReading
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
-from sharded_loader.dynamo import leave_alone
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Run, StreamPlan
+from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.engine.stream_reader import StreamReader
-from sharded_loader.epochs import warn_of_length
-from sharded_loader.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.iterator import EpochIterator, profiler_enabled
-from sharded_loader.pools.processes import ProcessPool
+from sharded_loader.loader.arguments import length, make_split
+from sharded_loader.loader.epochs import warn_of_length
+from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
+from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.streams.order import StreamOrder
+from sharded_loader.streams.reader import StreamReader
+from sharded_loader.streams.reading import StreamPlan
 
 _numbers = itertools.count()
 

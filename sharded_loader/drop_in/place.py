@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sharded_loader.callers import fetched_by_lightning
+from sharded_loader.base.callers import fetched_by_lightning
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.start import generator_state, next_draws, tellable
 from sharded_loader.engine.plan import Run
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.engine.stream_order import StreamOrder
-from sharded_loader.engine.stream_state import StreamPosition, differences
 from sharded_loader.sampling.base import nested
+from sharded_loader.streams.order import StreamOrder
+from sharded_loader.streams.state import StreamPosition, differences
 
 
 class Place:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from sharded_loader.rng import derive_key
+from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling.base import check_int, nested
 from sharded_loader.sampling.foreign import check_torchs_list
 

@@ -31,8 +31,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from sharded_loader.base.described import an
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.described import an
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import rank_of

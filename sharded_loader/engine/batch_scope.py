@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from sharded_loader.base.errors import Location, as_exception, shorten
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.board import SHARD, Board
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.errors import Location, as_exception, shorten
-from sharded_loader.interrupts import is_from_outside
-from sharded_loader.rng import SampleScope
+from sharded_loader.randomness.rng import SampleScope
 
 
 class BatchScope(SampleScope):

@@ -22,11 +22,11 @@ import os
 import threading
 from collections import deque
 
+from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error
+from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.errors import LoaderClosedError, Location, as_batch_error
-from sharded_loader.interrupts import note_handlers
 
 CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""

@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.errors import add_note, as_batch_error
 from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.stream import PartIndices
-from sharded_loader.engine.stream_reading import StreamReading
-from sharded_loader.errors import add_note, as_batch_error
 from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.shards import is_sharded, shard_sizes, split_batch
+from sharded_loader.sampling.shards import is_sharded, split_batch
 from sharded_loader.sampling.tables import plain_indices
 
 
@@ -204,46 +202,6 @@ class EpochPlan(Plan):
             f"{where}: the sampler yielded index {bad}, but the dataset has {length} samples: "
             f"give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"
         )
-
-
-class StreamPlan(Plan):
-    """`EpochPlan` for iterable data: which samples a batch has is only known when it is read.
-
-    If a part ends in the middle of a batch, its reader splits the batch again.
-
-    Args:
-        run, split: see `Plan`.
-        reading: which part gives which batch.
-    """
-
-    _reading: StreamReading
-    takes_turns = True
-
-    def task(self, seq: int) -> Task | None:
-        """Batch ``seq`` as a task; None after the last one."""
-        part, stream = self._reading.batch(seq), self._reading.stream
-        if part is None:
-            return None
-        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
-        position = part.batch * stream.parts + part.number
-        lane = self._reading.lane(part.number)
-        return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
-
-    def note(self, result: Result, seq: int) -> Result:
-        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before.
-
-        Args:
-            result: the batch.
-            seq: its number now; another than its own, if it comes earlier than planned.
-        """
-        return self._reading.note(seq, result)
-
-    def is_given_up(self, task: Task) -> bool:
-        """Whether the task's part cannot be read on: then nobody has to try."""
-        return task.part is not None and self._reading.is_given_up(task.part)
-
-    def _shards(self, indices: Any, count: int) -> list[Any]:
-        return indices.cut(shard_sizes(len(indices), count, self._split.weights))  # type: ignore[no-any-return]
 
 
 def moved(table: dict[int, Any], seq: int, to: int) -> None:

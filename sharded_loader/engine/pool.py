@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sharded_loader.base.notices import Notices
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.memory.arena import Register
-from sharded_loader.notices import Notices
 
 
 class PoolBroken(Exception):

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.errors import SampleError, add_note, notes_of, set_notes, without_frames
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk, as_items, takes_arrays
@@ -29,9 +31,7 @@ from sharded_loader.data.bulk import listed
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.errors import SampleError, add_note, notes_of, set_notes, without_frames
-from sharded_loader.interrupts import is_from_outside
-from sharded_loader.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
+from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, philox, reading
 
 
 class Bad:
@@ -90,7 +90,7 @@ class Reader:
             board: where to note what is being read.
 
         Exceptions become part of the result. Only in the caller's own thread a KeyboardInterrupt passes, and what a
-        signal handler raises (`sharded_loader.interrupts.is_from_outside`).
+        signal handler raises (`sharded_loader.base.interrupts.is_from_outside`).
         """
         began = time.perf_counter()
         at = BatchScope(self._job.seed, task.epoch)

@@ -28,10 +28,10 @@ from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
+from sharded_loader.base.described import an
 from sharded_loader.data.inspection import is_stream
-from sharded_loader.described import an
 from sharded_loader.drop_in.sampler import ShuffleSampler
-from sharded_loader.loader import ShardedDataLoader
+from sharded_loader.loader.loader import ShardedDataLoader
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.torch import DataLoader
 

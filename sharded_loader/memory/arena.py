@@ -40,11 +40,11 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader import system
-from sharded_loader.interrupts import uninterrupted
+from sharded_loader.base import system
+from sharded_loader.base.interrupts import uninterrupted
+from sharded_loader.base.process_hooks import Fork
 from sharded_loader.memory.codec import ALIGNMENT
 from sharded_loader.memory.segments import Segment, Slot, create
-from sharded_loader.process_hooks import Fork
 
 PAGE = 4096
 FIRST_SEGMENT = 4 << 20

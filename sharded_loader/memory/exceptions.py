@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.errors import (
+from sharded_loader.base.errors import (
     SampleReadError,
     WorkerTraceback,
     format_traceback,

@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from sharded_loader.base.system import free_bytes
 from sharded_loader.memory import inherit
 from sharded_loader.memory.codec import (
     ALIGNMENT,
@@ -43,7 +44,6 @@ from sharded_loader.memory.codec import (
 )
 from sharded_loader.memory.mapped import MappedFiles
 from sharded_loader.memory.segments import Segment, create
-from sharded_loader.system import free_bytes
 
 SHARED_BYTES = 65536
 """Below this the buffers of a job go through the pipe to each worker: a segment costs as much."""

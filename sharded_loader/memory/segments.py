@@ -33,8 +33,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sharded_loader.interrupts import uninterrupted
-from sharded_loader.system import MAP_OPTIONS, PREFIX, allocate, can_pass_descriptors, open_memory
+from sharded_loader.base.interrupts import uninterrupted
+from sharded_loader.base.system import MAP_OPTIONS, PREFIX, allocate, can_pass_descriptors, open_memory
 
 BACKENDS = ("memfd", "shm", "file", "named")
 

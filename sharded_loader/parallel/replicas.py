@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from sharded_loader.described import an
+from sharded_loader.base.described import an
 from sharded_loader.devices.names import DeviceLike, device_list
 
 

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sharded_loader.base.described import an
 from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.bulk import checked_indices, is_gathered
-from sharded_loader.described import an
 from sharded_loader.devices.placement import Placed, Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Job, Result, Task

@@ -29,16 +29,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sharded_loader.base.described import call_of
+from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.open_files import warn_of_open_file
-from sharded_loader.described import call_of
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.engine.readers import reader_for
-from sharded_loader.errors import add_note, as_exception
-from sharded_loader.global_generators import free_globals_of, holder_before
-from sharded_loader.workers.supervision import Watch, timed_out
+from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.supervision import Watch, timed_out
+from sharded_loader.randomness.global_generators import free_globals_of, holder_before
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""

@@ -15,9 +15,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from sharded_loader.base.errors import Location
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.messages import Result, Task, unpack_result
-from sharded_loader.errors import Location
-from sharded_loader.interrupts import is_from_outside
 from sharded_loader.memory.classes import is_findable
 from sharded_loader.memory.codec import SetApart, decode
 from sharded_loader.memory.exceptions import decode_error

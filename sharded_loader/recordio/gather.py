@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.system import MAP_OPTIONS, NO_DESCRIPTORS
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.system import MAP_OPTIONS, NO_DESCRIPTORS
 
 LEAST = 32
 """Stretches for which a table pays."""

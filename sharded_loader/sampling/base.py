@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from sharded_loader.described import Described, refuse_class
-from sharded_loader.rng import draw_seed
+from sharded_loader.base.described import Described, refuse_class
+from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
 Item_co = TypeVar("Item_co", covariant=True)

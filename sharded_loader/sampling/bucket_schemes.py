@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.described import Described
+from sharded_loader.base.described import Described
 from sharded_loader.sampling.base import check_int
 
 

@@ -39,15 +39,15 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import an
+from sharded_loader.base.system import check_fits
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.described import an
-from sharded_loader.global_generators import seed_torch, seeded_globals
-from sharded_loader.rng import derive_key
+from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
+from sharded_loader.randomness.rng import derive_key
+from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Streamed, Table, bytes_of
-from sharded_loader.shuffle import Indices
-from sharded_loader.system import check_fits
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 

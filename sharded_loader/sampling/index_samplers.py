@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.indices import IndexView, Selection, taken
+from sharded_loader.randomness.indices import IndexView, Selection, taken
+from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
 from sharded_loader.sampling.sorting import sort_order, sortable
 from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
-from sharded_loader.shuffle import MAX_LENGTH, Indices, shuffle
 
 
 def _check_length(length: Any) -> int:
@@ -84,7 +84,7 @@ class RandomSampler(IndexSampler):
     """Every index once per epoch, in a new random order each epoch.
 
     Up to 2**24 (16 M) indices the order is one array; above, each position is computed, in constant
-    memory (see `sharded_loader.shuffle`).
+    memory (see `sharded_loader.randomness.shuffle`).
 
     Args:
         length: number of samples, up to 2**62.

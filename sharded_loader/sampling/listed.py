@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.foreign import check_passed
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import Table, bytes_of
-from sharded_loader.shuffle import Indices
 
 BLOCK = 4096
 """Items that are read at once."""

@@ -22,8 +22,8 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from sharded_loader.notices import warn
-from sharded_loader.rng import draw_seed
+from sharded_loader.base.notices import warn
+from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.base import (
     DrawnSeed,
     Sampler,

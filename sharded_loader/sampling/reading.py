@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sharded_loader.interrupts import is_from_outside
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
 from sharded_loader.sampling.foreign import (
     Replay,

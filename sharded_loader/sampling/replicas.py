@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.system import integer
+from sharded_loader.randomness.shuffle import Indices, shuffle
 from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, nested, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, rank_of, table_of
 from sharded_loader.sampling.tables import BLOCK, Dealt, Table, parts
-from sharded_loader.shuffle import Indices, shuffle
-from sharded_loader.system import integer
 
 
 def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.described import an
+from sharded_loader.base.described import an
+from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.tables import Batched, Dealt, Table, joined, parts
-from sharded_loader.shuffle import Indices
 
 ENDLESS = 1 << 61
 """The length of a sampler that has none, under ``steps_per_epoch``: no run comes to its end."""

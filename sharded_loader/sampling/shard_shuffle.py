@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.randomness.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
 from sharded_loader.sampling.base import check_int, resolve_seed
 from sharded_loader.sampling.index_samplers import IndexSampler
-from sharded_loader.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
 
 
 class EqualShards(Sequence[int]):

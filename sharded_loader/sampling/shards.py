@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import WrapperSampler, check_int
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import Table, plain_index
-from sharded_loader.shuffle import Indices
 
 
 def check_shares(weights: Any, num_shards: int) -> list[float]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.shuffle import Indices
-from sharded_loader.system import check_fits
+from sharded_loader.base.system import check_fits
+from sharded_loader.randomness.shuffle import Indices
 
 
 def order_of_ratios(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:

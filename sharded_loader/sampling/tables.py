@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.indices import is_computed, recipe_of
-from sharded_loader.shuffle import IN_MEMORY, Indices
+from sharded_loader.randomness.indices import is_computed, recipe_of
+from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
 
 BLOCK = 2**15
 """How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""

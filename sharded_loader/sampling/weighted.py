@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.system import check_fits
+from sharded_loader.randomness.shuffle import Indices, uniforms
 from sharded_loader.sampling.base import check_int, resolve_seed
 from sharded_loader.sampling.index_samplers import IndexSampler
 from sharded_loader.sampling.shard_shuffle import lengths_of
 from sharded_loader.sampling.sorting import order_of_ratios
-from sharded_loader.shuffle import Indices, uniforms
-from sharded_loader.system import check_fits
 
 DRAWS = 2**15
 """Draws are keyed in blocks of this size. Another size would be another order."""

@@ -30,11 +30,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from sharded_loader.base.described import refuse_arguments
+from sharded_loader.base.notices import warn
+from sharded_loader.base.system import processes_here
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten
-from sharded_loader.described import refuse_arguments
-from sharded_loader.notices import warn
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import Format, format_of
@@ -43,7 +44,6 @@ from sharded_loader.storage.listing import SUFFIX, urls_in
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ShardError, Stat, Store
 from sharded_loader.storage.versions import with_tags
-from sharded_loader.system import processes_here
 
 OPEN = 32
 """Shards that a process keeps open."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.notices import warn
+from sharded_loader.base.notices import warn
 from sharded_loader.storage.versions import UNKNOWN, Stat
 
 Index = dict[str, npt.NDArray[Any]]

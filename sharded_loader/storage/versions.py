@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sharded_loader.notices import warn
+from sharded_loader.base.notices import warn
 from sharded_loader.storage.redacted import shown
 
 _NAMES = (

@@ -13,7 +13,7 @@ from interrupted import interrupt
 from sharded_loader.cli import demo
 from sharded_loader.cli.main import main
 from sharded_loader.demo.train import Report
-from sharded_loader.stats import LoaderStats
+from sharded_loader.loader.stats import LoaderStats
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
 

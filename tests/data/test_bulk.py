@@ -8,7 +8,7 @@ from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, Sampler, ShardedDataLoader, SimpleDataset, ThreadPool
 from sharded_loader.data.seeding import KeyedIndices, keys_of
-from sharded_loader.rng import SampleScope
+from sharded_loader.randomness.rng import SampleScope
 
 
 class UsesUp:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from sharded_loader import ConcatDataset, ShardedDataLoader, SimpleDataset, ThreadPool
+from sharded_loader.base.errors import notes_of
 from sharded_loader.data import seeding
 from sharded_loader.data.seeding import owners
-from sharded_loader.errors import notes_of
-from sharded_loader.rng import SampleScope, reading
+from sharded_loader.randomness.rng import SampleScope, reading
 
 
 class Owns:

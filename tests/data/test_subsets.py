@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import IndexView, ShardedDataLoader, SimpleDataset, SubsetDataset, SubsetRandomSampler, shuffle
+from sharded_loader import IndexView, ShardedDataLoader, SimpleDataset, SubsetDataset, SubsetRandomSampler
 from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.randomness import shuffle
 
 
 class Plain:

@@ -18,14 +18,14 @@ from sharded_loader import (
     ShardedDataLoader,
     SimpleDataset,
     SubsetRandomSampler,
-    shuffle,
-    system,
 )
+from sharded_loader.base import system
+from sharded_loader.base.system import Limit
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.data import wrappers
-from sharded_loader.rng import NO_SAMPLE, SampleScope, reading, sample_rng
-from sharded_loader.system import Limit
+from sharded_loader.randomness import shuffle
+from sharded_loader.randomness.rng import NO_SAMPLE, SampleScope, reading, sample_rng
 
 
 def ten():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sharded_loader
 from benchmarks.imports import imports_of, read_sources
-from sharded_loader.attributes import LoaderAttributes
+from sharded_loader.loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

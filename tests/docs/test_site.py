@@ -132,7 +132,7 @@ def test_names_in_docstrings_are_links(site: Path) -> None:
 def test_the_source_of_a_function_is_in_its_entry(site: Path) -> None:
     text = re.sub("<[^>]+>", "", page(site, "reference/randomness.html"))
     assert html.unescape(text).count("def sample_rng(") == 1
-    assert "sharded_loader/rng.py" in text
+    assert "sharded_loader/randomness/rng.py" in text
 
 
 # -- search -------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 from sharded_loader import interleave, sample_rng
 from sharded_loader.drop_in.place import at_told_epoch, next_epoch
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.engine.stream_state import StreamPosition
+from sharded_loader.streams.state import StreamPosition
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from sharded_loader import system
+from sharded_loader.base import system
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 

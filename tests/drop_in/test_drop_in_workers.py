@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
+from sharded_loader.pools.process import resources
 from sharded_loader.torch import DataLoader
-from sharded_loader.workers import resources
 
 
 def seeded() -> torch.Generator:

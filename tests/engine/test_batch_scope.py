@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.errors import SampleReadError, notes_of
 from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import SHARD, UNUSED
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.stream import PartIndices
-from sharded_loader.errors import SampleReadError, notes_of
-from sharded_loader.rng import OfBatch
+from sharded_loader.randomness.rng import OfBatch
 
 
 def scope_of(*shards: Any, worker: str | None = None) -> BatchScope:

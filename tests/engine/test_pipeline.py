@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import Entry, EpochPlan, Run, Split
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.errors import LoaderClosedError
 
 JOB = Job([], None, 0)
 

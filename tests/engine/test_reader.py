@@ -12,12 +12,12 @@ import pytest
 from calls import calls_of
 
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
+from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.errors import notes_of
-from sharded_loader.rng import reading
+from sharded_loader.randomness.rng import reading
 
 WORKER = "worker 0 (pid 1)"
 

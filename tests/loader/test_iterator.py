@@ -70,7 +70,7 @@ def test_batches_and_samples_are_counted_errors_are_not() -> None:
 
 
 def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharded_loader import iterator as module
+    from sharded_loader.loader import iterator as module
 
     real = module.to_torch
 
@@ -87,7 +87,7 @@ def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error(monkeypatch
 
 
 def test_an_error_of_placing_does_not_keep_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharded_loader import iterator as module
+    from sharded_loader.loader import iterator as module
 
     def fails(batch: Any) -> Any:
         raise RuntimeError("no room")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sharded_loader.engine.plan import EpochPlan, Run, Split
-from sharded_loader.progress import Progress
+from sharded_loader.loader.progress import Progress
 from sharded_loader.sampling.order import EpochOrder
 
 

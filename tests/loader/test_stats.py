@@ -16,7 +16,7 @@ import torch
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
-from sharded_loader.stats import ZERO, Counts, LoaderStats, Meter, describe
+from sharded_loader.loader.stats import ZERO, Counts, LoaderStats, Meter, describe
 from tests.recovery_samples import Fails, OneByOne, killed
 
 

@@ -22,13 +22,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.base.process_hooks import Fork
+from sharded_loader.base.system import Limit
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
 from sharded_loader.memory.codec import SlotWriter, decode
 from sharded_loader.memory.segments import Slot
-from sharded_loader.process_hooks import Fork
-from sharded_loader.system import Limit
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 

@@ -16,7 +16,7 @@ from memory_samples import SHAPE, Filled, allow_no_more
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.engine.messages import CANCEL, DEATH, pack_head
-from sharded_loader.workers import link, wire, worker
+from sharded_loader.pools.process import link, wire, worker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader.errors import SampleReadError, WorkerTraceback, add_note, notes_of
+from sharded_loader.base.errors import SampleReadError, WorkerTraceback, add_note, notes_of
 from sharded_loader.memory.exceptions import EncodedError, decode_error, encode_error
 
 

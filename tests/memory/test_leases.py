@@ -24,10 +24,11 @@ from conftest import METHODS, make_pool, shared_memory_names
 from memory_samples import SHAPE, DiesInTheMiddle, Filled
 from programs import without_notices
 
-from sharded_loader import ProcessPool, ShardedDataLoader, process_hooks
+from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.base import process_hooks
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.segments import Slot
-from sharded_loader.workers import resources
+from sharded_loader.pools.process import resources
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 BACKENDS = ("memfd", "shm", "named") if sys.platform.startswith("linux") else (None,)

@@ -18,9 +18,9 @@ from conftest import METHODS, SPAWNED
 from memory_samples import Diary, Large, Slow
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.base.system import Limit
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.publish import SHARED_BYTES, publish, share
-from sharded_loader.system import Limit
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])

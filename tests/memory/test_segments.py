@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import shared_memory_names
 
-from sharded_loader import system
+from sharded_loader.base import system
 from sharded_loader.memory.segments import Segment, attach, create
 
 BACKENDS = ["memfd", "shm", "file", "named"]

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, RandomSampler, ShardedDataLoader, ThreadPool
+from sharded_loader.base.errors import notes_of
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
-from sharded_loader.errors import notes_of
 
 
 def make(**arguments: Any) -> ShardedDataLoader:

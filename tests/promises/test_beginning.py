@@ -15,8 +15,8 @@ from samples import Bad, boom
 from test_resume import SAMPLERS, batches, stream, through_json
 
 from sharded_loader import BatchSampler, RandomSampler, ShardedDataLoader
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
-from sharded_loader.errors import LoaderClosedError
 
 
 def make(pool: Any = None, **options: Any) -> ShardedDataLoader:

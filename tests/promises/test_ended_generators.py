@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.notices import LoaderWarning
+from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.torch import DataLoader
 
 

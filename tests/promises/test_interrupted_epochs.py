@@ -15,7 +15,8 @@ from conftest import covering, make_pool
 from injection import PUMP, InterruptAt
 from test_resume import SAMPLERS, batches, through_json
 
-from sharded_loader import ShardedDataLoader, ThreadPool, global_generators, rng
+from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader.randomness import global_generators, rng
 
 SAMPLING = (
     "reading.py",

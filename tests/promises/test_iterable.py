@@ -40,10 +40,10 @@ from stream_samples import (
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, interleave
+from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.readers import reader_for
-from sharded_loader.errors import WorkerTimeoutError, notes_of
+from sharded_loader.pools.readers import reader_for
 
 TORCH_FREE = (Parts, GoOn, WithStatefulRows)
 ASKING = (*ASK_TORCH, Late)

@@ -39,8 +39,8 @@ from stream_samples import (
 )
 
 from sharded_loader import ShardedDataLoader, sample_rng
-from sharded_loader.errors import LoaderClosedError
-from sharded_loader.rng import reading
+from sharded_loader.base.errors import LoaderClosedError
+from sharded_loader.randomness.rng import reading
 
 ROAD = ("stream_reading.py", "stream_order.py", "stream_reader.py", "parts.py", "batch_scope.py")
 """The modules of iterable data, from the plan to the reader."""

@@ -16,8 +16,8 @@ from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.messages import _REPLY, CANCEL, pack_head, pack_reply
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import Encoded
-from sharded_loader.workers.wire import send_message
-from sharded_loader.workers.worker import Worker
+from sharded_loader.pools.process.wire import send_message
+from sharded_loader.pools.process.worker import Worker
 
 
 def test_threads_remember_only_the_runs_that_are_alive() -> None:

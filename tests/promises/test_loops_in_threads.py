@@ -13,7 +13,7 @@ import pytest
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.workers import resources
+from sharded_loader.pools.process import resources
 
 THREADS = 4
 

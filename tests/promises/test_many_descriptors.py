@@ -16,7 +16,7 @@ from recovery_samples import Random
 from refusing import in_child
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
-from sharded_loader.workers import worker
+from sharded_loader.pools.process import worker
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
 

@@ -27,9 +27,10 @@ from random_samples import (
     killing,
 )
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, rng, sample_rng
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.engine.pool import Pool
-from sharded_loader.rng import SampleScope
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.rng import SampleScope
 
 
 def epochs(dataset: Any, pool: Pool, count: int = 2, **options: Any) -> list[Any]:

@@ -36,7 +36,7 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
-from sharded_loader.workers.resources import WorkerHandle, WorkerResources
+from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 

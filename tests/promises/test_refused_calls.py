@@ -18,8 +18,9 @@ from refused_samples import Filled, StartsAndDies
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
 from test_orphans import seconds_until_gone
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, system
-from sharded_loader.workers import resources
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.base import system
+from sharded_loader.pools.process import resources
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
 

@@ -15,8 +15,8 @@ from programs import run_script
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader.base.process_hooks import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
-from sharded_loader.process_hooks import call_after_import, forget_import
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")

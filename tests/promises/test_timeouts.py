@@ -30,9 +30,10 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader.base.errors import WorkerTimeoutError
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.errors import WorkerTimeoutError
-from sharded_loader.workers import resources, supervision, template, worker
+from sharded_loader.pools import supervision
+from sharded_loader.pools.process import resources, template, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 
-from sharded_loader import ShardedDataLoader, system
+from sharded_loader import ShardedDataLoader
+from sharded_loader.base import system
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,

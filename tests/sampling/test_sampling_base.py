@@ -36,7 +36,7 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.described import Described
+from sharded_loader.base.described import Described
 from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
 from sharded_loader.sampling.tables import Table
 

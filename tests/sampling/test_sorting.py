@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader import system
+from sharded_loader.base import system
+from sharded_loader.base.system import Limit
 from sharded_loader.sampling import SortedSampler
 from sharded_loader.sampling.sorting import order_of_ratios, sort_order, sortable
-from sharded_loader.system import Limit
 
 quick = settings(max_examples=50, deadline=None)
 

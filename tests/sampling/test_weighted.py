@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader import system
+from sharded_loader.base import system
+from sharded_loader.base.system import Limit
 from sharded_loader.sampling import WeightedRandomSampler
 from sharded_loader.sampling.tables import BLOCK
-from sharded_loader.system import Limit
 
 quick = settings(max_examples=50, deadline=None)
 

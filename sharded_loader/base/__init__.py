@@ -1,0 +1,1 @@
+"""What every room stands on: errors, signals, system calls, names. It imports no other room."""

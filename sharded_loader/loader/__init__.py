@@ -1,0 +1,1 @@
+"""The loader itself: arguments, epochs, iterators, statistics."""

@@ -1,0 +1,367 @@
+"""What a loader's arguments mean, and which are refused: pure functions, called by the constructor.
+
+Each error says what was given, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.base.described import CLOSE, an, refuse_class
+from sharded_loader.base.errors import add_note
+from sharded_loader.base.notices import logger
+from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.protocol import some
+from sharded_loader.batching.tree import is_tensor
+from sharded_loader.data.columns import as_dataset, named_columns
+from sharded_loader.data.datasets import Dataset
+from sharded_loader.data.inspection import has_own, is_stream
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Split
+from sharded_loader.engine.pool import Pool, check_init_fn
+from sharded_loader.pools.inline import InlinePool
+from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.pools.threads import ThreadPool
+from sharded_loader.sampling.base import check_int
+from sharded_loader.sampling.shards import check_shares
+
+INSTEAD = {
+    "generator": "write seed= (an int) instead",
+    "multiprocessing_context": 'write pool=ProcessPool(n, start_method="spawn") instead',
+    "pin_memory_device": "write device= or devices= instead",
+    "in_order": "leave it out, because batches always come in order",
+    "snapshot_every_n_steps": "leave it out, because state_dict() is exact after every batch",
+    "pin_device_id": "write device= or devices= instead",
+    "try_nopython": "leave it out",
+    "start_method": 'write pool=ProcessPool(n, start_method="spawn") instead',
+    "shm_size": "leave it out: shared memory grows with the batches. ProcessPool(n, max_bytes=) limits it",
+    "use_shared_mem": "leave it out: worker processes always write batches into shared memory",
+    "num_threads": "write num_workers= and thread_pool=True instead",
+    "ctx_list": "write devices= instead",
+    "ctx": "write device= or devices= instead",
+    "world_size": "write num_replicas= instead",
+    "num_parts": "write num_replicas= instead",
+    "part_index": "write rank= instead",
+    "drop_remainder": "write drop_last= instead",
+    "auto_reload": "write prefetch_epochs= instead, or leave it out: worker processes prefetch the next epoch",
+}
+"""Arguments of the loaders of PyTorch, torchdata, MXNet and others, and what to do about them here."""
+
+
+def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument that has two names.
+
+    Args:
+        name, value: our spelling; None: not given.
+        alias, other: torch's.
+
+    Raises:
+        ValueError: both were given.
+    """
+    if value is not None and other is not None:
+        raise ValueError(f"{alias} is torch's name for {name}, and both were given: leave out one of them")
+    return other if value is None else value
+
+
+def last_batch_of(last_batch: str | None, drop_last: Any) -> str | None:
+    """``last_batch``, or what torch's ``drop_last`` means; False is the default, as in torch."""
+    if drop_last is None or not drop_last:
+        return last_batch
+    if last_batch not in (None, "discard"):
+        raise ValueError(f"last_batch={last_batch!r} and drop_last={drop_last!r} contradict each other: leave out one")
+    return "discard"
+
+
+def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
+    """``prefetch``, or what torch's ``prefetch_factor`` means: batches read ahead for each worker."""
+    if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
+        return None
+    if prefetch_factor is None:
+        return prefetch
+    factor = check_int("prefetch_factor", prefetch_factor, 1, "give the number of batches to prefetch per worker")
+    if not num_workers:
+        raise ValueError("prefetch_factor needs workers: give num_workers=, or leave prefetch_factor out")
+    return factor * num_workers
+
+
+def length(dataset: Any, *, needed: bool = False) -> int | None:
+    """The number of samples in a dataset; None if it has no length.
+
+    Args:
+        dataset: any.
+        needed: raise the TypeError here, with its cause, where nothing but the length says which samples there are.
+
+    Raises:
+        Exception: what ``__len__`` raises, except TypeError and NotImplementedError, which mean that there is none.
+    """
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        if needed and hasattr(type(dataset), "__len__"):
+            raise TypeError(
+                f"the dataset, {an(type(dataset))}, has no length: its __len__ raised {type(error).__name__}: "
+                f"{error}. Correct it, or give the loader a sampler that knows the indices"
+            ) from error
+        return None
+    except Exception as error:
+        add_note(
+            error,
+            f"sharded_loader: raised by len(dataset), where the dataset is {an(type(dataset))}",
+        )
+        raise
+
+
+def refuse_unknown(unknown: Mapping[str, Any], owner: Callable[..., Any]) -> None:
+    """Refuse arguments that the loader does not have: all at once, each with what to write instead."""
+    known = inspect.signature(owner).parameters
+    advice = [_advice(name, known) for name in unknown]
+    if len(advice) == 1:
+        raise TypeError(f"ShardedDataLoader has no argument {advice[0]}")
+    if advice:
+        raise TypeError("\n  ".join([f"ShardedDataLoader has none of these {len(advice)} arguments:", *advice]))
+
+
+def _advice(name: str, known: Iterable[str]) -> str:
+    if name in INSTEAD:
+        return f"{name!r}: {INSTEAD[name]}"
+    close = difflib.get_close_matches(name, [*known, *INSTEAD], 1, CLOSE)
+    if not close:
+        return f"{name!r}; see help(ShardedDataLoader) for those it has"
+    then = f" Here {INSTEAD[close[0]]}" if close[0] in INSTEAD else ""
+    return f"{name!r}; did you mean {close[0]!r}?{then}"
+
+
+def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
+    """The dataset, read by position (see `as_dataset`); what cannot be read by index is rejected.
+
+    Args:
+        dataset: what the user gave.
+        has_sampler: whether the indices come from a sampler of the user's.
+    """
+    kind = type(dataset)
+    if isinstance(dataset, str | PathLike):
+        raise TypeError(
+            f"the dataset is the {kind.__name__} {str(dataset)!r}, not an object that reads samples: give such an "
+            f"object, or list(text) for the characters of a text. The recipes show how to read files"
+        )
+    refuse_class("the dataset", dataset)
+    if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        raise TypeError(
+            f"the dataset is {an(kind)}, which can be read once, and every epoch reads it from its beginning: "
+            f"give the function that makes it, or an object whose __iter__ does"
+        )
+    if isinstance(dataset, AbstractSet):
+        raise TypeError(f"the dataset is {an(kind)}, whose order is not defined: give sorted(dataset)")
+    if is_stream(dataset):
+        return dataset
+    if kind is tuple and (rows := _rows_of_columns(dataset)):
+        warnings.warn(
+            f"the dataset is a tuple of {len(dataset)} arrays with {rows} rows each, and is read as {len(dataset)} "
+            f"samples. For {rows} samples give ArrayDataset(*arrays); if each array is a sample, list(arrays)",
+            stacklevel=3,
+        )
+    if not has_own(kind, "__getitem__") or kind.__getitem__ is Dataset.__getitem__:
+        raise TypeError(
+            f"a dataset needs __getitem__ and __len__, or __iter__ for iterable data; {kind.__name__} has neither"
+        )
+    if isinstance(dataset, Mapping) and not has_sampler and named_columns(dataset) is not None:
+        raise TypeError(
+            f"the dataset is {an(kind)} with the keys {some(list(map(repr, dataset)))}, and the default order "
+            f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
+            f"sampler=list(data)"
+        )
+    return as_dataset(dataset, "ShardedDataLoader")
+
+
+def _rows_of_columns(arrays: tuple[Any, ...]) -> int:
+    """The number of rows of each array, if all have as many, and more than there are arrays; otherwise 0."""
+    if not arrays or not all(isinstance(one, np.ndarray) or is_tensor(one) for one in arrays):
+        return 0
+    lengths = {len(one) if one.ndim else 0 for one in arrays}
+    return lengths.pop() if len(lengths) == 1 and min(lengths) > len(arrays) else 0
+
+
+def check_stream(dataset: Any, **given: Any) -> None:
+    """Reject arguments that iterable data cannot have.
+
+    Args:
+        dataset: iterable data.
+        **given: arguments of the loader that choose an order.
+    """
+    wrong = [name for name, value in given.items() if value is not None and value is not False]
+    if wrong:
+        raise ValueError(
+            f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out "
+            f"{', '.join(wrong)}. To shuffle it, shuffle its files and fill a buffer in its __iter__ (Hugging Face: "
+            f"dataset.shuffle(buffer_size=...)), or give a dataset with __getitem__ and __len__"
+        )
+
+
+def refuse_streams(streams: Any, dataset: Any) -> None:
+    """Reject ``streams`` for a dataset that is read by index."""
+    if streams is not None:
+        raise ValueError(
+            f"streams={streams!r} is for iterable data, and the dataset, {an(type(dataset))}, is read by index: "
+            f"leave it out. A batch may come from anywhere in the dataset"
+        )
+
+
+def check_batchify_fn(batchify_fn: Any) -> None:
+    """Refuse what cannot make a batch of samples."""
+    if batchify_fn is not None and not callable(batchify_fn):
+        raise TypeError(f"the collate function is {batchify_fn!r}; it must be a function of a list of samples")
+    if isinstance(batchify_fn, type) and issubclass(batchify_fn, Batchify):
+        raise TypeError(
+            f"the collate function is the class {batchify_fn.__name__}; give an object: {batchify_fn.__name__}()"
+        )
+
+
+def check_on_error(on_error: Any) -> None:
+    if not callable(on_error) and on_error not in ("raise", "skip", "replace"):
+        raise ValueError(
+            f'on_error is {on_error!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> sample'
+        )
+
+
+def check_max_skipped(limit: Any, on_error: Any) -> int | None:
+    """``max_skipped``, or an error that says what is wrong."""
+    if limit is None:
+        return None
+    if on_error == "raise":
+        raise ValueError(
+            'max_skipped needs on_error="skip", "replace" or a function: with "raise" no sample is skipped'
+        )
+    return check_int("max_skipped", limit, 0, "give the number of samples in an epoch that may be skipped, or None")
+
+
+def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
+    if num_shards is not None:
+        if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
+            raise TypeError(f"num_shards is {num_shards!r}; it must be an int")
+        if num_shards < 1:
+            raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+        if devices is not None and not sharded:
+            raise ValueError("num_shards makes lists of shards, device makes plain batches: use devices=[...]")
+        if devices is not None and num_shards > len(devices):
+            raise ValueError(f"num_shards is {num_shards}, but there are only {len(devices)} devices")
+        return Split(int(num_shards), None if devices is None else len(devices))
+    if devices is None:
+        return Split()
+    return Split(len(devices) if sharded else None, len(devices))
+
+
+def make_pool(
+    pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
+) -> Pool:
+    """The pool that the arguments ask for. ``worker_init_fn`` and ``timeout`` are as the pools have them."""
+    if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
+        raise TypeError(f"num_workers is {num_workers!r}; it must be an int, the number of workers")
+    count = max(0, int(num_workers))
+    if num_workers < 0:
+        logger.warning(
+            "num_workers is %d, which means 0, as in MXNet Gluon: the main process reads. Give the number of workers, "
+            "such as num_workers=os.cpu_count()",
+            num_workers,
+        )
+    timeout = timeout or None  # 0 is torch's default, and means never
+    if isinstance(pool, Pool):
+        if count or thread_pool or worker_init_fn is not None or timeout is not None:
+            raise ValueError(
+                f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give worker_init_fn "
+                f"and timeout to the pool"
+            )
+        return pool
+    if pool is None:
+        pool = "inline" if count == 0 else "thread" if thread_pool else "process"
+    elif thread_pool and pool != "thread":
+        raise ValueError(f"pool={pool!r} and thread_pool=True contradict each other: leave out one of them")
+    if pool not in ("inline", "thread", "process", "ray"):
+        example = ": ProcessPool(2)" if isinstance(pool, type) else ""
+        if pool in ("fork", "forkserver", "spawn"):
+            example = f": ProcessPool({max(count, 1)}, start_method={pool!r})"
+        raise ValueError(
+            f'pool is {pool!r}; it must be "inline", "thread", "process", "ray", or a pool object{example}'
+        )
+    if count == 0 and (thread_pool or pool != "inline"):
+        asked = "thread_pool=True" if thread_pool else f"pool={pool!r}"
+        raise ValueError(
+            f"{asked} needs workers: give num_workers=, at least 1, or leave {asked} out to read without workers"
+        )
+    if pool == "inline":
+        check_init_fn(worker_init_fn)  # nobody calls it, as in torch
+        if timeout is not None:
+            raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
+        return InlinePool()
+    if pool == "thread":
+        return ThreadPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
+    if pool == "ray":
+        from sharded_loader.pools.ray.pool import RayPool
+
+        return RayPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
+    return ProcessPool(count, worker_init_fn=worker_init_fn, timeout=timeout)
+
+
+_owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
+
+
+def claim(pool: Pool, pipeline: Pipeline) -> None:
+    """Give a pool to a loader. When that is closed or garbage, its workers have ended, and another may have the pool.
+
+    Args:
+        pool: the pool.
+        pipeline: of the loader that takes it.
+
+    Raises:
+        ValueError: a loader that is not closed has it.
+    """
+    owner = _owners.get(pool)
+    other = None if owner is None else owner()
+    if other is not None and not other.is_shut:
+        raise ValueError(
+            f"{pool!r} belongs to another loader, which is not closed: make a pool for each, {pool!r}, or call close() "
+            f"on that loader first"
+        )
+    if owner is not None:
+        pool.close()  # a loader that was collected has ended the workers, and left the rest
+    _owners[pool] = weakref.ref(pipeline)
+
+
+def check_prefetch(prefetch: Any, num_workers: int) -> int:
+    """Batches in flight; None is twice the workers."""
+    return check_count("prefetch", 2 * num_workers if prefetch is None else prefetch)
+
+
+def check_prefetch_epochs(wanted: Any, pool: Pool) -> bool:
+    """Whether the pool reads the next epoch ahead."""
+    if wanted is None:
+        return not pool.shares_dataset
+    if not isinstance(wanted, bool | np.bool_):
+        raise TypeError(f"prefetch_epochs is {wanted!r}; it must be True, False or None")
+    return bool(wanted)
+
+
+def check_count(name: str, count: Any) -> int:
+    """A number of batches; a float that is whole is one, as in Gluon."""
+    if isinstance(count, float | np.floating) and count.is_integer():
+        count = int(count)
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise TypeError(f"{name} is {count!r}; it must be an int, the number of batches in flight")
+    return max(0, int(count))
+
+
+def check_shard_weights(weights: Sequence[float] | None, split: Split) -> list[float] | None:
+    """Shares of the shards of ``split``; None: equal ones."""
+    if weights is None:
+        return None
+    if split.num_shards is None:
+        raise ValueError("shard_weights need shards: give devices=[...] or num_shards= as well")
+    return check_shares(weights, split.num_shards)

@@ -1,0 +1,310 @@
+"""What a loader tells about itself, and what can be set: attributes, its position as a state, its statistics.
+
+    loader.prefetch = 4       -> checked -> the loader's parts
+    loader.state_dict()       <- Progress
+    loader.stats(), repr      <- Meter
+
+Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
+What can go wrong: a wrong value or state, which is rejected with an error. Everything that decides which samples come,
+and in which order, is read-only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sharded_loader.base.callers import refuse_skipping
+from sharded_loader.base.described import an
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Split
+from sharded_loader.engine.pool import Pool
+from sharded_loader.loader.arguments import (
+    check_count,
+    check_prefetch,
+    check_prefetch_epochs,
+    check_shard_weights,
+    length,
+)
+from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.progress import Progress
+from sharded_loader.loader.stats import LoaderStats, Metered, quiet_counts
+from sharded_loader.pools.resident import ResidentPool
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.streams.order import StreamOrder
+
+_INSTEAD_OF_SETTING = {
+    "dataset": "make a new loader, or change it in place and call refresh()",
+    "epoch": "call set_epoch(epoch)",
+    "position": "load a state, load_state_dict(state)",
+}
+
+
+class LoaderAttributes(Metered):
+    """The attributes of a `ShardedDataLoader`, which sets the parts."""
+
+    _batch_size: int | None
+    _pin_memory: bool
+    _order: EpochOrder | StreamOrder
+    _split: Split
+    _placement: Placement
+    _pipeline: Pipeline
+    _workers: Pool
+    _progress: Progress
+    _resident: ResidentPool | None
+    _epochs: Epochs
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = getattr(type(self), name, None)
+        if isinstance(known, property) and known.fset is None:
+            advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
+            raise AttributeError(f"{name} of {an(type(self))} cannot be set: {advice}", name=name, obj=self)
+        super().__setattr__(name, value)
+
+    @property
+    def dataset(self) -> Any:
+        """What is read."""
+        return self._epochs.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of single indices."""
+        return self._order.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The sampler of batches: the one that was given, or this rank's."""
+        return self._order.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step; None with a given ``batch_sampler``. Read-only: make a new loader for another."""
+        return self._batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is left out. Read-only."""
+        return self._order.drops_last
+
+    # Other libraries read these attributes of PyTorch's DataLoader, so this loader has them too. All are read-only.
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """The function that makes a batch of a list of samples."""
+        return self._epochs.batchify_fn or default_batchify_fn
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Batches read ahead for each worker; None without workers."""
+        return max(1, self.prefetch // self.num_workers) if self.num_workers else None
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are put into pinned host memory."""
+        return self._pin_memory
+
+    @property
+    def pin_memory_device(self) -> str:
+        """Nothing: torch's default. See ``devices``."""
+        return ""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a worker may be silent; 0 for ever, as in torch."""
+        return self._workers.timeout or 0
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], Any] | None:
+        """What each worker calls when it starts."""
+        return self._workers.worker_init_fn
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """The context of the start method of worker processes; None without them."""
+        if isinstance(self._order, StreamOrder):
+            refuse_skipping(self)
+        method = getattr(self._workers, "start_method", None)
+        return None if method is None else multiprocessing.get_context(method)
+
+    @property
+    def generator(self) -> None:
+        """None: the order follows from `seed`."""
+        return None
+
+    @property
+    def persistent_workers(self) -> bool:
+        """Whether workers outlive an epoch: they do, if there are any."""
+        return self.num_workers > 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether batches come in order: always."""
+        return True
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that read at the same time; 0 if the main process reads."""
+        return self._workers.num_workers
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random."""
+        return self._order.seed
+
+    @property
+    def pool(self) -> Pool:
+        """The pool: it runs the workers that read the samples."""
+        return self._workers
+
+    @property
+    def prefetch(self) -> int:
+        """Batches in flight, from the next batch on."""
+        return self._pipeline.prefetch
+
+    @prefetch.setter
+    def prefetch(self, prefetch: int | None) -> None:
+        self._pipeline.scale_by_group = prefetch is None
+        self._pipeline.prefetch = check_prefetch(prefetch, self.num_workers)
+
+    @property
+    def prefetch_epochs(self) -> bool:
+        """Whether workers read the next epoch's first batches while the last ones of an epoch are consumed."""
+        return self._epochs.prefetch_epochs
+
+    @prefetch_epochs.setter
+    def prefetch_epochs(self, wanted: bool | None) -> None:
+        self._epochs.prefetch_epochs = check_prefetch_epochs(wanted, self._workers)
+
+    @property
+    def device_prefetch(self) -> int:
+        """Batches copied to the accelerators ahead, from the next batch on; 2, and 0 where there are none."""
+        return self._placement.ahead
+
+    @device_prefetch.setter
+    def device_prefetch(self, ahead: int) -> None:
+        self._placement.copy_ahead(check_count("device_prefetch", ahead))
+        # Not asking the pool for more would leave nothing to be copied ahead.
+        self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
+
+    @property
+    def shard_weights(self) -> list[float] | None:
+        """Shares of the shards, from the next batch dispatched on; None: equal ones."""
+        return None if self._split.weights is None else list(self._split.weights)
+
+    @shard_weights.setter
+    def shard_weights(self, weights: Sequence[float] | None) -> None:
+        self._split.weights = check_shard_weights(weights, self._split)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the one that begins next."""
+        return self._progress.at()[0]
+
+    @property
+    def position(self) -> int:
+        """Batches delivered in `epoch`."""
+        return self._progress.at()[1]
+
+    # -- position ------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
+
+        An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
+        ``next`` counts.
+
+        Args:
+            epoch: number of an epoch, from 0.
+
+        Raises:
+            ValueError: ``epoch`` is negative or not an integer.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 10, shuffle=True, seed=1)
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
+        """
+        self._progress.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches in `epoch` (with ``last_batch="rollover"`` not every epoch has the same number)."""
+        return self._progress.length()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the last batch that was delivered. Prefetched batches do not count.
+
+        A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
+        the order that all ranks share: one saves it, any number of ranks load it.
+
+        Returns:
+            A small JSON-serializable dict: ``epoch``, ``samples`` done in it (``batches`` with a given
+            ``batch_sampler``), and what `load_state_dict` compares.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> state["epoch"], state["samples"]
+            (0, 4)
+        """
+        return self._progress.state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
+
+        An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
+        any other epoch begins from its first batch. A state that was saved after the last batch of an epoch is loaded
+        as the beginning of the next epoch. The state's seed becomes the loader's.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
+                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also says that other data of
+                the same length are meant, of which you are warned otherwise.
+
+        Raises:
+            ValueError, TypeError: no state, or of another dataset length, sampler, batch size or version; says what
+                differs. Nothing has changed then.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4)
+            >>> first, state = next(iter(loader)), loader.state_dict()
+            >>> loader.load_state_dict(state)
+            >>> [batch.tolist() for batch in loader]
+            [[4, 5, 6, 7], [8, 9]]
+        """
+        self._pipeline.check_open()
+        # Workers are sent a seed that has changed.
+        self._epochs.stale |= self._progress.load(state, strict)
+
+    # -- what it has done ----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        if self._pipeline.closed:
+            return "ShardedDataLoader(closed)"
+        try:
+            size = length(self.dataset)
+        except Exception:  # a repr must not raise
+            size = None
+        parts = ["unknown number of samples" if size is None else f"{size} samples"]
+        try:
+            parts.append(f"{len(self)} batches" + (f" of {self.batch_size}" if self.batch_size else ""))
+        except Exception:
+            parts.append("unknown number of batches")
+        if self._placement.devices is not None:
+            parts.append("on " + ", ".join(map(str, self._placement.devices)))
+            if self._resident is not None and self._resident.devices:
+                parts.append("resident on " + ", ".join(map(str, self._resident.devices)))
+        elif self._split.num_shards is not None:
+            parts.append(f"{self._split.num_shards} shards")
+        parts.append(repr(self.pool))
+        parts.append(f"batch: {self._meter.looks or 'none read yet'}")
+        parts += quiet_counts(LoaderStats(**self._meter.own()._asdict()))
+        at = "resumes at" if self._progress.resumes else "at"
+        return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

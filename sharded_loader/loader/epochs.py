@@ -1,0 +1,322 @@
+"""Begins a loader's epochs: gives each iterator its run, and has the pool read it.
+
+    next(iterator), the first time:   choose -> Run      which batches; changes nothing in the loader
+                                      open               the pool is started, or told, and reads
+    interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
+    all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
+    peek, read                        one batch or one sample, read here and now
+
+While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
+is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
+one by then, what was read ahead is dropped.
+
+Owns the run that is kept. The pipeline owns the runs that are open, the order knows which epoch is next.
+
+Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
+another epoch end with an error. In a process worker the dataset is the worker's own, and its `Reader` tells it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.notices import Notices
+from sharded_loader.data.arrays import takes_arrays
+from sharded_loader.data.following import can_follow, follow
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import NOTHING, Job, OnError
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import EpochPlan, Run, Split
+from sharded_loader.loader.arguments import length
+from sharded_loader.loader.progress import Mark, Progress
+from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.resident import ResidentPool
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.reading import EpochReading
+from sharded_loader.sampling.shards import is_sharded
+from sharded_loader.streams.order import StreamOrder
+from sharded_loader.streams.reading import StreamPlan, StreamReading
+
+
+class _KeptRun(NamedTuple):
+    """A run that has given no batch: its beginning was interrupted, or it is read ahead.
+
+    Attributes:
+        run: the run, perhaps opened, perhaps with batches in flight.
+        mark: where the loader was before it began.
+        order: of a run that is read ahead, what decided its batches; None: they are what they are.
+    """
+
+    run: Run
+    mark: Mark
+    order: Any = None
+
+
+def warn_of_length(dataset: Any, known: int | None, notices: Notices, then: str) -> None:
+    """Warn if a dataset has another length than is known. ``then`` says what that means, and what to do."""
+    try:
+        now = None if known is None else length(dataset)
+    except Exception as error:  # what reads it will say so
+        if is_from_outside(error):
+            raise
+        return
+    if now is not None and now != known:
+        notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
+
+
+class Epochs:
+    """The epochs of one loader.
+
+    Args:
+        dataset, batchify_fn, on_error: what is read, and how.
+        order: which epoch is next, and its batches.
+        split: how batches become shards.
+        placement: of the loader.
+        pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
+        progress: the loader's position.
+        resident: gathers batches on the devices, if they have room.
+        prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed.
+
+    Attributes:
+        dataset, batchify_fn: as above.
+        stale: the dataset or the seed has changed since the workers were told.
+        prefetch_epochs: as above. May be set at any time.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batchify_fn: Callable[[list[Any]], Any] | None,
+        on_error: OnError,
+        order: EpochOrder | StreamOrder,
+        split: Split,
+        placement: Placement,
+        pipeline: Pipeline,
+        progress: Progress,
+        resident: ResidentPool | None,
+        prefetch_epochs: bool,
+    ) -> None:
+        self.dataset, self.batchify_fn, self._on_error = dataset, batchify_fn, on_error
+        self._split, self._placement = split, placement
+        self._order: Any = order  # each kind has positions of its own kind
+        self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
+        self._resident, self.prefetch_epochs = resident, prefetch_epochs
+        self._numbers = itertools.count()
+        order.arrays = batchify_fn is None and takes_arrays(dataset)
+        self._kept: _KeptRun | None = None
+        self.stale = False
+
+    def choose(self, iterator: Any) -> None:
+        """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
+
+        If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
+        another library may not yield the batches twice that were planned already.
+        """
+        self._pipeline.check_open()
+        self._order.settle_replicas()
+        if self._order.stream is None and not (self.stale or (self._workers.shares_dataset and self._order.is_given)):
+            then = "The loader still reads the old number, and workers may have old copies"
+            then = f"{then}: call loader.refresh() after you change the dataset"
+            warn_of_length(self.dataset, self._order.dataset_length, self._workers.notices, then)
+        iterator.run = self._take_kept(self._progress.mark()) or self._new_run(self._progress.begin())
+
+    def open(self, iterator: Any) -> None:
+        """Have the pool read an iterator's run. The pipeline's step has begun."""
+        run, pool, resident = iterator.run, self._workers, self._resident
+        if resident is not None and resident.load(again=self.stale):
+            pool = resident
+        self._pipeline.use(pool)
+        if pool.shares_dataset:
+            self._placement.settle()
+            self._tell_epoch(run)
+        self._order.begun(run.reading)
+        self._pipeline.open(run, self._job(), renew=self.stale)
+        self.stale = False
+        self._tell_order(iterator)
+
+    def keep(self, iterator: Any, mark: Mark) -> None:
+        """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
+        run, iterator.run = iterator.run, None
+        if run is not None:
+            self._progress.go_back(mark, run)
+            before, self._kept = self._kept, _KeptRun(run, mark)
+            if before is not None:
+                self._drop(before.run)
+
+    def read_ahead(self, run: Run) -> None:
+        """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
+
+        Not if that would show: where the sampler of another library would be asked too early, or a dataset that threads
+        share would be told of two epochs.
+        """
+        pool = self._pipeline.pool
+        told = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
+        if not (self.prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
+            return
+        mark = self._progress.mark()
+        try:
+            facts = self._order.facts(mark[0])
+            if facts is None:
+                return
+            ahead = self._new_run(self._progress.begin())
+        except Exception as error:
+            if is_from_outside(error):
+                raise
+            return  # what cannot be asked now is an error when the epoch begins, if it is one then
+        ahead.is_ahead = True
+        self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
+        self._pipeline.open(ahead, self._job())
+        run.next = ahead
+        self._pipeline.fill_next(run)
+
+    def _take_kept(self, mark: Mark) -> Run | None:
+        """The run that is kept, if it is what begins now; otherwise it is dropped."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        run = kept.run
+        is_wanted = kept.mark == mark and not self.stale and run.dead is None
+        if is_wanted and kept.order in (None, (self._order.facts(run.epoch), self._split.weights)):
+            run.is_ahead = False
+            return run
+        self._drop(run)
+        return None
+
+    def _drop(self, run: Run) -> None:
+        run.is_ahead = False  # or the run before it, if that goes on, would go on to fill its window
+        self._pipeline.drop(run.number)
+
+    def forget(self) -> None:
+        """Let go of what is kept: the loader is closed."""
+        self._kept = None
+        if self._resident is not None:
+            self._resident.forget()
+
+    def _new_run(self, reading: EpochReading | StreamReading) -> Run:
+        number = next(self._numbers)
+        if isinstance(reading, StreamReading):
+            stream_plan, first = StreamPlan(number, reading, self._split), reading.first
+            return Run(number, reading.epoch, stream_plan, reading, delivered=first, planned=first)
+        size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
+        given, first = self._order.given_batches, reading.first
+        plan = EpochPlan(number, reading.epoch, reading, size, self._split, may_shard=given)
+        return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
+
+    def _job(self) -> Job:
+        order = self._order
+        return Job(self.dataset, self.batchify_fn, order.seed, self._on_error, order.replicated, order.stream)
+
+    # -- single batches and samples -------------------------------------------------------------------------
+
+    def first_batch(self, reading: Any = None) -> Any:
+        """The first batch of the next epoch, read here and now.
+
+        Args:
+            reading: its batches; None: what the loader reads next.
+
+        Raises:
+            IndexError: the epoch has no batches.
+        """
+        self._placement.check_not_capturing()
+        reading = self._progress.begin() if reading is None else reading
+        while reading.in_mid_epoch and reading.batch(reading.first) is None:  # a sampler without a length: noticed here
+            position = reading.following()
+            reading = self._order.read(position.epoch, position)
+        run = self._new_run(reading)
+        with self._in_epoch(run.epoch):
+            reader, seq = reader_for(self._job(), readers=0), run.delivered
+            while (planned := run.plan.task(seq)) is not None:
+                if isinstance(planned, BaseException):
+                    raise planned
+                task = run.plan.split(planned)
+                result = reader.read(task)
+                if result.error is not None:
+                    raise result.error
+                if task.part is not None:
+                    result = run.plan.note(result, seq)
+                if result.batch is not NOTHING:
+                    return self._placement.place(result.batch, task.sharded)
+                seq += 1
+        if self._order.stream is not None and reading.in_mid_epoch:  # the position lies at the end: noticed here
+            position = reading.following()
+            return self.first_batch(self._order.read(position.epoch, position))
+        raise IndexError(f"epoch {run.epoch} has no batches to peek at")
+
+    def sample(self, index: Hashable, epoch: int) -> Any:
+        """One sample, read here and now, as in ``epoch``."""
+        with self._in_epoch(epoch):
+            return reader_for(self._job(), readers=0).read_sample(index, epoch)
+
+    # -- datasets that look ahead ---------------------------------------------------------------------------
+
+    def _tell_order(self, iterator: Any) -> None:
+        """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
+        run = iterator.run
+        if not self._workers.is_here:
+            return  # each of their machines has a cache of its own
+        if self._order.stream is not None or not can_follow(self.dataset) or self._order.facts(run.epoch) is None:
+            return
+        reading, held = run.reading.again(), weakref.ref(iterator)
+        following = self._order.read(run.epoch + 1)
+
+        def batch(number: int, reading: EpochReading = reading) -> Any:
+            found = reading.batch(number)
+            if found is None or not (self._order.given_batches and is_sharded(found[0])):
+                return found and found[0]
+            return [index for shard in found[0] for index in shard]
+
+        def position() -> int | None:
+            reader = held()
+            seen = None if reader is None else reader.run
+            return None if seen is None or seen.ended or seen.dead is not None else int(seen.delivered)
+
+        follow(self.dataset, batch, position, lambda number: batch(following.first + number, following))
+
+    # -- datasets with set_epoch ----------------------------------------------------------------------------
+
+    def _tell_epoch(self, begins: Run) -> None:
+        """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
+        set_epoch = self._set_epoch()
+        if set_epoch is None:
+            return
+        for run in self._progress.live_runs():
+            if run is not begins and not run.ended and run.epoch != begins.epoch:
+                run.dead = (
+                    f"epoch {run.epoch} cannot go on: epoch {begins.epoch} was begun, and the dataset, which has "
+                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
+                    f"use worker processes, or finish one epoch before the next"
+                )
+        set_epoch(begins.epoch)
+
+    def _set_epoch(self) -> Any:
+        """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
+        return None if self._order.stream is not None else getattr(self.dataset, "set_epoch", None)
+
+    @contextmanager
+    def _in_epoch(self, epoch: int) -> Iterator[None]:
+        """Inside, the dataset is in ``epoch``; afterwards in the loader's.
+
+        Raises:
+            RuntimeError: a thread reads in another epoch.
+        """
+        set_epoch = self._set_epoch()
+        if set_epoch is None:
+            yield
+            return
+        if self._workers.num_workers and self._workers.shares_dataset:
+            for run in self._progress.live_runs():
+                if not run.ended and run.dead is None and run.epoch != epoch:
+                    raise RuntimeError(
+                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch}: the dataset, which has "
+                        f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+                    )
+        set_epoch(epoch)
+        try:
+            yield
+        finally:
+            set_epoch(self._progress.at()[0])

@@ -1,0 +1,374 @@
+"""One way through one epoch of a loader.
+
+    pipeline.head -> entry -> placement.place -> pipeline.take -> the user
+
+Where copy streams copy ahead, the placement has two steps: `begin` for this batch and for those behind it, `finish` for
+this one.
+
+An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
+The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
+
+One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
+raises), it passes as it is, the count is what it was before, and the next ``next`` gives the same batch. If something
+goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
+in the batch's place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sized
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sharded_loader.base.dynamo import leave_alone
+from sharded_loader.base.errors import LoaderClosedError, as_batch_error, text_of
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.batching.tree import to_torch
+from sharded_loader.devices.placement import Placement, not_placed
+from sharded_loader.devices.streams import OUT_OF_MEMORY
+from sharded_loader.engine.messages import NOTHING, Result
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.plan import Entry, Run
+from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.progress import Mark, Progress
+from sharded_loader.loader.stats import ZERO, Counts, Meter
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Batch = TypeVar("Batch", default=Any)
+else:
+    from typing import TypeVar
+
+    Batch = TypeVar("Batch")
+
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
+
+
+class EpochIterator(Iterator[Batch]):
+    """Batches of one epoch, in order.
+
+    Args:
+        owner: the loader. It is held, so that a temporary one lives as long as its loop.
+        epochs, pipeline, placement, meter, progress: the loader's.
+
+    Attributes:
+        run: this iterator's run of the pipeline; None before the first batch is asked for.
+    """
+
+    run: Run | None = None
+
+    def __init__(
+        self,
+        owner: Sized,
+        epochs: Epochs,
+        pipeline: Pipeline,
+        placement: Placement,
+        meter: Meter,
+        progress: Progress,
+    ) -> None:
+        self._owner = owner
+        self._epochs = epochs
+        self._pipeline = pipeline
+        self._placement = placement
+        self._meter = meter
+        self._progress = progress
+        self._last_ended: float | None = None
+        self._counted: Run | None = None  # the run that `_counts` belongs to
+        self._counts: Counts
+        self._own = ZERO  # when the epoch began
+        self._skipped = 0  # samples of this epoch
+        # For torch.profiler, as torch names that of its own loader. The drop-in has torch's.
+        self._range = "" if owner is None else f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
+        if self.run is not None and not _is_finalizing():
+            self._pipeline.drop(self.run.number)
+
+    def __iter__(self) -> EpochIterator[Batch]:
+        return self
+
+    def __len__(self) -> int:
+        """Batches in the epoch, those that were delivered included, as torch's iterators count.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        return len(self._owner) if self.run is None else self.run.reading.length()
+
+    def __bool__(self) -> bool:
+        """True, as for other iterators, whatever ``len`` says."""
+        return True
+
+    def next(self) -> Batch:
+        """``next(iterator)``, as old scripts of Gluon and of Python 2 write it."""
+        return self.__next__()
+
+    def __next__(self) -> Batch:
+        if profiler_enabled() and self._range:
+            name, self._range = self._range, ""
+            try:
+                with torch.autograd.profiler.record_function(name):
+                    return next(self)
+            finally:
+                self._range = name
+        if self._placement.kinds:
+            self._placement.check_not_capturing()
+        pipeline = self._pipeline
+        if os.getpid() != pipeline.pid:
+            pipeline.check_open()  # before the lock: in a forked child nobody would release it
+        is_nested = pipeline.lock._is_owned()  # type: ignore[attr-defined]  # of `Condition`'s protocol for locks
+        with pipeline.lock:
+            run, mark = self.run, None
+            if run is not None and pipeline.closed:
+                pipeline.check_open()  # raises: another loader may have the pool
+            delivered = 0 if run is None else run.delivered
+            try:
+                if run is None:
+                    mark = self._progress.mark()
+                batch, error = self._step(mark, is_nested)
+                if error is None:
+                    return batch  # type: ignore[no-any-return]
+            except BaseException as raised:
+                self._go_back(run, delivered, mark)
+                if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
+                    raise LoaderClosedError from None  # closed in the middle of the step
+                raise
+        try:
+            raise error
+        finally:
+            del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+
+    def _step(self, mark: Mark | None, is_nested: bool) -> tuple[Any, BaseException | None]:
+        """The next batch, or the error to raise instead: of the batch, or `StopIteration`.
+
+        Args:
+            mark: the loader's position, if no batch of this iterator has been handed out: its epoch begins with this
+                one.
+            is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
+        """
+        is_first, meter = mark is not None, self._meter
+        began = time.perf_counter()
+        working = 0.0 if self._last_ended is None else began - self._last_ended
+        if is_first:
+            self._own = meter.own()
+            self._epochs.choose(self)
+        pipeline, run = self._pipeline, self.run
+        assert run is not None  # it was chosen
+        inside = pipeline.begin(is_nested)
+        if is_first:
+            self._epochs.open(self)
+        while True:
+            entry = pipeline.head(run)
+            if isinstance(entry, Exception):
+                pipeline.end(inside)
+                if mark is not None and is_first:
+                    self._epochs.keep(self, mark)
+                return None, entry
+            if entry is None or entry.seq == run.reading.second_turn:
+                self._check_parts(run, at_end=entry is None)
+            if entry is None:
+                if not self._end(run, is_first):
+                    pipeline.end(inside)
+                    return None, StopIteration()
+                run, is_first = self.run, True  # also if the run before has given empty batches
+                assert run is not None
+                continue
+            arrived = time.perf_counter()
+            result, batch = self._placed(run, entry)
+            placed = time.perf_counter()
+            result = self._hand_out(run, entry.seq, result, is_first)
+            is_first = False
+            if result.batch is NOTHING and result.error is None:
+                continue
+            pipeline.end(inside)
+            self._last_ended = time.perf_counter()
+            if self._counted is not run:
+                self._counted, self._counts = run, meter.begin(run.epoch, self._own)
+            waiting = self._last_ended - began
+            meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
+            if result.error is None and meter.looks is None:
+                meter.look(batch)
+            try:
+                return batch, result.error
+            finally:
+                del result, entry  # as in `__next__`: the error of a batch that was not placed leads to this frame
+
+    def _end(self, run: Run, is_first: bool) -> bool:
+        """The run has no more batches: the epoch ends.
+
+        Returns:
+            Whether another run takes its place: an epoch that was over when its state was saved.
+        """
+        self._check_skipped(run)
+        run.ended, run.next = True, None  # or a run that is held would hold all later ones
+        if is_first:
+            self._progress.begun(run, self)
+        self._progress.shown = run
+        if self._progress.was_over(run):
+            self._pipeline.drop(run.number)
+            self._epochs.choose(self)
+            self._epochs.open(self)
+            return True
+        self._placement.end_epoch()
+        return False
+
+    def _placed(self, run: Run, entry: Entry) -> tuple[Result, Any]:
+        """The result of an entry, and its batch where it belongs."""
+        result, batch = entry.result, None
+        assert result is not None  # the pipeline returns finished entries
+        if result.error is None and result.batch is not NOTHING:
+            try:
+                batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
+            except Exception as raised:
+                assert entry.task is not None  # it has a batch
+                result = not_placed(entry.task, raised, "while the batch was placed")
+        try:
+            return result, batch
+        finally:
+            del result, entry  # the error of a batch that was not placed leads to this frame too
+
+    def _hand_out(self, run: Run, seq: int, result: Result, is_first: bool) -> Result:
+        """Take a batch out of the pipeline: it is delivered.
+
+        Returns:
+            The result, with an error if ``on_error`` has left out too much.
+        """
+        self._pipeline.take(run)
+        run.delivered = seq + 1
+        if is_first:
+            self._progress.begun(run, self)
+        self._progress.shown = run
+        if run.exhausted and run.next is None:
+            self._epochs.read_ahead(run)
+        if run.reading.keeps:
+            run.reading.forget(run.delivered)
+        if result.skipped:
+            error = self._note_skipped(f"epoch {run.epoch}, batch {seq}", result)
+            if result.error is None and error is not None:
+                return Result(result.run, result.seq, error=error)
+        return result
+
+    def _check_parts(self, run: Run, at_end: bool) -> None:
+        """Warn, once, if the parts of iterable data give the same samples."""
+        reading, notices = run.reading, self._meter.notices
+        if reading.second_turn < 0 or self._pipeline.pool.worker_init_fn is not None:  # which may divide the data
+            return
+        repeats = reading.repeats(run.delivered, at_end)
+        if repeats is False:
+            notices.settle("parts")
+        elif repeats:
+            parts, but = reading.stream.parts, ", unless its samples are random" if at_end else ""
+            notices.warn(
+                "parts",
+                f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
+                f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
+                f"__iter__, and yield only part .id of .num_workers; or give streams=1",
+            )
+
+    def _check_skipped(self, run: Run) -> None:
+        """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
+        if self._skipped and self._counted is not run and not run.reading.resumed:
+            _, error = self._meter.skipped[-1]
+            self._meter.notices.warn(
+                f"epoch {run.epoch}",
+                f"epoch {run.epoch} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
+                f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
+            )
+
+    def _go_back(self, run: Run | None, delivered: int, mark: Mark | None) -> None:
+        """An exception has struck: nothing was handed out.
+
+        Args:
+            run: the run before this ``next``; None: its epoch has not begun.
+            delivered: batches of it that were handed out before.
+            mark: what the loader's position was before the epoch began.
+        """
+        if self.run is None:
+            return
+        self._pipeline.fail()
+        self.run.delivered, self.run.ended = self.run.reading.first if run is None else delivered, False
+        if run is None and mark is not None:
+            self._epochs.keep(self, mark)
+
+    def _place(self, run: Run, entry: Entry) -> Any:
+        """The entry's batch where it belongs.
+
+        Raises:
+            Exception: it cannot be put there.
+        """
+        placement, result, task = self._placement, entry.result, entry.task
+        assert result is not None and task is not None  # it has a batch
+        if not placement.asynchronous:
+            return placement.place(result.batch, task.sharded)
+        for is_last_try in (False, True):
+            try:
+                if entry.begun is None:
+                    entry.begun = placement.begin(result.batch, task.sharded)
+                if placement.ahead:
+                    self._begin_behind(run)
+                return placement.finish(entry.begun, task.sharded)
+            except OUT_OF_MEMORY:
+                if is_last_try:
+                    raise
+            # Not done above: the error's traceback holds the parts that had found room.
+            self._make_room(run)
+        raise AssertionError("the last try returns")
+
+    def _make_room(self, run: Run) -> None:
+        """A device has no memory for all batches: those behind the next one wait on the host."""
+        for other in self._pipeline.finished(run, self._placement.ahead):
+            other.begun = None
+        self._placement.make_room()
+
+    def _begin_behind(self, run: Run) -> None:
+        """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
+        placement = self._placement
+        for entry in self._pipeline.finished(run, placement.ahead):
+            result = entry.result
+            if entry.begun is not None or entry.task is None or result is None or result.error is not None:
+                continue
+            if result.batch is NOTHING:
+                continue
+            try:
+                entry.begun = placement.begin(result.batch, entry.task.sharded)
+                continue
+            except OUT_OF_MEMORY:
+                pass
+            except Exception as raised:
+                as_batch_error(raised, "while the batch was placed")
+                return
+            placement.make_room()
+            return
+
+    def _note_skipped(self, where: str, result: Result) -> Exception | None:
+        """Count what ``on_error`` left out, and warn of the first whole batch or shard.
+
+        Returns:
+            The error if it left out too many, or the warning where the user has made warnings errors.
+        """
+        error = self._meter.skip(result.skipped, where, self._skipped)
+        self._skipped += len(result.skipped)
+        if error is not None or result.error is not None:
+            return error
+        if result.batch is NOTHING:
+            message = f"{where} was left out"
+        elif result.lost_shards:
+            message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
+        else:
+            return None
+        try:
+            text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
+            self._meter.notices.warn("left out", text)
+        except Warning as raised:
+            return raised
+        return None
+
+
+leave_alone(EpochIterator.__next__, EpochIterator.__del__)

@@ -1,0 +1,367 @@
+"""`ShardedDataLoader`: the arguments, and what becomes of them.
+
+    dataset, sampling arguments  -> EpochOrder   which samples, in which order        (sampling/)
+    num_workers, pool            -> Pool         who reads them                       (pools/)
+    devices, pin_memory          -> Placement    where the batches end up             (devices/)
+    pool                         -> Pipeline     keeps batches in flight              (engine/)
+    all of them                  -> Epochs       begins an epoch for an iterator
+
+The loader owns the pipeline, the pipeline the pool, the pool its workers. Iterators hold the loader. The loader holds
+no iterator: a loop over a temporary loader closes it by ending.
+
+What can go wrong is rejected here, in the constructor, as far as it can be known there.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Literal, NoReturn
+
+import torch
+
+from sharded_loader.base.cores import warn_of_workers
+from sharded_loader.base.notices import Notices
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.data.bulk import Indexed
+from sharded_loader.data.fingerprint import fingerprint_of
+from sharded_loader.data.inspection import is_stream
+from sharded_loader.devices.names import DeviceLike, find_devices
+from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import OnError
+from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.pool import Pool
+from sharded_loader.loader.arguments import (
+    check_batchify_fn,
+    check_dataset,
+    check_max_skipped,
+    check_on_error,
+    check_prefetch_epochs,
+    check_stream,
+    claim,
+    last_batch_of,
+    length,
+    make_pool,
+    make_split,
+    one_of,
+    prefetch_of,
+    refuse_streams,
+    refuse_unknown,
+)
+from sharded_loader.loader.attributes import LoaderAttributes
+from sharded_loader.loader.epochs import Epochs
+from sharded_loader.loader.iterator import Batch, EpochIterator
+from sharded_loader.loader.progress import Progress
+from sharded_loader.loader.stats import Meter
+from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.pools.resident import ResidentPool, check_resident
+from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.streams.order import StreamOrder
+
+
+class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
+    """Batches of a dataset, in order, split over devices, prefetched by workers.
+
+    For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``collate_fn`` says it too.
+
+    Args: Common
+        dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
+            a `Dataset`. Samples are read in bulk if it has ``get_batch`` or ``__getitems__``. Or iterable data: an
+            object that only has ``__iter__``, or a function that returns an iterable.
+        batch_size: The number of samples per step of this process, in all its shards together.
+        shuffle: Whether every epoch has a new random order.
+        collate_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
+        num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+        device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
+            ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
+        devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
+        num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
+            otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read the same number of samples. If
+            they do not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice.
+            With ``last_batch="discard"``, the last ones are left out instead.
+        seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
+        on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
+            by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
+            is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
+            in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
+
+    Args: Data
+        batchify_fn: MXNet Gluon's name for ``collate_fn``.
+        streams: The number of parts that iterable data is divided into. Each part sees its number as
+            ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
+            Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
+            dataset's ``num_shards``, up to 32; otherwise one part per worker of each rank.
+
+    Args: Order
+        sampler: The order of the samples: any sampler of this library or torch, or an iterable of indices.
+        batch_sampler: A sampler that yields lists of indices, or lists of such lists, which are shards. Use it without
+            ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
+        last_batch: What to do with an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or
+            ``"rollover"``: move its samples to the next epoch.
+        drop_last: torch's argument: True is ``last_batch="discard"``.
+        steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
+            no batch is short. The next epoch continues where the last one ended.
+        rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
+        max_skipped: The number of samples that ``on_error`` may skip or replace in each epoch of this process. One more
+            raises `TooManySkippedError`. Default: any number.
+
+    Args: Workers
+        thread_pool: Whether workers are threads instead of processes.
+        pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
+            ``num_workers`` says), or a pool object.
+        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms.
+        prefetch_factor: torch's argument: k is ``prefetch=k * num_workers``.
+        prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
+            are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
+            Default: True with processes. Threads share the dataset and the global random generators with you.
+        worker_init_fn: What each worker calls when it starts, with its number. An argument of the pool.
+        timeout: The number of seconds that a worker may stand still. An argument of the pool.
+        persistent_workers: torch's argument. It changes nothing: workers live as long as the loader.
+
+    Args: Devices
+        num_shards: The number of shards to split each batch into, in host memory.
+        shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
+            there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
+        pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
+        resident: Whether to keep the columns of an `ArrayDataset` on the devices and gather batches there, without
+            workers. ``"auto"``: if they can be kept and there is room. True: an error if they cannot be kept, and a
+            warning if there is no room.
+
+    Attributes:
+        prefetch: The number of batches to prefetch. You may set it while you iterate.
+        prefetch_epochs: True or False, as above. You may set it while you iterate.
+        device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
+        shard_weights: The shares of the shards; None: all the same. You may set them while you iterate.
+
+    Raises:
+        ValueError: Arguments are wrong or contradict each other.
+        TypeError: An argument has a wrong type.
+
+    A short last batch has fewer shards, never an empty one. The attributes that are not listed here are read-only.
+
+    Example:
+        >>> loader = ShardedDataLoader(range(10), 4, num_shards=2)
+        >>> for shards in loader:
+        ...     print([shard.tolist() for shard in shards])
+        [[0, 1], [2, 3]]
+        [[4, 5], [6, 7]]
+        [[8], [9]]
+
+    Source of the idea: ``ShardedDataLoader`` of GluonNLP, ``DataLoader`` of MXNet Gluon and PyTorch.
+    """
+
+    def __init__(
+        self,
+        dataset: Indexed | Iterable[Any] | Callable[..., Iterable[Any]],
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        sampler: Iterable[Any] | None = None,
+        last_batch: Literal["keep", "discard", "rollover"] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        batchify_fn: Callable[[list[Any]], Batch] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        thread_pool: bool = False,
+        *,
+        pool: Literal["inline", "thread", "process", "ray"] | Pool | None = None,
+        device: str | torch.device | None = None,
+        devices: Sequence[DeviceLike] | Literal["auto"] | None = None,
+        num_shards: int | None = None,
+        shard_weights: Sequence[float] | None = None,
+        num_replicas: int | Literal["auto"] | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+        on_error: OnError = "raise",
+        max_skipped: int | None = None,
+        resident: bool | Literal["auto"] = False,
+        prefetch_epochs: bool | None = None,
+        streams: int | None = None,
+        steps_per_epoch: int | None = None,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        drop_last: bool | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        timeout: float | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        # What it was given, to make another one like it: see `integrations.accelerate`.
+        self._given = {name: one for name, one in locals().items() if name not in ("self", "unknown", "__class__")}
+        refuse_unknown(unknown, type(self).__init__)
+        dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
+        check_on_error(on_error)
+        check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
+        self._batch_size, self._pin_memory = batch_size, bool(pin_memory)
+        self._workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
+        prefetch = prefetch_of(prefetch, prefetch_factor, self._workers.num_workers)
+        common: dict[str, Any] = {
+            "batch_size": batch_size,
+            "last_batch": last_batch_of(last_batch, drop_last),
+            "num_replicas": num_replicas,
+            "rank": rank,
+            "seed": seed,
+            "steps_per_epoch": steps_per_epoch,
+        }
+        self._order: EpochOrder | StreamOrder
+        if is_stream(dataset):
+            check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
+            self._order = StreamOrder(dataset, streams=streams, num_workers=self._workers.num_workers, **common)
+        else:
+            refuse_streams(streams, dataset)
+            self._order = EpochOrder(
+                length(dataset, needed=sampler is None and batch_sampler is None),
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                **common,
+            )
+        # The default given by name is the default: it reads in bulk too.
+        batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
+        found, sharded = find_devices(device, devices)
+        self._split = make_split(found, sharded, num_shards)
+        self.shard_weights = shard_weights
+        self._placement = Placement(found, pin_memory)
+        self._resident: ResidentPool | None = None
+        if check_resident(resident, dataset, found, batchify_fn):
+            self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
+        reads_ahead = check_prefetch_epochs(prefetch_epochs, self._workers)
+        self._pipeline = Pipeline(self._workers)
+        self.prefetch = prefetch
+        claim(self._workers, self._pipeline)
+        place = self._placement
+        self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
+        self.device_prefetch = self._placement.ahead
+        self._workers.notices = notices = Notices()
+        if isinstance(self._workers, ProcessPool):
+            warn_of_workers(self._workers.num_workers)
+        self._meter = Meter(dataset, notices, check_max_skipped(max_skipped, on_error))
+        self._fingerprint = functools.cache(functools.partial(fingerprint_of, dataset))
+        self._progress = Progress(self._order, self._fingerprint)
+        self._epochs = Epochs(
+            dataset,
+            batchify_fn,
+            on_error,
+            self._order,
+            self._split,
+            self._placement,
+            self._pipeline,
+            self._progress,
+            self._resident,
+            reads_ahead,
+        )
+        self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
+
+    # -- epochs ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> EpochIterator[Batch]:
+        """An iterator over the next epoch, or over the rest of the one that was loaded.
+
+        It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
+        """
+        self._pipeline.check_open()
+        return EpochIterator(self, self._epochs, self._pipeline, self._placement, self._meter, self._progress)
+
+    # -- single batches and samples -------------------------------------------------------------------------
+
+    def peek(self) -> Batch:
+        """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
+
+        The batch that comes next stays the same. A sampler of another library is started for it, and put back to what
+        it was: its attributes, and the generators, lists and arrays among them. One that keeps its state elsewhere (in
+        a file, in an object inside it, in compiled code) goes on from where ``peek`` has read to. So does a dataset
+        that changes when it is read.
+
+        Returns:
+            What the first ``next`` of the next epoch will return.
+
+        Raises:
+            IndexError: the next epoch has no batches.
+            Exception: what the samples raise.
+
+        Example:
+            >>> ShardedDataLoader(range(10), 4).peek()
+            tensor([0, 1, 2, 3])
+        """
+        self._pipeline.check_open()
+        with self._order.undisturbed(but=self.dataset):
+            return self._epochs.first_batch()  # type: ignore[no-any-return]
+
+    def read(self, index: Hashable, epoch: int | None = None) -> Any:
+        """One sample, read here and now, with its random generator: where a debugger works.
+
+        Args:
+            index: as the sampler yields it.
+            epoch: the epoch whose random numbers it draws. Default: `epoch`.
+
+        Returns:
+            The sample, as the dataset returns it.
+
+        Raises:
+            Exception: what the dataset raises.
+
+        Example:
+            >>> ShardedDataLoader([10, 20, 30], 2).read(1)
+            20
+        """
+        self._pipeline.check_open()
+        return self._epochs.sample(index, self.epoch if epoch is None else epoch)
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Send the dataset, which has changed, to the workers before the next epoch.
+
+        Iterators that are under way go on, over the changed dataset, once the next epoch has begun.
+
+        Raises:
+            LoaderClosedError: after `close`.
+
+        Example:
+            >>> data = [1, 2]
+            >>> loader = ShardedDataLoader(data, 2)
+            >>> data.append(3)
+            >>> loader.refresh()
+            >>> len(loader)
+            2
+        """
+        self._pipeline.check_open()
+        self._epochs.stale = True
+        self._fingerprint.cache_clear()
+        self._order.resize(length(self.dataset))
+
+    def close(self) -> None:
+        """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.
+
+        From any thread; one that waits in ``next`` gets a `LoaderClosedError`.
+
+        Example:
+            >>> with ShardedDataLoader(range(4), 2, num_workers=1, thread_pool=True) as loader:
+            ...     next(iter(loader))
+            tensor([0, 1])
+        """
+        self._pipeline.close()
+        self._placement.closer()()
+        self._epochs.forget()
+        self._closer.detach()
+
+    def __enter__(self) -> ShardedDataLoader[Batch]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied: "
+            "make it from the same arguments where it is needed; state_dict() holds its position"
+        )
+
+
+def _close_both(close_pool: Callable[[], Any], close_placement: Callable[[], Any]) -> None:
+    close_pool()
+    close_placement()

@@ -1,0 +1,350 @@
+"""The main process's end of the pipe to one worker process, and the one place where that process waits.
+
+The worker's end is an ordinary connection that blocks (`wire`). The main process's end must not block: two
+processes that both send 400 KB through one duplex pipe wait for each other for ever. So `SocketLink` frames its own
+messages over a non-blocking socket. What cannot be sent now waits in `outbox`, and what has come in part waits in the
+link until the rest is there.
+
+`PortableLink` does the same with nothing but ``Connection``: on Windows, where a pipe has no descriptor that could be
+made non-blocking, and wherever there is no ``poll``. Its sends block until the worker's receiver thread has taken them,
+which is soon: that thread does nothing else. ``SHARDED_LOADER_PORTABLE=1`` chooses it anywhere.
+
+An exception that strikes between a system call and the note of what it did leaves the stream at an unknown place. The
+pipeline then closes the pool, and with it the link.
+Ownership: frames in `inbox` belong to whoever decodes them; frames in `outbox` must stay unchanged until sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sharded_loader.base.system import is_on
+from sharded_loader.pools.process.wire import (
+    NO_PLACES,
+    NO_SIGNAL,
+    Buffers,
+    Message,
+    Places,
+    head_frame,
+    piped,
+    read_head,
+    receive_message,
+    send_descriptors,
+    send_message,
+)
+
+PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
+
+
+CHUNK = 65536
+"""Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
+
+_SIZE = struct.Struct("!i")
+_LONG_SIZE = struct.Struct("!Q")
+
+
+class Link(ABC):
+    """The main process's end of the pipe to one worker.
+
+    Attributes:
+        inbox: messages that have come completely.
+        outbox: what waits to be sent.
+        ended: the worker's end is closed.
+    """
+
+    live: ClassVar[weakref.WeakSet[Link]] = weakref.WeakSet()
+    """Every open link of this process."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Message] = deque()
+        self.outbox: deque[memoryview | int] = deque()
+        self.ended = False
+        Link.live.add(self)
+
+    @property
+    @abstractmethod
+    def waitable(self) -> Any:
+        """What `Poller` watches."""
+
+    @abstractmethod
+    def send(
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
+    ) -> None:
+        """Send a message, or as much of it as goes now. `receive` notices a worker that is gone.
+
+        Args:
+            head: kind, run, seq and content.
+            buffers: sent through the pipe.
+            places: of the buffers, where not all of them are sent (see `Encoded`).
+            descriptor: sent along; stays open here.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send more of what waits."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Put what has come completely into `inbox`; sets `ended` when the worker's end is closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end: the worker sees end-of-file."""
+
+
+def _leave_to_the_trainer() -> None:
+    """In a forked child, worker or the user's own: the trainer's ends are the trainer's alone.
+
+    A worker learns that the trainer has gone by end-of-file, which never comes while a relative holds the
+    other end.
+    """
+    for link in list(Link.live):
+        link.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_trainer)
+
+
+class SocketLink(Link):
+    """A link over a non-blocking socket. Small frames are read many at a time, large ones into memory of their own."""
+
+    def __init__(self, conn: Any) -> None:
+        super().__init__()
+        self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+        conn.close()
+        self._socket.setblocking(False)
+        self._chunk = bytearray(CHUNK)
+        self._filled = 0  # bytes of the chunk that belong to no complete frame yet
+        self._large: np.ndarray[Any, Any] | None = None
+        self._rest = memoryview(b"")  # what is still to come of the large frame
+        self._message: Message | None = None
+        self._places: deque[tuple[int, int]] = deque()
+
+    @property
+    def waitable(self) -> Any:
+        return self._socket.fileno()
+
+    def send(
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
+    ) -> None:
+        if not buffers and not places:
+            first = NO_PLACES + head
+        else:
+            first = head_frame(head, piped(buffers) if places is None else places)
+        for frame in (memoryview(first), *buffers):
+            size = frame.nbytes
+            prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
+            if size < 16384:
+                # One write for a small frame: two would be two system calls and wake the worker twice.
+                self.outbox.append(memoryview(prefix + bytes(frame)))
+            else:
+                self.outbox.extend((memoryview(prefix), frame.cast("B")))
+        if descriptor is not None:
+            self.outbox.append(descriptor)
+        self.flush()
+
+    def flush(self) -> None:
+        while self.outbox:
+            item = self.outbox[0]
+            try:
+                if isinstance(item, int):
+                    sent = send_descriptors(self._socket, b"\0", [item])
+                else:
+                    sent = self._socket.send(item, NO_SIGNAL)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                if error.errno != getattr(errno, "ETOOMANYREFS", None):
+                    self.outbox.clear()
+                break
+            if isinstance(item, int) or sent == item.nbytes:
+                self.outbox.popleft()
+            else:
+                self.outbox[0] = item[sent:]
+
+    def receive(self) -> None:
+        while True:
+            target = memoryview(self._chunk)[self._filled :] if self._large is None else self._rest
+            try:
+                count = self._socket.recv_into(target)
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if count == 0:
+                self.ended = True
+                return
+            if self._large is None:
+                self._filled += count
+                self._split()
+            else:
+                self._rest = target[count:]
+                if not self._rest.nbytes:
+                    frame, self._large = self._large, None
+                    self._add(frame)
+            if count < target.nbytes:
+                return  # there was no more
+
+    def _split(self) -> None:
+        """Take the complete frames out of the chunk. A frame that is larger gets memory of its own."""
+        chunk, begin, filled = self._chunk, 0, self._filled
+        while filled - begin >= _SIZE.size:
+            start = begin + _SIZE.size
+            (size,) = _SIZE.unpack_from(chunk, begin)
+            if size == -1:
+                start += _LONG_SIZE.size
+                if start > filled:
+                    break
+                (size,) = _LONG_SIZE.unpack_from(chunk, start - _LONG_SIZE.size)
+            if start + size <= filled:
+                begin = start + size
+                self._add(chunk[start:begin])
+                continue
+            if start + size - begin > CHUNK:
+                self._large = np.empty(size, np.uint8)
+                self._large.data[: filled - start] = memoryview(chunk)[start:filled]
+                self._rest = self._large.data[filled - start :]
+                begin = filled
+            break
+        chunk[: filled - begin] = chunk[begin:filled]
+        self._filled = filled - begin
+
+    def _add(self, frame: Any) -> None:
+        """Put a frame into its message: a head, or one of the buffers that follow it."""
+        message, places = self._message, self._places
+        if message is None:
+            found, head = read_head(frame)
+            message, places = Message(head, deque()), deque(found)
+            self._message, self._places = message, places
+        else:
+            message.buffers.append(frame)
+            places.popleft()
+        while places and places[0][0] >= 0:
+            message.buffers.append(places.popleft())
+        if not places:
+            self.inbox.append(message)
+            self._message = None
+
+    def close(self) -> None:
+        Link.live.discard(self)
+        self.outbox.clear()
+        self._socket.close()
+
+
+class PortableLink(Link):
+    """A link over a blocking ``Connection``."""
+
+    def __init__(self, conn: Any) -> None:
+        super().__init__()
+        self._conn = conn
+
+    @property
+    def waitable(self) -> Any:
+        return self._conn
+
+    def send(
+        self, head: bytes, buffers: Buffers = (), *, places: Places | None = None, descriptor: int | None = None
+    ) -> None:
+        try:
+            send_message(self._conn, head, piped(buffers) if places is None else places, buffers)
+            if descriptor is not None:
+                with socket.fromfd(self._conn.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                    send_descriptors(end, b"\0", [descriptor])
+        except OSError:
+            pass  # the worker is gone: `receive` finds end-of-file
+
+    def flush(self) -> None:
+        pass
+
+    def receive(self) -> None:
+        try:
+            while self._conn.poll():
+                self.inbox.append(receive_message(self._conn))
+        except (EOFError, OSError):
+            self.ended = True
+
+    def close(self) -> None:
+        Link.live.discard(self)
+        self._conn.close()
+
+
+def make_link(conn: Any) -> Link:
+    """The main process's end over ``conn``, which it takes over."""
+    return PortableLink(conn) if PORTABLE else SocketLink(conn)
+
+
+class Poller:
+    """Waits for workers: for what they send, for their ends, and for somebody who wakes the one that waits.
+
+    Args:
+        handles: of the workers; each has a ``link`` and a ``sentinel``.
+        waker: the end of a pipe that is written to in order to wake.
+    """
+
+    def __init__(self, handles: Sequence[Any], waker: Any) -> None:
+        self.handles, self._waker = list(handles), waker
+        self._sentinels = {handle.sentinel for handle in handles}
+        if not PORTABLE:
+            self._by_number = {handle.link.waitable: handle for handle in handles}
+            self._writing: set[Link] = set()
+            self._poller = select.poll()
+            for number in (*self._by_number, *self._sentinels, waker.fileno()):
+                self._poller.register(number, select.POLLIN)
+
+    def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
+        """Block until a link can be read (or, with something unsent, written), a worker has ended, or the waker woke.
+
+        Args:
+            timeout: seconds, at most; None: no limit.
+
+        Returns:
+            The handles whose links are ready; the sentinels of the workers that have ended.
+        """
+        if PORTABLE:
+            return self._wait_portably(timeout)
+        for handle in self.handles:
+            link = handle.link
+            if link.outbox or link in self._writing:
+                self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
+                (self._writing.add if link.outbox else self._writing.discard)(link)
+        ready: list[Any] = []
+        ended: set[int] = set()
+        for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout):
+            if number in self._by_number:
+                ready.append(self._by_number[number])
+            elif number in self._sentinels:
+                ended.add(number)
+            else:
+                self._calm()
+        return ready, ended
+
+    def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
+        from multiprocess import connection  # which a spawned worker does without
+
+        watched = [*[handle.link.waitable for handle in self.handles], self._waker]
+        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
+        if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
+            watched += self._sentinels
+        found = connection.wait(watched, timeout)
+        if self._waker in found:
+            self._calm()
+        return [one for one in self.handles if one.link.waitable in found], self._sentinels.intersection(found)
+
+    def _calm(self) -> None:
+        """Take out what the waker was sent: it woke this process."""
+        while self._waker.poll():
+            self._waker.recv_bytes()

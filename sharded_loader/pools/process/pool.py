@@ -1,0 +1,330 @@
+"""Processes that read: one pipe each, supervised, replaced when they end.
+
+    main process                                        worker i (pools/process/worker.py)
+    submit -> a worker's link        =======socket==>   receiver thread -> inbox -> Reader
+              (and a slot of the arena)                                               | writes
+    wait <- inbox of each link            <==socket==   encoded result      arena slot v
+         <- arrays over the slot, lent out
+
+How large a slot must be is learned from the batches that have come lately (`memory.arena`). The first batches, and what
+does not fit, travel through the pipe. A slot belongs to its worker until the worker has answered or has ended. Then it
+belongs to the user until nothing refers to it.
+
+Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits for ever.
+Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
+
+A worker holds at most one task beyond the one that it does. While batches are cheap, it holds groups of tasks, and each
+group is one message (`engine.grouping`).
+
+What can go wrong, and what then:
+  * a worker dies: another takes its place and builds its batches again (`process.workforce`). A batch that has killed
+    ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
+    the kernel needs most of that time for the process that ends;
+  * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
+  * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
+  * an exception strikes inside a verb (a Ctrl-C): the pipeline closes the pool and starts it again;
+  * a reply cannot be unpickled here: that is the error of its batch, and iteration goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from sharded_loader.base.described import call_of
+from sharded_loader.base.errors import Location, as_batch_error, as_exception
+from sharded_loader.base.system import processes_here
+from sharded_loader.batching.protocol import Empty
+from sharded_loader.data.open_files import warn_of_open_file
+from sharded_loader.engine.grouping import HELD, Grouping
+from sharded_loader.engine.messages import (
+    CANCEL,
+    CRASHED,
+    FAILED,
+    READY,
+    Job,
+    NewJob,
+    Result,
+    Task,
+    pack_head,
+    pack_tasks,
+    unpack_head,
+    unpack_reply,
+)
+from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.memory.arena import RecentSizes, Register
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.segments import Slot, chosen_backend
+from sharded_loader.pools.process.link import Poller
+from sharded_loader.pools.process.resources import WorkerHandle
+from sharded_loader.pools.process.start import choose_start_method, send_segment
+from sharded_loader.pools.process.workforce import Workforce
+from sharded_loader.pools.translation import decode_result, own_pickle
+from sharded_loader.sampling.base import check_int
+
+SLOT_BYTES = 32768
+"""Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
+
+
+class ProcessPool(Pool):
+    """Read in worker processes.
+
+    Args:
+        num_workers: the number of processes.
+        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: what was set with
+            ``multiprocessing.set_start_method``, otherwise fork on Linux and spawn elsewhere.
+        worker_init_fn: a function that each worker calls with its number, once, before it reads.
+        timeout: the number of seconds that a worker may spend on one sample without progress. Then the pool kills the
+            worker, and another worker builds the batch again. The seconds count while `next` waits for a batch. None:
+            no limit. A worker that starts has at least ten minutes.
+        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError` or
+            `WorkerTimeoutError` instead of the batch. 0 and 1: at the first death.
+        max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
+            epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
+
+    Raises:
+        ValueError: A number is out of its range, or this system does not have the start method.
+        TypeError: An argument has a wrong type, or ``worker_init_fn`` cannot be called.
+
+    Example:
+        >>> from sharded_loader import ProcessPool, ShardedDataLoader
+        >>> pool = ProcessPool(2, start_method="spawn")
+        >>> with ShardedDataLoader(range(8), 4, pool=pool) as loader:
+        ...     print([batch.tolist() for batch in loader])
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    Source of the idea: the supervised executor of loky, the per-worker pipes of PyTorch's and SeqTools'
+    loaders.
+    """
+
+    shares_dataset = False
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        start_method: Literal["fork", "forkserver", "spawn"] | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        timeout: float | None = None,
+        restarts: int = 3,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.num_workers = check_num_workers(num_workers)
+        check_init_fn(worker_init_fn)
+        self.timeout = check_timeout(timeout)
+        chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
+        if max_bytes is None:
+            processes_here()
+        else:
+            max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
+        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
+        self.start_method: Any = choose_start_method(start_method)
+        self.worker_init_fn = worker_init_fn
+        self._workforce = Workforce(self.num_workers, self.start_method, self.restarts, self.timeout, max_bytes)
+        self._resources = self._workforce.resources
+        self._sizes = RecentSizes()
+        self._grouping = Grouping()
+        self._refused: list[Result] = []
+
+    def __repr__(self) -> str:
+        return call_of(
+            self,
+            [self.num_workers],
+            start_method=(self.start_method, None),
+            worker_init_fn=(self.worker_init_fn, None),
+            timeout=(self.timeout, None),
+            restarts=(self.restarts, 3),
+            max_bytes=(self._resources.max_bytes, None),
+        )
+
+    def __reduce__(self) -> Any:
+        # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.
+        make = functools.partial(
+            ProcessPool,
+            self.num_workers,
+            start_method=self.start_method,
+            worker_init_fn=self.worker_init_fn,
+            timeout=self.timeout,
+            restarts=self.restarts,
+            max_bytes=self._resources.max_bytes,
+        )
+        return make, ()
+
+    def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
+        self._resources.register = self._resources.arena.register = register
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        return self._resources.handles
+
+    @property
+    def started(self) -> bool:
+        return bool(self._resources.handles)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by number; empty before the first epoch and after `close`."""
+        return [handle.pid for handle in self._workers]
+
+    # -- verbs ----------------------------------------------------------------------------------------------
+
+    def start(self, job: Job) -> None:
+        if self.start_method == "fork" and self.num_workers > 1:
+            warn_of_open_file(job.dataset, "forked processes")
+        notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
+        self._workforce.start(NewJob(job, self.worker_init_fn, notes_samples))
+        self._count_room()
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        handles, group = self._resources.handles, self.group
+        forked = self.start_method == "fork"
+        for task in tasks:
+            if task.lane is not None:
+                chosen = handles[task.lane % len(handles)]
+            else:
+                chosen, least = handles[0], len(handles[0].tasks) // group
+                for handle in handles:
+                    if len(handle.tasks) // group < least:
+                        chosen, least = handle, len(handle.tasks) // group
+            try:
+                own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
+                slot = self._take_slot(chosen)
+            except Exception as raised:
+                error = as_batch_error(raised, "while the batch was sent to a worker")
+                Location(task.epoch, task.seq).note(error, samples=task.shards[0])
+                self._refused.append(Result(task.run, task.seq, error=error))
+                continue
+            key = task.run, task.seq
+            chosen.tasks[key] = task
+            chosen.slots[key] = slot
+            chosen.unsent.append((slot, task, own))
+            self.room -= 1
+        for handle in handles:
+            if handle.unsent:
+                handle.link.send(pack_tasks(handle.unsent))
+                handle.unsent.clear()
+
+    def _take_slot(self, handle: WorkerHandle) -> Slot | None:
+        """Memory for the next batch, which the worker knows; None if the batch is to go through the pipe."""
+        wanted = self._sizes.wanted
+        slot = self._resources.arena.take(wanted) if wanted >= SLOT_BYTES else None
+        if slot is None and wanted >= SLOT_BYTES:
+            self.notices.happened(
+                "slow_batches",
+                f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self._resources.max_bytes}, "
+                f"{self._resources.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
+                f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+            )
+        if slot is not None and slot.segment >= handle.segments:
+            for segment in self._resources.arena.segments[handle.segments : slot.segment + 1]:
+                send_segment(handle.link, segment)
+            handle.segments = slot.segment + 1
+        return slot
+
+    def wait(self, block: bool = True) -> Sequence[Result]:
+        resources = self._resources
+        handles = resources.handles
+        if not handles:
+            return ()
+        # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
+        poller, resources.poller = resources.poller or Poller(handles, resources.wake_reader), None
+        self.waiting = True
+        try:
+            ready, ended = poller.wait(self._workforce.watch.step if block and not self._refused else 0.0)
+        except (OSError, ValueError):
+            if handles is resources.handles:
+                raise
+        self.waiting = False
+        if handles is not resources.handles:
+            return ()  # a signal handler has closed the pool
+        workforce = self._workforce
+        if poller.handles == handles:
+            resources.poller = poller
+        else:  # a step inside this one has replaced a worker
+            ready = [handle for handle in ready if handle in handles]
+        workforce.ended |= ended.intersection(handle.sentinel for handle in handles) if ended else ended
+        results, self._refused = self._refused, []
+        for handle in list(handles) if workforce.ended else ready:
+            link = handle.link
+            if link.outbox:
+                link.flush()
+            link.receive()
+            if link.inbox:
+                self._take(handle, results)
+            if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
+                results += workforce.bury(handle)
+                self.notices.happened("replaced_workers", f"{workforce.fate(handle)}. Another worker has its place")
+        if self.timeout is not None:
+            workforce.stop_late()
+        requeued = workforce.requeued
+        self._count_room()
+        if requeued:
+            again = [requeued.popleft() for _ in range(min(self.room + len(requeued), len(requeued)))]
+            self.room += len(again)
+            self.submit(again)
+        return results
+
+    def _count_room(self) -> None:
+        """What has come back goes out again first."""
+        self.room = HELD * self.group * len(self._resources.handles) - len(self._workforce.requeued)
+        for handle in self._resources.handles:
+            self.room -= len(handle.tasks)
+
+    def wake(self) -> None:
+        self._resources.wake()
+
+    def cancel(self, run: int) -> None:
+        workforce = self._workforce
+        workforce.requeued = deque(task for task in workforce.requeued if task.run != run)
+        for handle in self._workers:
+            # The last task of a worker may not have begun; the worker answers for each that it drops.
+            if any(task.run == run for task in handle.tasks.values()):
+                handle.link.send(pack_head(CANCEL, run))
+
+    def close(self) -> None:
+        self._workforce.close()
+        self.room = 0
+        self._refused.clear()
+
+    def closer(self) -> Callable[[], None]:
+        return self._resources.close
+
+    def _take(self, handle: WorkerHandle, results: list[Result]) -> None:
+        """Deal with the messages of a worker."""
+        while handle.link.inbox:
+            message = handle.link.inbox.popleft()
+            kind, _, _, content = unpack_head(message.head)
+            if kind == FAILED:
+                self.close()
+                raise PoolBroken(as_exception(decode_error(decode(content)), "while a worker started"))
+            if kind == READY:
+                handle.ready = True
+                self._workforce.deaths.ready()
+            elif kind == CRASHED:
+                handle.last_words = bytes(content).decode(errors="replace")
+            else:
+                while len(content):
+                    result, content = self._decode(handle, content, message.buffers)
+                    results.append(result)
+
+    def _decode(self, handle: WorkerHandle, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
+        """The first of some results, and the others. The batch's slot is lent out with it."""
+        run, seq, wanted, count, pickled, rest = unpack_reply(replies)
+        self._sizes.note(wanted)
+        buffers = [places.popleft() for _ in range(count)]
+        task, slot = handle.tasks.pop((run, seq), None), handle.slots.pop((run, seq), None)
+        if slot is not None:
+            # Also if nothing lies in it: then it comes back at once.
+            buffers = self._resources.arena.lend(slot, buffers)
+        result = decode_result(run, seq, pickled, buffers, task)
+        if result.seconds:  # it was not dropped
+            self.group = self._grouping.note(result.seconds)
+        deaths = self._workforce.deaths
+        if deaths.unsettled:
+            deaths.settle(run, seq)
+        return result, rest

@@ -1,0 +1,155 @@
+"""The first lines of a new interpreter: a spawned worker, or the forkserver that workers are forked from.
+
+    trainer: start.py  --pickled dict through a pipe-->  main(orders) -> worker.main
+    trainer: start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
+
+``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. So a spawned
+worker does without. Where the user's dataset imports it after all, it finds itself as in any child process.
+
+BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothing may be imported at the top that
+imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
+the same forkserver inherit those libraries with one thread, but not the variables.
+
+What can go wrong: a library cannot be imported. A spawned worker then tells the trainer why (`messages.CRASHED`). The
+forkserver leaves it to the workers, whose error says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import struct
+import sys
+import traceback
+from typing import Any
+
+from sharded_loader.base.process_hooks import call_after_import
+from sharded_loader.base.system import ONE_THREAD
+
+PRELOAD = "SHARDED_LOADER_PRELOAD"
+"""The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
+
+_SIZE = struct.Struct("!i")
+_LONG_SIZE = struct.Struct("!Q")
+
+
+class Connection:
+    """The part of ``multiprocess.connection.Connection`` that a worker uses, with the same bytes on the wire.
+
+    Args:
+        fd: of a socket, taken over.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(True)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send_bytes(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        size = view.nbytes
+        prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
+        if size > 16384:  # not worth a copy
+            self._socket.sendall(prefix)
+            self._socket.sendall(view)
+        else:
+            self._socket.sendall(prefix + view)
+
+    def recv_bytes(self) -> bytearray:
+        data = bytearray(self._receive_size())
+        self._fill(memoryview(data))
+        return data
+
+    def recv_bytes_into(self, buffer: Any) -> int:
+        size = self._receive_size()
+        self._fill(memoryview(buffer).cast("B")[:size])
+        return size
+
+    def _receive_size(self) -> int:
+        for size_format in (_SIZE, _LONG_SIZE):
+            data = bytearray(size_format.size)
+            self._fill(memoryview(data))
+            (size,) = size_format.unpack(data)
+            if size != -1:
+                break
+        return int(size)
+
+    def _fill(self, view: memoryview) -> None:
+        while view.nbytes:
+            count = self._socket.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+
+
+def main(orders: dict[str, Any]) -> None:
+    """Be a worker until the pipe is closed.
+
+    Args:
+        orders: what `start.SpawnedProcess` sent.
+    """
+    os.environ.update(ONE_THREAD)
+    sys.argv = orders["sys_argv"]
+    os.chdir(orders["dir"])
+    _close_stdin()
+    call_after_import("multiprocess", lambda: _tell_multiprocess(orders))
+    conn = Connection(orders["fd"])
+    try:
+        from sharded_loader.pools.process import worker
+    except BaseException:
+        # As `worker` tells why it ends, without NumPy, which may be what cannot be imported.
+        text = traceback.format_exc().encode(errors="replace")
+        with contextlib.suppress(OSError):
+            conn.send_bytes(struct.pack("!Icqq", 0, b"X", 0, 0) + text)
+        raise SystemExit(1) from None
+    worker.main(conn, orders["number"], orders["num_workers"], None, limited=True, held=orders["alive"])
+
+
+def _close_stdin() -> None:
+    """As ``multiprocess`` does: several processes that read one terminal help nobody."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdin.close()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdin = open(os.open(os.devnull, os.O_RDONLY), encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _tell_multiprocess(orders: dict[str, Any]) -> None:
+    """Name, authentication key, daemon: what ``multiprocess`` itself tells its children."""
+    from multiprocess import process, resource_tracker
+
+    current: Any = process.current_process()
+    current._name = orders["name"]
+    current._config.update(authkey=process.AuthenticationString(orders["authkey"]), daemon=True)
+    process.ORIGINAL_DIR = orders["orig_dir"]
+    resource_tracker._resource_tracker._fd = orders["tracker"]
+
+
+def _preload() -> None:
+    """In the forkserver: import what the trainer has asked for, once for all workers."""
+    import json
+
+    request = json.loads(os.environ.pop(PRELOAD))
+    threads = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    # The forkserver of some Pythons has the path of a bare interpreter, without the folder of the user's script.
+    path, sys.path[:] = sys.path[:], request["path"]
+    for name in request["modules"]:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    sys.path[:] = path
+    for name, value in threads.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+if PRELOAD in os.environ:
+    _preload()

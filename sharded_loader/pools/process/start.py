@@ -1,0 +1,267 @@
+"""How a worker starts: its start method, its pipe, its process, its place on the board, its lifeline.
+
+    launch(number, ...) -> WorkerHandle        spawn: an interpreter of its own (`spawned`)
+                                               forkserver: forked from that; fork: forked from the template
+
+``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
+so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
+``if __name__ == "__main__"``, and nothing imports torch by accident.
+
+A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which comes before,
+and ends with its trainer even if the user's code holds the GIL from its first line on.
+
+What can go wrong: no process, no descriptor (OSError). A template that is dead is replaced. If several die one after
+the other before they fork a worker, the worker is forked from the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import multiprocess
+import threadpoolctl  # noqa: F401 - forked workers inherit it
+from multiprocess import forkserver, resource_tracker, spawn, util
+from multiprocess.context import SpawnProcess
+
+from sharded_loader.base.system import can_pass_descriptors
+from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.engine.messages import BOARD, JOB, SEGMENT, NewJob, pack_head
+from sharded_loader.memory.segments import Segment
+from sharded_loader.pools.process import spawned, template, worker
+from sharded_loader.pools.process.link import Link, make_link
+from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
+
+TEMPLATES = 3
+"""How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
+
+_AS_IT_IS_NOW = "workers are forked from the trainer as it is now: with its threads, and with the dataset as it is now"
+
+
+def choose_start_method(start_method: str | None) -> str:
+    """The start method to use: what is asked for, else what the user set for the process, else the default.
+
+    Raises:
+        ValueError: this platform does not have it.
+    """
+    known = multiprocess.get_all_start_methods()
+    if start_method is None:
+        chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
+        start_method = chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
+    if start_method not in known:
+        raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
+    if start_method == "forkserver" and not can_pass_descriptors():
+        text = 'this system does not pass descriptors between processes, as a forkserver must: start_method="spawn"'
+        warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
+        return "spawn"
+    return start_method
+
+
+def launch(
+    number: int, num_workers: int, start_method: str, resources: WorkerResources, new_job: NewJob
+) -> WorkerHandle:
+    """Start worker ``number`` of ``num_workers``.
+
+    Args:
+        number, num_workers, start_method: of the worker.
+        resources: gets the template, and has the board and the lifeline.
+        new_job: what it inherits under fork; otherwise it has yet to be sent.
+    """
+    if multiprocess.current_process().daemon:
+        raise RuntimeError(
+            "this is a worker process, which may have none of its own: give the loader that the dataset makes "
+            "num_workers=0, or threads (thread_pool=True)"
+        )
+    if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
+        # The template could not be given the worker's end of the pipe, so there is none.
+        template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
+    for _ in range(TEMPLATES):
+        try:
+            started, link = _start(number, num_workers, start_method, resources, new_job)
+            break
+        except template.TemplateGone as error:
+            gone, resources.template = resources.template, None
+            if gone is not None:
+                gone.close()
+            template.warn(f"{error}; {_AS_IT_IS_NOW}")
+    else:
+        started, link = _start(number, num_workers, start_method, resources, new_job, directly=True)
+    handle = WorkerHandle(number, started, link)
+    if resources.board is not None:
+        handle.board = board_in(resources.board.mapping, number)
+        handle.board[SAMPLE] = IDLE
+        send_segment(link, resources.board, BOARD, number)
+    if resources.lifeline is not None:
+        resources.lifeline.tie(started, link)
+    if start_method == "fork":
+        link.send(pack_head(JOB))
+    return handle
+
+
+def send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:
+    """Let a worker know a segment; ``number`` instead of the segment's own."""
+    name = (segment.name or "").encode()
+    number = segment.number if number is None else number
+    link.send(pack_head(kind, number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
+
+
+def _start(
+    number: int,
+    num_workers: int,
+    start_method: str,
+    resources: WorkerResources,
+    new_job: NewJob,
+    *,
+    directly: bool = False,
+) -> tuple[Any, Link]:
+    if start_method == "fork" and resources.template is None and can_pass_descriptors() and not directly:
+        # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
+        resources.template = template.Template(new_job, num_workers)
+    # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
+    ours, theirs = multiprocess.Pipe(duplex=True)
+    link = make_link(ours)
+    try:
+        if resources.template is not None:
+            return resources.template.fork(number, theirs), link
+        if start_method == "fork":
+            name = f"sharded_loader-worker-{number}"
+            return template.start_forked(name, worker.main, theirs, number, num_workers, new_job), link
+        fds = [] if resources.inherited is None else resources.inherited.fds
+        return _spawn(number, num_workers, start_method, theirs, fds), link
+    except BaseException:
+        link.close()
+        raise
+    finally:
+        theirs.close()
+
+
+# -- spawn and forkserver -------------------------------------------------------------------------------------
+
+# Handles take another way on Windows. The interpreter of a frozen program takes no `-c`.
+_HAS_INTERPRETER = sys.platform != "win32" and not getattr(sys, "frozen", False)
+
+# The path first: without it the library itself might not be found.
+_PROGRAM = (
+    "import pickle, sys; orders = pickle.load(open({pipe}, 'rb')); sys.path = orders['sys_path']; "
+    "from sharded_loader.pools.process.spawned import main; main(orders)"
+)
+
+
+def _spawn(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
+    name = f"sharded_loader-worker-{number}"
+    started: Any
+    if start_method == "spawn" and _HAS_INTERPRETER:
+        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn, fds)
+    else:
+        context = multiprocess.get_context(start_method)
+        started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
+        if sys.platform != "win32":
+            resource_tracker.ensure_running()  # its start would unblock SIGINT again
+    with template.starting_worker():
+        started.start()
+    template.forget_process(started)
+    return started
+
+
+def start_forkserver(modules: Iterable[str] = ()) -> None:
+    """Start the forkserver of ``multiprocess``, if none runs: workers fork from it.
+
+    Args:
+        modules: what it imports, beside our own; never the user's script. One that runs already stays as it is, and so
+            does a choice that the user has made with ``multiprocess.set_forkserver_preload``.
+    """
+    if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
+        forkserver.set_forkserver_preload([spawned.__name__])
+    resource_tracker.ensure_running()  # as above
+    wanted = sorted(set(modules) - {"__main__", "__mp_main__"})
+    request = {"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path}
+    os.environ[spawned.PRELOAD] = json.dumps(request)
+    try:
+        with template.starting_worker():
+            forkserver.ensure_running()
+    finally:
+        os.environ.pop(spawned.PRELOAD, None)
+
+
+def _forget_forkserver() -> None:
+    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        chosen = server._preload_modules
+        os.close(server._forkserver_alive_fd)  # it lives as long as somebody has this open
+        server.__init__()
+        server._preload_modules = chosen
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_forkserver)
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """``spawn.get_preparation_data``, without the user's script for our own workers."""
+    data: dict[str, Any] = _original_preparation_data(name)
+    if template.is_starting_worker():
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+_original_preparation_data = spawn.get_preparation_data
+spawn.get_preparation_data = _preparation_data
+
+if _HAS_INTERPRETER:
+    from multiprocess import popen_spawn_posix
+
+    class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
+        def _launch(self, started: SpawnedProcess) -> None:
+            fd = started.conn.fileno()
+            # Where one runs. None is started for a worker, which makes nothing that it would look after: 20 ms, 11 MB.
+            tracker = resource_tracker._resource_tracker._fd
+            ends: list[int] = []
+            try:
+                ends += os.pipe()
+                ends += os.pipe()
+                self.sentinel, alive, source, orders = ends
+                command = [spawn.get_executable(), *util._args_from_interpreter_flags()]
+                # The last argument is how ``multiprocess`` marks what it spawns.
+                command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
+                inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]
+                self.pid = util.spawnv_passfds(command[0], command, inherited)
+                with open(orders, "wb", closefd=False) as stream:
+                    data = spawn.get_preparation_data(started.name)
+                    data |= {"authkey": bytes(data["authkey"]), "tracker": tracker, "fd": fd, "alive": alive}
+                    pickle.dump(data | started.orders, stream)
+            finally:
+                for end in ends[1:]:
+                    os.close(end)
+                if ends:
+                    self.finalizer = util.Finalize(self, util.close_fds, ends[:1])
+
+
+class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
+    """A ``multiprocess`` process whose child does not import ``multiprocess``.
+
+    All that comes after the start (join, kill, exit code, sentinel) is ``multiprocess``'s own.
+
+    Args:
+        name: of the process.
+        orders: what `spawned.main` gets beside what ``multiprocess`` tells its children.
+        conn: the worker's end of the pipe; closed by the caller when the process has started.
+        fds: other descriptors that it gets, with the numbers that they have here.
+    """
+
+    def __init__(self, name: str, orders: dict[str, Any], conn: Any, fds: Sequence[int] = ()) -> None:
+        super().__init__(name=name, daemon=True)
+        self.orders = orders
+        self.conn = conn
+        self.fds = fds
+
+    @staticmethod
+    def _Popen(started: SpawnedProcess) -> Any:
+        return _Popen(started)

@@ -1,0 +1,304 @@
+"""A worker process, from its first line to its last.
+
+    receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
+    main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
+
+The main thread notes on the board where it is. So a trainer that finds it dead or silent can say in which batch, and
+over which sample, if somebody has to know that (`engine.board`).
+
+A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
+to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
+
+The process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code then
+gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
+macOS: there `close` kills the worker, and without a `close` it ends after that call.
+
+SIGINT is the trainer's affair and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from sharded_loader.base.dynamo import end_compiling
+from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
+from sharded_loader.base.interrupts import python_handlers
+from sharded_loader.base.notices import is_ours, logger
+from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
+from sharded_loader.engine import messages
+from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.engine.grouping import GROUP_SECONDS
+from sharded_loader.engine.messages import NewJob, Result, Task
+from sharded_loader.memory.codec import SlotWriter, decode, encode
+from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.memory.segments import attach
+from sharded_loader.pools.process.lifeline import die_with, keep_from_children
+from sharded_loader.pools.process.wire import receive_descriptor, receive_message, send_message
+from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+
+GRACE = 0.3
+"""Seconds between end-of-file and the end of a worker that is in the user's code."""
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
+"""Makes a worker write all its stacks to stderr and end, also while it holds the GIL: a signal that nothing else uses.
+It is sent to a worker whose receiver thread has not written them."""
+
+
+class Worker:
+    """The two threads of a worker process. It takes what `main` takes."""
+
+    def __init__(self, conn: Any, number: int, num_workers: int) -> None:
+        self._conn = conn
+        self._number = number
+        self._num_workers = num_workers
+        self._name = f"worker {number} (pid {os.getpid()})"
+        # Kind, run or segment, content and buffers of a message; None: the pipe has ended.
+        self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._finished = threading.Event()
+        self._reading = TaskReader(number, num_workers, self._name)
+        self._replies: list[bytes] = []
+        self._places: list[tuple[int, int]] = []
+        self._sent = 0.0
+        self._segments: dict[int, np.ndarray[Any, Any] | OSError] = {}
+
+    # -- receiver thread ------------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        """Take what comes, until the pipe ends."""
+        try:
+            while True:
+                message = receive_message(self._conn)
+                kind, run, seq, content = messages.unpack_head(message.head)
+                if kind in (messages.BOARD, messages.DEATH, messages.SEGMENT):
+                    self.open_shared(kind, run, seq, bytes(content).decode())
+                elif kind == messages.STACKS:
+                    write_stacks(__file__)
+                    os._exit(1)
+                else:
+                    if kind == messages.CANCEL:  # at once: the message lies behind the last of the tasks
+                        self._cancelled.add(run)
+                    self._inbox.put((kind, run, content, message.buffers))
+        except (EOFError, OSError):
+            self._inbox.put(None)
+            if not self._finished.wait(GRACE):
+                os._exit(1)
+        except BaseException as error:
+            self._crash(error)  # nobody would feed the main thread any more
+
+    def open_shared(self, kind: bytes, number: int, nbytes: int, name: str) -> None:
+        """Open what the trainer has made, by its name or by a descriptor that follows. Nothing of it is vital."""
+        try:
+            fd = None if name else receive_descriptor(self._conn)
+            if kind == messages.DEATH:
+                try:
+                    die_with(name or f"/proc/self/fd/{fd}")
+                finally:
+                    if fd is not None:
+                        os.close(fd)
+            elif kind == messages.BOARD:
+                self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
+            else:
+                # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
+                segment = attach(number, nbytes, fd, name, private=number < 0)
+                self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
+        except OSError as error:
+            # Without the board errors will not name the sample; without the lifeline this thread ends the process.
+            if kind == messages.SEGMENT:
+                self._segments[number] = error
+                if number >= 0:
+                    # No warning: where the user makes errors of those, the worker would die of it.
+                    text = f"{self._name} sends batches through the pipe, which is slower: {why_refused(error)}"
+                    print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
+
+    # -- main thread ----------------------------------------------------------------------------------------
+
+    def run(self, inherited: NewJob | None) -> None:
+        """Do what comes, until the pipe ends or the job cannot be taken."""
+        try:
+            threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
+            while (message := self._inbox.get()) is not None:
+                kind, run, content, buffers = message
+                if kind == messages.JOB:
+                    if not self._take_job(run, content, buffers, inherited):
+                        break
+                elif kind == messages.CANCEL:
+                    self._cancelled.discard(run)
+                else:
+                    for task in messages.unpack_tasks(content):
+                        self._do(*task)
+                del message, content, buffers
+                if self._inbox.empty():
+                    if self._replies:
+                        self._send_replies()
+                    self._reading.board[SAMPLE] = IDLE
+        except BaseException as error:  # this process may have no more threads
+            self._crash(error)
+        self._finished.set()
+
+    def _crash(self, error: BaseException) -> NoReturn:
+        if self._reading.job is None:
+            _crash(self._conn, error)
+        traceback.print_exc()
+        os._exit(1)
+
+    def _take_job(self, segment: int, content: memoryview, buffers: Sequence[Any], inherited: NewJob | None) -> bool:
+        try:
+            self._reading.take(self._load(segment, content, buffers) if inherited is None else inherited)
+        except BaseException as error:
+            failure = failed_in_start(error, self._name)
+            self._send(messages.pack_head(messages.FAILED) + encode(encode_error(failure)).head)
+            return False
+        self._send(messages.pack_head(messages.READY))
+        return True
+
+    def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
+        memory = self._segments.pop(segment, None)
+        if isinstance(memory, OSError):
+            raise OSError(memory.errno, f"the dataset cannot be mapped: {why_refused(memory)}") from memory
+        if memory is not None:
+            buffers = [memory[place[0] : sum(place)] if isinstance(place, tuple) else place for place in buffers]
+        new: NewJob = decode(content, buffers)
+        return new
+
+    def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
+        if run in self._cancelled:
+            self._reply(Result(run, seq), SlotWriter(None))
+            return
+        memory = None
+        if place is not None:
+            segment, offset, nbytes = place
+            whole = self._segments.get(segment)
+            memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
+        self._reply(*self._reading.read(run, seq, fields, memory))
+
+    def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
+        """Put up a reply for sending; it is sent at once if somebody may wait for it."""
+        encoded = self._reading.pack(result, slot, task)
+        self._replies.append(messages.pack_reply(result.run, result.seq, slot.wanted, encoded))
+        self._places.extend(encoded.places)
+        # Buffers are views into the batch's own arrays, which nobody keeps after this.
+        if encoded.buffers or time.perf_counter() - self._sent >= GROUP_SECONDS:
+            self._send_replies(encoded.buffers)
+
+    def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
+        self._send(messages.pack_head(messages.RESULTS, content=b"".join(self._replies)), self._places, buffers)
+        self._replies.clear()
+        self._places.clear()
+        self._sent = time.perf_counter()
+
+    def _send(self, head: bytes, places: Sequence[tuple[int, int]] = (), buffers: Sequence[memoryview] = ()) -> None:
+        try:
+            send_message(self._conn, head, places, buffers)
+        except OSError:
+            _leave(0)  # the trainer has closed the pipe, or is gone
+
+
+def main(
+    conn: Any,
+    number: int,
+    num_workers: int,
+    inherited: NewJob | None,
+    *,
+    limited: bool = False,
+    held: int | None = None,
+) -> None:
+    """Run a worker process until its pipe is closed.
+
+    Args:
+        conn: the worker's end of the pipe.
+        number: number of the worker, from 0.
+        num_workers: how many there are.
+        inherited: the job under fork; otherwise None, and it comes as the first message.
+        limited: libraries have been limited to one thread, before any was loaded or in the `template`.
+        held: a descriptor that is open for as long as the worker lives, if it knows of one.
+    """
+    keep_from_children(conn, held)
+    end_compiling()
+    # Handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process.
+    signal.set_wakeup_fd(-1)
+    for number_of_signal in python_handlers():
+        signal.signal(number_of_signal, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        if not limited:
+            limit_threads()
+        if STACKS_SIGNAL is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
+                # Chained to the default action, the end of the process: so the trainer knows they are written.
+                faulthandler.unregister(STACKS_SIGNAL)
+                signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+                faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
+        Worker(conn, number, num_workers).run(inherited)
+    except BaseException as error:  # this process may have no more threads
+        _crash(conn, error)
+    _leave(0)
+
+
+def write_stacks(until: str) -> None:
+    """Write the user's frames of the thread that reads to stderr. All frames of the other threads go to the logger.
+
+    Args:
+        until: the file that calls the user's code. Frames before it are those of the process that forked this one.
+    """
+    short: list[str] = []
+    full: list[str] = []
+    for thread, newest in sys._current_frames().items():
+        if thread == threading.get_ident():
+            continue
+        frames = [frame for frame, _ in traceback.walk_stack(newest)]
+        ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
+        users = [one for one in frames[: ours[0] if ours else 0] if not is_ours(one.f_code.co_filename)]
+        who = "The thread that reads" if ours else "Another thread"
+        for found, shown in ((full, frames), (short, users)):
+            stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in shown[::-1])
+            found += [f"{who} (most recent call last):\n", *stack.format()] if stack else []
+    if not short or is_on(FULL_TRACEBACKS):
+        faulthandler.dump_traceback(2, all_threads=True)
+    else:
+        os.write(2, "".join(short).encode(errors="replace"))
+        logger.info("all frames of the worker that made no progress:\n%s", "".join(full))
+
+
+def limit_threads() -> None:
+    """Limit libraries to one thread each, in this process and in those that it forks.
+
+    Once in the template, and not in each worker: there OpenBLAS would first start a thread for every core, and each
+    thread waits actively for 30 ms. Eight workers on two cores: 250 ms until the end of an epoch of no work, now 140.
+    """
+    import threadpoolctl  # 2 ms, where it has not been inherited
+
+    os.environ.update(ONE_THREAD)
+    threadpoolctl.threadpool_limits(1)
+
+
+def _crash(conn: Any, error: BaseException) -> NoReturn:
+    """End, and leave the traceback to the trainer: of many workers that end alike it prints one."""
+    with contextlib.suppress(OSError):
+        send_message(
+            conn, messages.pack_head(messages.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()
+        )
+    _leave(1)
+
+
+def _leave(exitcode: int) -> NoReturn:
+    """End the process. Not by returning: tearing down an interpreter with torch in it takes 100 ms, for nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(exitcode)

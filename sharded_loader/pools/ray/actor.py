@@ -1,0 +1,202 @@
+"""A worker on Ray, from its first call to its last.
+
+    begin(published) -> Begun                       it has the dataset, over memory that its node's workers share
+    read(tasks) -> head, places, memory, rest       the group's batches, which Ray puts into its object store
+    where() -> words of the board                   answered by a second thread, while the first one reads
+    stacks(), cancel(run)                           likewise
+
+The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
+when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.lent`).
+
+In a careful call the place of each sample is told to a *notebook* before the sample is read. This is an actor beside
+the driver, which says where a worker was when it died. One call takes a millisecond, so nobody does that without need.
+
+What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
+ends the process when the driver has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharded_loader.base.errors import add_note
+from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.messages import NewJob, Result, pack_reply, unpack_head, unpack_tasks
+from sharded_loader.memory.arena import RecentSizes
+from sharded_loader.memory.codec import SlotWriter, decode, encode
+from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.pools.process.worker import write_stacks
+from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+
+NOTE_SECONDS = 5.0
+"""How long the notebook is waited for. It may have died."""
+
+SPARE = 2
+"""The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
+
+
+class Begun(NamedTuple):
+    """What a worker says when it has its job.
+
+    Attributes:
+        pid: its process.
+        node: id of its node.
+        host: address of its node.
+        failure: an encoded error, if it cannot take the job.
+    """
+
+    pid: int
+    node: str
+    host: str
+    failure: bytes | None = None
+
+
+Group = tuple[bytes, "list[tuple[int, int]]", "np.ndarray[Any, Any]", "list[np.ndarray[Any, Any]]"]
+"""Replies, one after the other; of each buffer its offset in the memory (-1: it is the next of the rest) and its size;
+the memory; the rest."""
+
+
+class LoaderActor:
+    """One worker.
+
+    Args:
+        number: from 0.
+        num_workers: how many there are to be.
+        threads: that BLAS and OpenMP may use.
+    """
+
+    def __init__(self, number: int, num_workers: int, threads: int) -> None:
+        self._threads = threads
+        self._node, self._host = _place()
+        self._name = f"worker {number} (pid {os.getpid()} on {self._host})"
+        self._reading = TaskReader(number, num_workers, self._name)
+        self._board = self._reading.board
+        self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self._sizes, self._groups = RecentSizes(), RecentSizes()
+        self._cancelled: set[int] = set()
+
+    def begin(self, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> Begun:
+        """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
+        import threadpoolctl
+
+        failure = None
+        try:
+            threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
+            head, buffers = published
+            new: NewJob = decode(head, buffers)
+            self._reading.take(new)
+        except BaseException as error:
+            raised = failed_in_start(error, self._name)
+            _advise(raised)
+            failure = encode(encode_error(raised)).head
+        return Begun(os.getpid(), self._node, self._host, failure)
+
+    def read(self, content: bytes, notebook: Any = None, key: str = "") -> Group:
+        """Read a group of tasks.
+
+        Args:
+            content: the tasks (`messages.pack_tasks`).
+            notebook: the actor to be told of each sample before it is read; None: nobody.
+            key: this worker's name there.
+        """
+        reading, tasks = self._reading, unpack_tasks(unpack_head(content)[3])
+        reading.board = self._board if notebook is None else _ToldBoard(notebook, key)
+        nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
+        if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
+            self._memory = np.empty(SPARE * nbytes, np.uint8)
+        memory, used = self._memory, 0
+        replies: list[bytes] = []
+        places: list[tuple[int, int]] = []
+        rest: list[np.ndarray[Any, Any]] = []
+        for run, seq, _, fields in tasks:
+            if run in self._cancelled:
+                encoded, slot = reading.pack(Result(run, seq), SlotWriter(None)), SlotWriter(None)
+            else:
+                result, slot, task = reading.read(run, seq, fields, memory[used:])
+                if result.error is not None:
+                    _explain(result.error)
+                encoded = reading.pack(result, slot, task)
+            # A negative size marks an object. If the main process pins the memory, it copies the objects out of it.
+            places += [(-1 if offset < 0 else used + offset, abs(size)) for offset, size in encoded.places]
+            rest += [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
+            replies.append(pack_reply(run, seq, slot.wanted, encoded))
+            self._sizes.note(slot.wanted)
+            used += slot.used
+        self._board[SAMPLE] = IDLE
+        self._groups.note(used)
+        return b"".join(replies), places, memory[:used], rest
+
+    def where(self) -> list[int]:
+        """The words of the board."""
+        return list(self._reading.board)
+
+    def stacks(self) -> None:
+        """Write the user's frames of all threads to stderr."""
+        write_stacks(__file__)
+
+    def cancel(self, run: int) -> None:
+        """Drop the tasks of this run that have not begun."""
+        self._cancelled.add(run)
+
+
+def _place() -> tuple[str, str]:
+    """This node's id and address."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())
+
+
+def _advise(error: BaseException) -> None:
+    if isinstance(error, ModuleNotFoundError):
+        add_note(
+            error,
+            "sharded_loader: the node does not have this module. Send it along: "
+            'RayPool(n, runtime_env={"working_dir": "."}), or {"py_modules": [module]}, or {"pip": ["package"]}',
+        )
+    elif isinstance(error, FileNotFoundError):
+        add_note(error, "sharded_loader: each node opens the dataset's files: put them where all nodes see them")
+
+
+def _explain(error: BaseException) -> None:
+    if isinstance(error, ValueError) and "read-only" in str(error):
+        add_note(
+            error,
+            "sharded_loader: on Ray the dataset's arrays lie in memory that all workers of a node share, so they "
+            "cannot be written to: copy the array first, in __getitem__ or in worker_init_fn",
+        )
+
+
+class _ToldBoard(list):  # type: ignore[type-arg]
+    """A board whose every step is told to the notebook, and has arrived there when the step is made."""
+
+    def __init__(self, notebook: Any, key: str) -> None:
+        super().__init__([0, 0, 0, IDLE])
+        self._notebook, self._key = notebook, key
+
+    def __setitem__(self, place: Any, word: Any) -> None:
+        super().__setitem__(place, word)
+        if place == SAMPLE:
+            import ray
+
+            with contextlib.suppress(Exception):  # without the notebook an error does not name the sample
+                ray.get(self._notebook.note.remote(self._key, list(self)), timeout=NOTE_SECONDS)
+
+
+class LoaderNotebook:
+    """Keeps what workers note about themselves, after their death too."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, list[int]] = {}
+
+    def note(self, key: str, words: list[int]) -> None:
+        """A worker has come so far."""
+        self._words[key] = words
+
+    def last(self, key: str) -> list[int] | None:
+        """How far a worker had come; None if it has not said."""
+        return self._words.pop(key, None)

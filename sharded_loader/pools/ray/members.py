@@ -1,0 +1,194 @@
+"""One actor of a pool on Ray, as the driver sees it: what it was asked for with, and what it has to read.
+
+    Wanted.options() -> arguments of ``ray.remote``
+    Member                    the handle, the calls that have not ended, what the actor has said of itself
+    cause_of(error) -> text   what Ray says about a death, in one line
+    stop(actors)              kill them
+
+Nothing here decides anything, and nothing goes wrong: an actor that is dead can be stopped again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sharded_loader.engine.board import UNUSED
+from sharded_loader.engine.messages import Task
+from sharded_loader.pools.ray.actor import Begun
+
+_CAUSE_CHARACTERS = 400
+"""Of what Ray says about a death."""
+
+NODE_DIED = "its node has died"
+"""In Ray's text about an actor."""
+
+
+class Wanted(NamedTuple):
+    """What an actor is asked for with; see `RayPool`."""
+
+    num_cpus: float
+    resources: dict[str, float]
+    runtime_env: dict[str, Any] | None
+    scheduling_strategy: Any
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """The resources, with the CPUs."""
+        return {"CPU": self.num_cpus, **self.resources}
+
+    def options(self) -> dict[str, Any]:
+        """As Ray has them. Each call is made once: who does it again is decided here."""
+        options = {
+            "num_cpus": self.num_cpus,
+            "resources": self.resources,
+            "scheduling_strategy": self.scheduling_strategy,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "concurrency_groups": {"control": 1},
+        }
+        return options if self.runtime_env is None else {**options, "runtime_env": self.runtime_env}
+
+
+class Call(NamedTuple):
+    """A call of an actor that has not ended.
+
+    Attributes:
+        tasks: what it reads.
+        alone: the actor had nothing else, and gets nothing else.
+    """
+
+    tasks: list[Task]
+    alone: bool
+
+
+@dataclass(eq=False)
+class Member:
+    """One actor.
+
+    Attributes:
+        number: whose place it has.
+        key: its own name.
+        actor: Ray's handle.
+        calls: by number, the oldest first.
+        begun: what it has said of itself; None before it is ready.
+        words: where it was when it last answered.
+        hung: it stood still, and was killed.
+        asked: it was asked where it is, and has not answered.
+        failed: it could not begin, and nobody asks for another in its place.
+    """
+
+    number: int
+    key: str
+    actor: Any
+    calls: dict[int, Call] = field(default_factory=dict)
+    begun: Begun | None = None
+    words: Sequence[int] = UNUSED
+    hung: bool = False
+    asked: bool = False
+    failed: bool = False
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All that it has to read, the oldest first."""
+        return [task for call in self.calls.values() for task in call.tasks]
+
+    @property
+    def load(self) -> int:
+        """How many tasks it has."""
+        return sum(len(call.tasks) for call in self.calls.values())
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it reads a task that travels alone."""
+        return any(call.alone for call in self.calls.values())
+
+
+def stop(actors: list[Any], only: Any = None) -> None:
+    """Kill actors, and forget them."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():  # to call it would start Ray again
+        actors.clear()
+        return
+    for actor in list(actors) if only is None else [only]:
+        with contextlib.suppress(Exception):  # it is dead
+            ray.kill(actor)
+        with contextlib.suppress(ValueError):
+            actors.remove(actor)
+
+
+def is_of_node(error: BaseException) -> bool:
+    """Whether an actor is gone with its node, and not by itself.
+
+    A process that ends is told of by the program that has started it. If that is silent, the node has gone.
+    """
+    import ray
+
+    is_silent = isinstance(error, ray.exceptions.ActorUnavailableError)
+    return is_silent or NODE_DIED in str(error) or bool(getattr(error, "preempted", False))
+
+
+def stop_from_anywhere(actors: list[Any]) -> None:
+    """`stop`. In a thread of Ray's own, which the collector may run in, a call of Ray would wait for itself."""
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        threading.Thread(target=stop, args=(actors,), daemon=True).start()
+    else:
+        stop(actors)
+
+
+def cause_of(error: BaseException) -> str:
+    """What Ray says about a death, without its ids and its advice.
+
+    Example:
+        >>> cause_of(Exception("id: 67 Worker exit type: SYSTEM_ERROR Worker exit detail: It exits. Causes include:"))
+        'SYSTEM_ERROR: It exits.'
+    """
+    text = " ".join(str(error).split())
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common| Causes include|$)", text)
+    if found is not None:
+        return f"{found[1]}: {found[2]}"
+    return text if len(text) <= _CAUSE_CHARACTERS else f"... {text[-_CAUSE_CHARACTERS:]}"  # a traceback ends with why
+
+
+def is_of_call(error: BaseException) -> bool:
+    """Whether a call has failed, and its actor lives, or never will: what it was asked for with cannot be had."""
+    from ray import exceptions
+
+    return isinstance(
+        error,
+        exceptions.RayTaskError
+        | exceptions.ObjectStoreFullError
+        | exceptions.OutOfDiskError
+        | exceptions.RuntimeEnvSetupError
+        | exceptions.ActorUnschedulableError
+        | exceptions.ActorPlacementGroupRemoved,
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the reply was ready, and has gone."""
+    from ray import exceptions
+
+    return isinstance(error, exceptions.ObjectLostError)
+
+
+def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
+    """What each actor is asked for with, or an error that says what is wrong."""
+    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
+        raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
+    if not 0 <= num_cpus < float("inf"):
+        raise ValueError(f"num_cpus is {num_cpus!r}; it must be at least 0")
+    for name, value in (("resources", resources), ("runtime_env", runtime_env)):
+        if value is not None and not isinstance(value, dict):
+            raise TypeError(f"{name} is {value!r}; it must be a dict, or None")
+    if scheduling_strategy is None:
+        raise TypeError(
+            "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
+            '"SPREAD", "DEFAULT" or a strategy object'
+        )
+    return Wanted(float(num_cpus), dict(resources or {}), runtime_env, scheduling_strategy)

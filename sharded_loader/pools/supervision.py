@@ -1,0 +1,282 @@
+"""What the death or the silence of a worker means: which batch is to blame, and when to give it up. Policy only.
+
+    Deaths.of_batch(task)      -> whether this batch has killed enough workers
+    Deaths.in_start(worker)    -> whether workers cannot start
+    Deaths.of_nothing(worker)  -> whether workers die between batches again and again
+    Watch.late(workers)        -> those that have stood still for too long
+    died, timed_out, ...       -> the errors, with batch, sample, worker, and how to see it again
+
+A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
+only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
+stopped (Ctrl-Z) makes a worker late.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
+from sharded_loader.engine.board import SAMPLE, SHARD, phase, sample_in
+from sharded_loader.engine.messages import Job, Task
+
+E = TypeVar("E", bound=BaseException)
+
+IDLE_DEATHS = 10
+"""Deaths of workers of one number, between batches, that are too many if no batch has come from any worker since."""
+
+PROVEN = 10
+"""How many times more often a worker may be killed in its start, if another one has been seen to start."""
+
+START_SECONDS = 600.0
+"""Seconds that a worker gets to start, at least: it may import for minutes from a disk far away. One that hangs is
+known by its silence alone."""
+
+
+class Deaths:
+    """Counts the workers that batches, and starting, have killed.
+
+    A worker that ends by itself in its start (an exit code, a segmentation fault) will do so again: ``restarts`` of
+    them, of whatever numbers, are too many. One that is killed there (out of memory, by somebody) may be unlucky: of
+    these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been ready.
+
+    Args:
+        restarts: the number of deaths that is too many; 0 counts as 1.
+
+    Attributes:
+        unsettled: a worker has died, and since then not every batch that it may have died of is done.
+
+    Example:
+        >>> deaths = Deaths(2)
+        >>> deaths.in_start(0, 1), deaths.in_start(1, 1)
+        (False, True)
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self._limit = max(1, restarts)
+        self._of_batch: Counter[tuple[int, int]] = Counter()
+        self._of_nothing: Counter[int] = Counter()
+        self._in_start: Counter[int] = Counter()
+        self._proven = False
+        self._told: set[str] = set()
+        self.unsettled = False
+
+    def of_batch(self, task: Task) -> bool:
+        """A worker died over the task; whether it is given up."""
+        key = task.run, task.seq
+        self._of_batch[key] += 1
+        self.unsettled = True
+        return self._of_batch[key] >= self._limit
+
+    def of(self, task: Task) -> int:
+        """How many workers have died over the task."""
+        return self._of_batch[task.run, task.seq]
+
+    def settle(self, run: int, seq: int) -> None:
+        """The task is done, or has been given up. Only needed while there is something `unsettled`."""
+        self._of_nothing.clear()
+        self._of_batch.pop((run, seq), None)
+        self.unsettled = bool(self._of_batch)
+
+    def of_nothing(self, worker: int) -> bool:
+        """A worker died between batches; whether it is no use to try again."""
+        self._of_nothing[worker] += 1
+        self.unsettled = True
+        return self._of_nothing[worker] >= IDLE_DEATHS
+
+    def in_start(self, worker: int, exitcode: int | None) -> bool:
+        """A worker died before it could read; whether it is no use to try again."""
+        killed = exitcode is None or exitcode in _FROM_OUTSIDE
+        who = worker if killed else _BY_ITSELF
+        self._in_start[who] += 1
+        return self._in_start[who] >= self._limit * (PROVEN if killed and self._proven else 1)
+
+    def tell(self, death: Death, traceback: str | None) -> None:
+        """Print why a worker died that is replaced, but only once what many of them say."""
+        if traceback is not None and traceback not in self._told:
+            self._told.add(traceback)
+            text = f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}"
+            print(text, file=sys.stderr, flush=True)
+
+    def ready(self) -> None:
+        """A worker has started: others can start too."""
+        self._in_start.clear()
+        self._proven = True
+
+    def new_job(self) -> None:
+        """What workers get when they start is another from now on."""
+        self._in_start.clear()
+        self._proven = False
+
+
+_FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
+"""Exit codes of workers that somebody else has killed. One that is not known is taken for such."""
+
+_BY_ITSELF = -1
+"""Instead of a worker's number."""
+
+
+class Watch:
+    """Looks for workers that stand still.
+
+    Also between batches: a worker that was stopped there never begins the one that it has been sent.
+
+    Args:
+        timeout: seconds without progress; None: nobody looks.
+
+    Attributes:
+        step: seconds until the next look; None: never.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.step = None if timeout is None else min(1.0, timeout / 8)
+        self._looked = 0.0
+        self._seen: dict[Any, tuple[tuple[int, ...], float]] = {}
+
+    def late(self, workers: Iterable[tuple[Any, Sequence[int]]]) -> list[Any]:
+        """Those of the workers that have stood still for ``timeout`` seconds.
+
+        Args:
+            workers: those that have something to do, each with its board. An empty board: it is in its start. The
+                clock of a worker that is left out starts again from 0.
+        """
+        if self.timeout is None or self.step is None:
+            return []
+        now = time.monotonic()
+        # No more is counted between two looks: whoever looks may have been away.
+        passed, self._looked = min(now - self._looked, 2 * self.step), now
+        before, self._seen = self._seen, {}
+        late = []
+        for who, words in workers:
+            at = tuple(words[: SAMPLE + 1])
+            was_at, seconds = before.get(who, (None, 0.0))
+            seconds = seconds + passed if at == was_at else 0.0
+            self._seen[who] = at, seconds
+            if seconds >= (self.timeout if at else max(self.timeout, START_SECONDS)):
+                late.append(who)
+        return late
+
+
+class Death(NamedTuple):
+    """A worker that has ended: number, pid, exit code; and what `WorkerResources.oom_kills` said then.
+
+    Where another program runs the workers: the address of its machine, and what that program says.
+    """
+
+    worker: int
+    pid: int
+    exitcode: int | None
+    oom_kills: int | None = None
+    host: str = ""
+    cause: str = ""
+
+    @property
+    def who(self) -> str:
+        """How errors name the worker."""
+        return f"worker {self.worker} (pid {self.pid}{self.host and f' on {self.host}'})"
+
+    def __str__(self) -> str:
+        return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
+
+
+def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerDiedError:
+    """The error for a batch that has killed too many workers.
+
+    Args:
+        death: of the last one.
+        task: the batch.
+        words: the last one's board.
+        deaths: how many there were.
+    """
+    make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode, pid=death.pid)
+    return _given_up(make, death.who, str(death), task, words, deaths, "", ", which it may end too")
+
+
+def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
+    """The error for workers that cannot start.
+
+    Args:
+        death: of the last one.
+        hung: they were killed because they did not start.
+        traceback: what the last one has said, if anything.
+    """
+    fate, how = f"{death}.", "It had not begun to read: it died while it started"
+    if hung:
+        fate = f"{death.who} hung for minutes and was killed."
+        how = "It had not begun to read: it hung while it started"
+    more = "its own output on stderr may say more"
+    if traceback is not None:
+        more = f"it raised {(traceback.splitlines() or [''])[-1]}"
+    error = WorkerDiedError(
+        f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
+        worker=death.worker,
+        exitcode=death.exitcode,
+        pid=death.pid,
+    )
+    error.__cause__ = None if traceback is None else WorkerTraceback(traceback)
+    return error
+
+
+def died_idle(death: Death) -> WorkerDiedError:
+    """The error for workers that die again and again although no batch is to blame."""
+    return WorkerDiedError(
+        f"{death}. It was between batches, as were many before it, and no batch has come from any: something else in "
+        f"the worker ends it (a thread of the dataset, a limit)",
+        worker=death.worker,
+        exitcode=death.exitcode,
+        pid=death.pid,
+    )
+
+
+def timed_out(
+    who: str, timeout: float, task: Task, words: Sequence[int], tries: int, *, killed: bool
+) -> WorkerTimeoutError:
+    """The error for a batch over which workers have stood still.
+
+    Args:
+        who: the worker.
+        timeout: seconds that it was given.
+        task: the batch.
+        words: the worker's board.
+        tries: how many workers stood still.
+        killed: whether it could be stopped; a thread cannot.
+    """
+    what = f"{who} made no progress for {timeout:g} s"
+    fate = "It was killed; its stack is on stderr" if killed else "A thread cannot be stopped; another has its place"
+    return _given_up(WorkerTimeoutError, who, what, task, words, tries, f". {fate}", ", which may hang too")
+
+
+def _given_up(
+    make: Callable[..., E], who: str, what: str, task: Task, words: Sequence[int], tries: int, fate: str, but: str
+) -> E:
+    """The error for a batch that has stopped too many workers: what happened, where, and how to see it again."""
+    sample = sample_in(task, words)
+    doing = f"reading sample {sample[0]!r}" if sample else phase(words)
+    again = "" if tries <= 1 else f", which has now stopped {tries} workers"
+    error = make(
+        f"{what}. It was {doing}, in epoch {task.epoch}, batch {task.seq}{again}{fate}; "
+        f"iteration goes on with the next batch",
+        batch=task.seq,
+        epoch=task.epoch,
+        index=sample[0] if sample else None,
+    )
+    shard = words[SHARD] if task.sharded else None
+    indices = task.shards[min(words[SHARD], len(task.shards) - 1)]
+    Location(task.epoch, task.seq, shard, who).note(error, sample or None, samples=indices, but=but)
+    return error
+
+
+def behind(task: Task, waiting: Iterable[Task], job: Job) -> list[Task]:
+    """Those of the waiting tasks that cannot be read once ``task`` is given up: of the same part of iterable data.
+
+    To get past the batch, a worker would have to read it. The lanes of a map-style dataset with a state are no parts:
+    their other batches can be read.
+    """
+    part = None if job.stream is None else task.part
+    return [] if part is None else [other for other in waiting if part.is_same(other.part)]

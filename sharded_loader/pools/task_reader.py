@@ -1,0 +1,152 @@
+"""What every worker with a dataset of its own does with its job and its tasks, wherever it runs.
+
+    take(new job) -> reader made, torch told, worker_init_fn called
+    read(run, seq, fields, memory) -> Result, its slot, the task        noted on the board, generators seeded
+    pack(result, slot, task) -> Encoded                                 what leaves the worker
+
+`process.worker` brings messages and slots to it by a pipe, `ray.actor` by calls of Ray. One thread uses it. What
+the user's code raises in a task is part of the result. A result that cannot be pickled is the error of its batch. If
+the job cannot be taken, `take` raises, and `failed_in_start` says where. Nothing here imports torch. If the user's
+dataset does, torch is told that it is in a worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sharded_loader.base.errors import Location, add_note, as_exception
+from sharded_loader.base.process_hooks import call_after_import
+from sharded_loader.data import retried
+from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
+from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_result, task_of
+from sharded_loader.engine.reader import Reader
+from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, encode, set_apart
+from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.pools.readers import reader_for
+from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals
+from sharded_loader.randomness.rng import derive_key
+
+
+class TaskReader:
+    """Reads the tasks of one worker.
+
+    Args:
+        number: number of the worker, from 0.
+        num_workers: how many there are.
+        name: how errors name the worker.
+
+    Attributes:
+        board: where it notes what it is at.
+        job: what it reads; None before `take`.
+    """
+
+    def __init__(self, number: int, num_workers: int, name: str) -> None:
+        self._number = number
+        self._num_workers = num_workers
+        self._name = name
+        self.board: Board = new_board()
+        self.job: Job | None = None
+        self._reader: Reader | None = None
+
+    def take(self, new: NewJob) -> None:
+        """Read this job from now on.
+
+        Raises:
+            BaseException: of ``worker_init_fn``, which is called with the first job.
+        """
+        first, self.job = self.job is None, new.job
+        key = derive_key(new.job.seed, "worker_init_fn", self._number)
+        base, number = new.job.base_seed, self._number
+        # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
+        seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
+        call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, new.job))
+        if first and base is not None:
+            seed_as_torch(base, number)
+        if first and new.worker_init_fn is not None:
+            if base is None:
+                seed_globals(key)
+            new.worker_init_fn(number)
+        self._reader = reader_for(
+            new.job,
+            tells_epoch=new.job.tells_epoch,
+            notes_samples=new.notes_samples,
+            readers=self._num_workers,
+            alone=True,
+            seed=self._seed_globals,
+        )
+
+    def read(
+        self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
+    ) -> tuple[Result, SlotWriter, Task | None]:
+        """Read one task.
+
+        Args:
+            run, seq: of the task.
+            fields: its fields, or its pickle (`messages.unpack_tasks`).
+            memory: bytes that the batch may lie in; None: everything is made elsewhere.
+
+        Returns:
+            The result, the slot that its arrays lie in, and the task; None if that could not be unpickled.
+        """
+        assert self._reader is not None  # the job comes first
+        slot, board = SlotWriter(memory), self.board
+        board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
+        try:
+            task = task_of(fields)
+        except Exception as error:
+            add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self._name}")
+            return Result(run, seq, error=error), slot, None
+        if task.careful:
+            self._reader.probe(task, board)
+        self._seed_globals(task.epoch, task.position)
+        before = retried.total()
+        result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
+        if (after := retried.total()) > before:
+            result = result._replace(retries=after - before)
+        board[SAMPLE] = SENDING
+        return result, slot, task
+
+    def _seed_globals(self, epoch: int, position: int) -> None:
+        """A batch that is built again, by whichever worker, gets the same seeds."""
+        assert self.job is not None  # a batch is read
+        if self.job.base_seed is None:
+            seed_globals(derive_key(self.job.seed, "batch globals", epoch, position), whole=False)
+
+    def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
+        """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
+        try:
+            return pack_result(result, slot) or _encode(result, slot)
+        except BaseException as unpicklable:  # a __reduce__ may call sys.exit
+            failure = TypeError(
+                f"the batch cannot leave its worker process ({type(unpicklable).__name__}: {unpicklable}): "
+                f"return arrays, tensors and plain objects, or read with threads (thread_pool=True)"
+            )
+            if task is not None:
+                Location(task.epoch, task.seq, None, self._name).note(failure, samples=task.shards[0])
+            failure.__cause__ = unpicklable
+            point = None if result.point is None or result.point.state is not None else result.point
+            return _encode(Result(result.run, result.seq, error=failure, point=point), SlotWriter(None))
+
+
+def _encode(result: Result, slot: SlotWriter) -> Encoded:
+    """A result that `pack_result` does not take."""
+    skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
+    error = None if result.error is None else encode_error(result.error)
+    reply = Reply(result._replace(error=None, skipped=()), error, skipped)
+    objects = set_apart(result.batch)
+    return encode(SetApart([*objects, skipped], End, reply) if objects or skipped else reply, slot)
+
+
+def failed_in_start(error: BaseException, name: str) -> Exception:
+    """The error for a worker that cannot take its job."""
+    failure = as_exception(error, "while a worker started")
+    add_note(failure, f"sharded_loader: while {name} started (unpickling the dataset, worker_init_fn)")
+    return failure
+
+
+def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
+    from sharded_loader.streams.worker_info import tell_of_worker
+
+    tell_of_worker(number, num_workers, seed, job)

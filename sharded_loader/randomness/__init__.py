@@ -1,0 +1,1 @@
+"""Random numbers and shuffles that depend on a seed and a position alone."""

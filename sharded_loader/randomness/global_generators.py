@@ -1,0 +1,261 @@
+"""The generators that all threads of a process share: ``random``, ``numpy.random``, torch's default one.
+
+    seed_globals(key)                     seeded, and left so: a worker process has them to itself
+    with seeded_globals(key):             seeded for one thread, and put back: the others wait for their turn
+    seed_torch(generator, key)            the same seed for a torch generator of one's own
+    holder_before(thread) -> thread       who has the turn that this thread waits for
+    free_globals_of(thread)               its turn ends now, whatever it is doing
+
+A turn lasts as long as the user's code that runs in it, which may hang. So it is no lock, which only its holder could
+give back: what the generators are put back to is kept here, and whoever gives up a thread (`ThreadPool`: its
+``timeout``, `close`) ends its turn for it. What that thread does later in its block disturbs nobody's seeds but those
+of the turn it happens to fall in.
+
+Every generator is seeded with all 128 bits of the key, with one exception. For each batch, a process worker seeds
+NumPy's and torch's with 32 bits: 14 us for all three. So of a million batches about 116 pairs draw the same numbers.
+All of the generators are Mersenne Twisters, which draw the same numbers if they get the same seed. So each gets bits of
+its own.
+
+What can go wrong: a thread that hangs in its turn and that nobody gives up. Who waits for it says so on stderr after
+`PATIENCE` seconds. Nothing here imports torch: where it is not loaded there is nothing of torch's to seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_loader.base.process_hooks import call_after_import
+
+if TYPE_CHECKING:
+    import torch
+
+FOR_NUMPY, FOR_TORCH = 1, 2
+"""A fifth word after the four words of the key. ``random`` has none."""
+
+PATIENCE = 10.0
+"""Seconds of waiting for a turn before it is said for whom."""
+
+
+class _Turn:
+    """One thread's use of the generators; the turns of one thread nest."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.name = threading.current_thread().name
+
+    def note_states(self) -> None:
+        """Keep the present states of the generators."""
+        self.python_state = random.getstate()
+        self.numpy_state = np.random.get_state()
+        self.generator = getattr(sys.modules.get("torch"), "default_generator", None)
+        self.torch_state = self.generator and self.generator.get_state()
+
+    def put_back(self) -> None:
+        """Give the generators the states that were noted."""
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        if self.generator is not None:
+            self.generator.set_state(self.torch_state)
+
+
+class _State:
+    """Everything is done under ``changed``, never the user's code. Reentrant: a finalizer may come in between."""
+
+    def __init__(self) -> None:
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        """Also in a forked child: the other threads are gone, and one of them may have held the lock."""
+        self.changed = threading.Condition()
+        self.turns: list[_Turn] = []  # all of one thread, the innermost last
+        self.waiting: set[int] = set()
+
+    def holder(self) -> int | None:
+        """The thread that has the turn."""
+        return self.turns[0].thread if self.turns else None
+
+
+_state = _State()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_state.begin_afresh)
+
+
+def seed_as_torch(base_seed: int, worker: int) -> None:
+    """Seed ``random`` and NumPy as worker number ``worker`` of torch's own loader does. torch gets their sum.
+
+    Args:
+        base_seed: what torch's loader draws for all workers of an iterator.
+        worker: the number of the worker, from 0.
+    """
+    random.seed(base_seed + worker)
+    words = np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0])
+    np.random.seed(words.generate_state(4))
+
+
+def seed_globals(key: int, *, whole: bool = True) -> None:
+    """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator.
+
+    ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
+
+    Args:
+        key: an integer of up to 128 bits; see `sharded_loader.randomness.rng.derive_key`.
+        whole: whether NumPy's and torch's generators are seeded with all bits, which takes 11 and 27 us. With 32 bits
+            it takes 2 us each. A process worker does this for every batch.
+
+    Example:
+        >>> seed_globals(7)
+        >>> first = random.random(), np.random.rand()
+        >>> seed_globals(7)
+        >>> first == (random.random(), np.random.rand())
+        True
+    """
+    random.seed(key)
+    for_numpy: Any = _numpy_words(key) if whole else key >> 64 & 0xFFFFFFFF
+    if "numpy.random" in sys.modules:
+        np.random.seed(for_numpy)
+    else:  # as soon as the user's code draws from it; to import it takes 8 ms
+        call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
+    torch_module = sys.modules.get("torch")
+    generator = getattr(torch_module, "default_generator", None)
+    if generator is not None:
+        if whole:
+            seed_torch(generator, key)
+        else:
+            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
+def _numpy_words(key: int) -> npt.NDArray[np.uint32]:
+    return np.frombuffer((key | FOR_NUMPY << 128).to_bytes(20, "little"), "<u4").astype(np.uint32)
+
+
+def seed_torch(generator: torch.Generator, key: int) -> None:
+    """Seed a torch CPU generator with all bits of ``key``: ``manual_seed`` ignores all but the lowest 32 on the CPU.
+
+    ``generator.initial_seed()`` is then the lowest 63 bits of the key.
+
+    Args:
+        generator: any; one of an accelerator gets the lowest 63 bits, of which it uses all.
+        key: an integer of up to 128 bits.
+
+    Example:
+        >>> import torch
+        >>> generator = torch.Generator()
+        >>> seed_torch(generator, 7)
+        >>> generator.initial_seed()
+        7
+    """
+    seed = key & 0x7FFFFFFFFFFFFFFF
+    template = _torch_state() if generator.device.type == "cpu" else None
+    if template is None:
+        generator.manual_seed(seed)
+        return
+    words = random.Random(key | FOR_TORCH << 128).getrandbits(32 * 624).to_bytes(4 * 624, "little")
+    state = template.copy()
+    state[_SEED].view(np.uint64)[0] = seed
+    state[_WORDS].view(np.uint64)[:] = np.frombuffer(words, "<u4")
+    generator.set_state(sys.modules["torch"].from_numpy(state))
+
+
+_SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)
+"""Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
+
+
+@cache
+def _torch_state() -> npt.NDArray[Any] | None:
+    """The state of a torch generator seeded with 0; None if this version of torch keeps its words elsewhere."""
+    generator = sys.modules["torch"].Generator()
+    state: npt.NDArray[Any] = generator.manual_seed(0).get_state().numpy().copy()
+    # NumPy's Mersenne Twister makes the same words of a seed of 32 bits.
+    expected = np.random.RandomState(0).get_state(legacy=False)["state"]["key"]
+    if state.nbytes < _WORDS.stop or not np.array_equal(state[_WORDS].view(np.uint64), expected):
+        return None
+    return state
+
+
+@contextmanager
+def seeded_globals(key: int) -> Iterator[None]:
+    """Seed the global generators inside the block and restore their states after it, one thread at a time.
+
+    Args:
+        key: any integer; see `sharded_loader.randomness.rng.derive_key`.
+    """
+    turn = _Turn()
+    try:
+        _begin_turn(turn)
+        seed_globals(key)
+        yield
+        _end_turn(turn)
+    except BaseException:  # also a Ctrl-C that comes while they are restored
+        _end_turn(turn)
+        raise
+
+
+def holder_before(thread: int | None) -> int | None:
+    """The thread that has the turn for which this one waits; None if it waits for none.
+
+    Args:
+        thread: ``ident`` of the one that may wait.
+    """
+    with _state.changed:
+        return _state.holder() if thread in _state.waiting else None
+
+
+def free_globals_of(thread: int | None) -> bool:
+    """End the turn of a thread that may never end it, if it has one: the generators are put back.
+
+    Args:
+        thread: ``ident`` of it.
+
+    Returns:
+        Whether it had the turn.
+    """
+    with _state.changed:
+        if not _state.turns or _state.holder() != thread:
+            return False
+        _end_turn(_state.turns[0])
+        return True
+
+
+def _begin_turn(turn: _Turn) -> None:
+    """Wait for the turn and begin it; say for whom, if that takes longer than `PATIENCE`."""
+
+    def is_free() -> bool:
+        return _state.holder() in (None, turn.thread)
+
+    with _state.changed:
+        try:
+            _state.waiting.add(turn.thread)
+            if not _state.changed.wait_for(is_free, PATIENCE):
+                print(
+                    f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
+                    f"{_state.turns[0].name} has seeded for itself (sample_seed, transform(seeded=True), the start of "
+                    "a sampler). If that hangs: Ctrl-C and loader.close(), and find the sample with "
+                    "ThreadPool(timeout=)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _state.changed.wait_for(is_free)
+        finally:
+            _state.waiting.discard(turn.thread)
+        turn.note_states()
+        _state.turns.append(turn)
+
+
+def _end_turn(turn: _Turn) -> None:
+    """End a turn, and those inside it; nothing if it has been ended, or never began."""
+    with _state.changed:
+        if turn in _state.turns:
+            turn.put_back()
+            del _state.turns[_state.turns.index(turn) :]
+            _state.changed.notify_all()

@@ -1,0 +1,338 @@
+"""Randomness that depends on (seed, epoch, sample) and on nothing else.
+
+Every random number of the library comes from a *key*: a 128-bit hash of a few integers and strings. The
+order of an epoch is keyed by (seed, epoch), the numbers that one sample draws by (seed, epoch, index), the
+global generators of a process worker by (seed, epoch, position of the batch). So neither the pool, nor the
+number of workers, nor history can change the numbers, and a batch that is built again is the same batch.
+
+    derive_key(seed, label, ...) -> key -> philox(...)            our own order, ``sample_rng``
+                                        -> seeded_globals(key)    ``random``, ``numpy.random``, torch (if imported):
+                                                                  see `sharded_loader.randomness.global_generators`
+
+Every use of a key has a label of its own. Without it, two uses with equal numbers beside the seed would draw the same
+random numbers. A test compares this table with the code.
+
+    label                          who draws
+    order                          the permutation of an epoch: RandomSampler
+    subset                         SubsetRandomSampler
+    split sampler                  SplitSampler
+    weighted                       WeightedRandomSampler
+    shard order                    ShardShuffleSampler: the shards
+    shard window                   ShardShuffleSampler: the samples of a window of shards
+    sorted bucket                  SortedBucketSampler
+    fixed bucket                   FixedBucketSampler
+    budget                         BoundedBudgetSampler
+    foreign sampler                the global generators while another library's sampler starts
+    foreign generator              the generator that another library's sampler owns
+    split                          Dataset.split
+    stratified split               Dataset.split with stratify
+    stratified classes             and which class gets a part's extra sample first
+    interleave                     interleave(): which dataset comes first where several may
+    sample                         sample_rng() of a sample
+    sample of batchify_fn          sample_rng() in batchify_fn
+    torch                          sample_generator() of a sample
+    torch of batchify_fn           sample_generator() in batchify_fn
+    sample globals                 sample_seed() of a sample
+    sample globals of batchify_fn  sample_seed() in batchify_fn
+    transform globals              the global generators in transform(fn, seeded=True)
+    transform object               the objects that fn owns in transform(fn, seeded=True)
+    batch globals                  the global generators of a process worker, for each batch
+    worker_init_fn                 the global generators of a process worker while worker_init_fn runs
+    part                           get_worker_info().seed of a part of iterable data
+    shuffle                        an epoch after the first one: shuffle=True of the drop-in
+    replace                        on_error="replace"
+
+While a batch is read, the thread that reads it has a `SampleScope` that says which sample it is at;
+`sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
+of its own is asked for.
+
+Source of the idea: counter-based generators keyed by their position (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011), as JAX and Grain use them.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
+
+try:
+    from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
+except ImportError:
+    from hashlib import blake2b
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Reading(threading.local):
+    """Which batch this thread reads.
+
+    Who sets ``scope`` puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain
+    assignment. A Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay.
+    """
+
+    scope: SampleScope | None = None
+
+
+reading = _Reading()
+
+if hasattr(os, "register_at_fork"):  # what the parent's thread is reading is not the child's sample
+    os.register_at_fork(after_in_child=lambda: setattr(reading, "scope", None))
+
+
+def derive_key(*parts: Hashable) -> int:
+    """Hash a few integers and strings to a 128-bit integer, the same on every machine.
+
+    Args:
+        *parts: integers of any size (NumPy's included), strings, bytes, or tuples of them. Other values count by what
+            they hold (floats, enums, frozensets, dataclasses) or by their ``repr``.
+
+    Returns:
+        An integer in [0, 2**128).
+
+    Raises:
+        TypeError: the ``repr`` of a value shows only where it lies in memory.
+
+    Example:
+        >>> derive_key(7, 0, 3) == derive_key(7, 0, np.int64(3))
+        True
+        >>> derive_key(7, 0, 3) == derive_key(7, 1, 3)
+        False
+    """
+    if not _PLAIN.issuperset(map(type, parts)):
+        parts = _canonical(parts)
+    digest = blake2b(repr(parts).encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
+
+
+_PLAIN = {int, str, bytes}
+
+
+def _canonical(part: Any) -> Any:
+    """The same value in plain Python types: ``np.int64(3)`` and ``3`` are one key."""
+    if type(part) in _PLAIN:
+        return part
+    if isinstance(part, tuple):
+        return tuple(map(_canonical, part))
+    try:
+        return operator.index(part)
+    except TypeError:
+        return _by_value(part)
+
+
+def _by_value(part: Any) -> Any:
+    """A text or a tuple of what ``part`` holds, the same in every process."""
+    if isinstance(part, Enum):
+        return type(part).__qualname__, part.name
+    if isinstance(part, str):  # of a subclass, as ``np.str_``
+        return str.__str__(part)
+    if isinstance(part, bytes):
+        return bytes(part)
+    if isinstance(part, float):
+        return "float", float.__repr__(part)
+    if isinstance(part, (frozenset, set)):  # Python iterates over strings in another order in each process
+        return "set", *sorted(repr(_canonical(one)) for one in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return type(part).__qualname__, *(_canonical(getattr(part, one.name)) for one in fields(part))
+    text = repr(part)
+    if re.search(r" at 0x[0-9A-Fa-f]+", text):
+        raise TypeError(
+            f"random numbers of a sample are keyed by its index, and {text} is another text in each run: let the "
+            f"sampler yield integers, strings or tuples of them, or give {type(part).__name__} a __repr__ that shows "
+            f"its value"
+        )
+    return type(part).__qualname__, text
+
+
+class OfBatch(NamedTuple):
+    """What ``collate_fn`` is keyed by, in the place of the index of a sample."""
+
+    seq: int
+    shard: int
+
+
+def philox(*parts: Hashable) -> np.random.Generator:
+    """A fresh NumPy generator keyed by ``parts`` (6 us).
+
+    Example:
+        >>> philox(7, "order", 0).integers(100) == philox(7, "order", 0).integers(100)
+        np.True_
+    """
+    key = derive_key(*parts)
+    # Two words, not one big integer: NumPy converts an integer key in Python, 1.5 us slower.
+    words = np.array((key & 0xFFFFFFFFFFFFFFFF, key >> 64), dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=words))
+
+
+NO_SAMPLE: Any = object()
+"""The index of a `SampleScope` while several samples are read at once."""
+
+
+@dataclass(eq=False, slots=True)
+class SampleScope:
+    """Which sample the thread that owns this scope is reading.
+
+    While samples are read one by one, nothing is noted for each. The reader iterates over ``items``, and how far it is
+    follows from `operator.length_hint` when somebody asks.
+
+    Attributes:
+        seed: of the loader.
+        epoch: of the batch.
+        index: of the sample; an `OfBatch` in ``batchify_fn``. It counts where ``items`` is None.
+        indices: those of the shard.
+        items: the iterator over ``indices`` that the reader goes by; None if the samples are not read one by one.
+        drawn: what `sample_rng` has returned for this sample, and the sample's `place`.
+        owners: what ``transform(seeded=True)`` has found: see `data.seeding`.
+    """
+
+    seed: int
+    epoch: int
+    index: Any = NO_SAMPLE
+    indices: Sequence[Any] = ()
+    items: Iterator[Any] | None = None
+    drawn: tuple[int, np.random.Generator] | None = None
+    owners: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> int:
+        """Position of the sample among ``indices``; -1 if the samples are not read one by one."""
+        return -1 if self.items is None else len(self.indices) - operator.length_hint(self.items) - 1
+
+
+def key_parts(scope: SampleScope, label: str, index: Any = None) -> tuple[Any, ...]:
+    """The parts of a sample's key: of the sample that is being read, or of ``index``.
+
+    Raises:
+        ValueError: several samples are read at once, and ``index`` is None.
+    """
+    if index is None:
+        index = scope.index if scope.items is None else scope.indices[scope.place]
+        if index is NO_SAMPLE:
+            raise ValueError(
+                "which sample? get_batch(indices) reads several at once: call sample_rng(index) with the index"
+            )
+        if type(index) is OfBatch:
+            label += " of batchify_fn"
+    return scope.seed, label, scope.epoch, index
+
+
+def sample_rng(index: Hashable | None = None) -> np.random.Generator:
+    """The random generator of the sample that is being read.
+
+    The numbers depend on the seed, the epoch and the index that the loader's sampler yielded. They are the same in
+    every pool, with any number of workers, and when the batch is built again. If an index comes several times in an
+    epoch (`WeightedRandomSampler` with replacement, `SplitSampler` with ``repeat``), the sample draws the same numbers
+    each time. In ``batchify_fn`` the numbers depend on the seed, the epoch, the batch and the shard. Outside a loader
+    the generator is fresh and unpredictable.
+
+    Args:
+        index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
+            wrapper that gives samples other indices (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own
+            index, so its numbers differ from those of a sample that is read alone.
+
+    Returns:
+        A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.
+        With ``index``, each call returns a new generator that begins with the same numbers: call it once per sample.
+
+    Raises:
+        ValueError: in ``get_batch`` without ``index``.
+        TypeError: the index is an object whose ``repr`` shows only where it lies in memory.
+
+    Example:
+        >>> class Noisy:
+        ...     def __len__(self): return 4
+        ...     def __getitem__(self, i): return i + sample_rng().normal()
+        >>> from sharded_loader import ShardedDataLoader
+        >>> a = next(iter(ShardedDataLoader(Noisy(), 4, seed=1)))
+        >>> b = next(iter(ShardedDataLoader(Noisy(), 4, seed=1, num_workers=2, pool="thread")))
+        >>> bool((a == b).all())
+        True
+    """
+    scope = reading.scope
+    if scope is None:
+        return np.random.default_rng()
+    if index is not None:  # kept, it would go on where an equal index earlier in the batch has stopped
+        return philox(*key_parts(scope, "sample", index))
+    place = scope.place
+    if scope.drawn is None or scope.drawn[0] != place:
+        scope.drawn = place, philox(*key_parts(scope, "sample"))
+    return scope.drawn[1]
+
+
+def sample_generator(index: Hashable | None = None) -> torch.Generator:
+    """Like `sample_rng`, as a fresh CPU `torch.Generator` for functions that take ``generator=``.
+
+    A sample whose index comes several times in an epoch gets a generator with the same numbers each time.
+
+    Args:
+        index: as in `sample_rng`.
+
+    Returns:
+        A generator of its own at each call: two of one sample draw the same numbers.
+
+    Raises:
+        ValueError: in ``get_batch`` without ``index``.
+
+    Example:
+        >>> import torch
+        >>> torch.rand(2, generator=sample_generator()).shape
+        torch.Size([2])
+    """
+    import torch
+
+    scope = reading.scope
+    generator = torch.Generator()
+    if scope is None:
+        generator.seed()
+    else:
+        seed_torch(generator, derive_key(*key_parts(scope, "torch", index)))
+    return generator
+
+
+@contextmanager
+def sample_seed(index: Hashable | None = None) -> Iterator[None]:
+    """Seed ``random``, ``numpy.random`` and torch by the sample inside the block, and restore them after.
+
+    Use it for code that draws from the global generators, such as torchvision's transforms: the code then gives the
+    same in every pool. Two blocks for the same sample draw the same numbers. Threads share the global generators, so
+    only one thread at a time is inside such a block. Outside a loader the block runs unseeded. Objects with generators
+    of their own are not seeded: ``transform(fn, seeded=True)`` does that.
+
+    Args:
+        index: as in `sample_rng`.
+
+    Raises:
+        ValueError: in ``get_batch`` without ``index``.
+
+    Example:
+        >>> import random
+        >>> with sample_seed():
+        ...     value = random.random()
+        >>> 0 <= value < 1
+        True
+    """
+    scope = reading.scope
+    with nullcontext() if scope is None else seeded_globals(derive_key(*key_parts(scope, "sample globals", index))):
+        yield
+
+
+def draw_seed() -> int:
+    """A seed from torch's default generator, so that ``torch.manual_seed`` governs it (as torch's loader).
+
+    Returns:
+        An integer in [0, 2**62).
+    """
+    import torch
+
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62).item())

@@ -1,0 +1,1 @@
+"""Iterable data: its parts, their order, and how they are read."""

@@ -1,0 +1,297 @@
+"""One epoch over iterable data: which part gives the next batch, as far as anybody can know it.
+
+    StreamReading.batch(seq) -> PartBatch       batch b of part p
+    StreamReading.note(seq, result) -> Result   how far the part has got: only its reader finds out
+    position_after(delivered)                   the position between two batches
+
+The next batch comes from the part that has given the fewest batches, of several the first. So parts take turns, and
+parts that have ended are passed over. That order depends on the parts alone, not on workers or on how fast they are.
+
+Batches are planned before it is known where a part ends. What is planned behind the end of its part comes back empty,
+and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
+
+A reading owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
+its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
+behind it comes back empty, whether anybody has tried to read it or not: how much was in flight must not show.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.plan import Plan
+from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
+from sharded_loader.sampling.shards import shard_sizes
+from sharded_loader.streams.state import StreamPosition
+
+
+class StreamReading:
+    """One epoch of iterable data for one rank, from a position on. What `EpochReading` is for samplers.
+
+    Args:
+        order: the `StreamOrder` of the loader.
+        stream: how the data is cut into batches.
+        parts: the parts of this rank.
+        epoch: which epoch.
+        position: where in it; None: at its beginning.
+        number: identifies the reading to those who hold parts open.
+
+    Attributes:
+        epoch, stream: as above.
+        resumed: whether there was a position.
+        any_order: batches come as they are finished, not in turns.
+        first: number of the first batch.
+        second_turn: number of the batch before which each part has given one.
+    """
+
+    keeps = True
+    any_order = False
+    carry = None
+
+    def __init__(
+        self,
+        order: Any,
+        stream: Stream,
+        parts: range,
+        epoch: int,
+        position: StreamPosition | None,
+        number: int,
+    ) -> None:
+        self.epoch, self.stream, self.resumed = epoch, stream, position is not None
+        self.signature = order.signature()
+        self._order, self._parts, self.number = order, parts, number
+        at = position or order.beginning(epoch, parts)
+        self.first = at.batches
+        self.second_turn = self.first + len(parts)
+        counts = {part: at.counts.get(part, 0) for part in parts}
+        beginning = PartPoint(passes=0 if stream.endless else epoch)
+        points = {part: at.points.get(part, beginning) for part in parts}
+        # How many batches of each part are forgotten, and the point there: changed in one assignment.
+        self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
+        self._before = at.batches - sum(counts.values())
+        self._known = dict(points)  # of each part the farthest point that somebody has reached
+        turns = [(counts[part], part) for part in parts if not points[part].ended]
+        heapq.heapify(turns)
+        # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
+        self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
+        self._planned: dict[int, PartBatch] = {}
+        self._notes: dict[int, tuple[int, PartPoint]] = {}
+        self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
+        self._empty: set[int] = set()  # what was planned behind those
+
+    @property
+    def _last(self) -> int | None:
+        """No batch has this number, or a greater one; None: that is not known."""
+        return None if self._order.steps is None else self._order.steps + len(self._empty)
+
+    def batch(self, seq: int) -> PartBatch | None:
+        """The batch of this number; None behind the last one.
+
+        Args:
+            seq: at least `first`, and not forgotten.
+        """
+        while (coming := self._line[0]) <= seq:
+            turns = self._line[1].copy()
+            while turns and self._known[turns[0][1]].ended:
+                heapq.heappop(turns)
+            if not turns or (self._last is not None and coming >= self._last):
+                return None
+            count, part = turns[0]
+            if self.any_order:  # not to wait for a slow part: the one with the fewest batches in flight
+                turns = [turn for turn in turns if not self._known[turn[1]].ended]
+                count, part = min(turns, key=lambda turn: (turn[0] - self._known[turn[1]].batches, turn))
+                turns.remove((count, part))
+                heapq.heapify(turns)
+                heapq.heappush(turns, (count + 1, part))
+            else:
+                heapq.heapreplace(turns, (count + 1, part))
+            self._planned[coming] = PartBatch(self.number, self._order.oldest(), part, count, self._known[part])
+            self._line = coming + 1, turns
+        return self._planned.get(seq)
+
+    def lane(self, part: int) -> int:
+        """Which lane a part of this rank is read in."""
+        return self._parts.index(part)
+
+    def note(self, seq: int, result: Result) -> Result:
+        """A batch has come back: its part has got further, or has ended.
+
+        Returns:
+            The result; an empty one, if the part has ended before this batch.
+        """
+        planned = self._planned.get(seq)
+        if planned is None:
+            return result
+        point = result.point
+        if self.is_given_up(planned):
+            result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
+            self._empty.add(seq)
+        elif point is None:
+            # Nobody can say how far the part was read. Behind it nothing can be read. If a later batch of the part has
+            # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
+            before = self._known[planned.number]
+            self._given_up[planned.number] = planned.batch
+            point = PartPoint(
+                planned.batch + 1, before.passes, before.samples, before.checksum, ended=True, asked=before.asked
+            )
+        self._notes[seq] = planned.number, point
+        known = self._known[planned.number]
+        if point.ended or point.batches > known.batches:
+            self._known[planned.number] = point
+        self._order.reached(planned.number, point)
+        return result
+
+    def is_given_up(self, planned: PartBatch) -> bool:
+        """Whether the part has ended before this batch, because it cannot be read on."""
+        return planned.batch > self._given_up.get(planned.number, planned.batch)
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        """What is kept of batches in flight, by their numbers."""
+        return self._planned, self._notes
+
+    def forget(self, delivered: int) -> None:
+        """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
+        over = sorted(one for one in self._planned if one < delivered - 1)
+        self._passed = self._advanced(over)
+        for seq in over:  # at the end: interrupted before, all of it is done again
+            self._notes.pop(seq, None)
+            del self._planned[seq]
+
+    def _advanced(self, seqs: list[int]) -> tuple[dict[int, int], dict[int, PartPoint]]:
+        """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
+        notes = self._notes.copy()
+        counts, points = self._passed
+        counts, points = counts.copy(), points.copy()
+        for seq in seqs:
+            if seq in notes:
+                part, point = notes[seq]
+                if point.batches >= counts[part]:
+                    counts[part], points[part] = point.batches, point
+        return counts, points
+
+    def repeats(self, delivered: int, at_end: bool) -> bool | None:
+        """Whether the parts give the same samples, because the dataset has not asked which part it is to read.
+
+        Args:
+            delivered: how many batches were received.
+            at_end: the epoch is over.
+
+        Returns:
+            None if it is not known.
+        """
+        if self.stream.parts == 1 or any(point.asked for point in self._known.values()):
+            return False
+        read = [point for point in self.position_after(delivered).points.values() if point.batches or point.ended]
+        if not at_end:  # the dataset may still ask, but not if two parts begin alike
+            begins = [(point.samples, point.checksum) for point in read if point.checksum]
+            return True if len(set(begins)) < len(begins) else None
+        if self.resumed or len({point.samples for point in read if point.ended}) > 1:
+            return None
+        return True if read and all(point.samples or self.stream.endless for point in read) else None
+
+    # -- positions ------------------------------------------------------------------------------------------
+
+    def position_after(self, delivered: int) -> StreamPosition:
+        """The position after the batches before number ``delivered`` were received."""
+        counts, points = self._advanced(sorted(seq for seq in self._notes.copy() if seq < delivered))
+        batches = self._before + sum(counts.values())
+        if self._last is None and not any(counts.values()):
+            return StreamPosition(self.epoch)
+        return StreamPosition(self.epoch, batches, counts, points)
+
+    def primed(self, part: int, point: PartPoint) -> None:
+        """A part has been opened, and is at this point."""
+        self._passed[1][part] = self._known[part] = point
+
+    def at_beginning(self) -> StreamPosition:
+        """The position that the reading began at, with a point for each part."""
+        return StreamPosition(self.epoch, self.first, *self._advanced([]))
+
+    def batches(self, delivered: int) -> int:
+        """How many batches of the epoch were received, if so many numbers are done."""
+        return self.position_after(delivered).batches
+
+    @property
+    def in_mid_epoch(self) -> bool:
+        """Whether some batches were received before the position."""
+        return self.resumed and bool(self.first)
+
+    def is_over(self) -> bool:
+        """Whether no batch is left at the position, as far as that can be known now."""
+        if self._last is not None:
+            return self.first >= self._last
+        return self.resumed and all(point.ended for point in self._passed[1].values())
+
+    def following(self) -> StreamPosition:
+        """Where the next epoch begins, if this one `is_over`."""
+        if self._last is None:
+            return StreamPosition(self.epoch + 1)
+        return StreamPosition(self.epoch + 1, 0, *self._advanced([]))
+
+    def after(self, begin: StreamPosition) -> StreamPosition:
+        """The beginning of the next epoch, as it is after this one."""
+        if self._last is None:
+            return begin
+        at = self.position_after(self._line[0])
+        return StreamPosition(begin.epoch, 0, at.counts, at.points)
+
+    def counts_behind(self) -> Mapping[int, int]:
+        """How many batches each part has given when the epoch is over, also if its loop was left before."""
+        counts = {part: point.batches for part, point in self._known.items()}
+        turns = [(count, part) for count, part in self._line[1] if not self._known[part].ended]
+        counts.update((part, count) for count, part in turns)
+        heapq.heapify(turns)
+        for _ in range(0 if self._last is None or not turns else self._last - self._line[0]):
+            count, part = turns[0]
+            heapq.heapreplace(turns, (count + 1, part))
+            counts[part] = count + 1
+        return counts
+
+    def length(self) -> int:
+        """How many batches the epoch has; an estimate, unless ``steps_per_epoch`` says it."""
+        length: int = self._order.length(self.epoch)
+        return length
+
+
+class StreamPlan(Plan):
+    """`EpochPlan` for iterable data: which samples a batch has is only known when it is read.
+
+    If a part ends in the middle of a batch, its reader splits the batch again.
+
+    Args:
+        run, split: see `Plan`.
+        reading: which part gives which batch.
+    """
+
+    _reading: StreamReading
+    takes_turns = True
+
+    def task(self, seq: int) -> Task | None:
+        """Batch ``seq`` as a task; None after the last one."""
+        part, stream = self._reading.batch(seq), self._reading.stream
+        if part is None:
+            return None
+        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
+        position = part.batch * stream.parts + part.number
+        lane = self._reading.lane(part.number)
+        return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
+
+    def note(self, result: Result, seq: int) -> Result:
+        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before.
+
+        Args:
+            result: the batch.
+            seq: its number now; another than its own, if it comes earlier than planned.
+        """
+        return self._reading.note(seq, result)
+
+    def is_given_up(self, task: Task) -> bool:
+        """Whether the task's part cannot be read on: then nobody has to try."""
+        return task.part is not None and self._reading.is_given_up(task.part)
+
+    def _shards(self, indices: Any, count: int) -> list[Any]:
+        return indices.cut(shard_sizes(len(indices), count, self._split.weights))  # type: ignore[no-any-return]

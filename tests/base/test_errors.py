@@ -1,0 +1,145 @@
+"""What an error says: where it happened, how to see it again, and what stands in for one that must not pass."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader.base.errors import (
+    Location,
+    SampleReadError,
+    WorkerTraceback,
+    add_note,
+    as_batch_error,
+    as_exception,
+    describe_exit,
+    format_traceback,
+    notes_of,
+    read_again,
+    set_notes,
+    text_of,
+    without_frames,
+)
+
+HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
+WHERE = "sharded_loader: in epoch 1, batch 2, shard 3"
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses attributes."""
+
+    code: int
+
+
+class Exits(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notes"),
+    [
+        (
+            {"sample": [7]},
+            [f"{WHERE}, sample 7, worker 4 (pid 5)", "see it again, in this process: loader.read(7, epoch=1)"],
+        ),
+        (
+            {"misfit": (7, 9)},
+            [
+                f"{WHERE}, sample 9 (it does not fit sample 7), worker 4 (pid 5)",
+                "see it again, in this process: [loader.read(i, epoch=1) for i in (7, 9)]",
+            ],
+        ),
+        (
+            {"samples": np.array([7, 9]), "but": ", which may hang too"},
+            [
+                f"{WHERE}, worker 4 (pid 5)",
+                "see it again, in this process, which may hang too (it was no single sample that failed): "
+                "[loader.read(i, epoch=1) for i in (7, 9)]",
+            ],
+        ),
+        ({}, [f"{WHERE}, worker 4 (pid 5)"]),
+    ],
+)
+def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], notes: list[str]) -> None:
+    for error in (ValueError("bad"), Frozen(3)):
+        add_note(error, "the user's own")
+        Location(0, 0).note(error, [1])  # where the same object was raised before
+        HERE.note(error, **arguments)
+        assert notes_of(error) == ["the user's own", *notes]
+
+
+def test_places_without_shards_or_workers_name_none() -> None:
+    error = ValueError()
+    Location(0, 5).note(error, ["a"])
+    assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
+
+
+def test_many_samples_are_shown_in_part() -> None:
+    assert read_again(range(9), 0) == (
+        "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
+    )
+
+
+@pytest.mark.parametrize("ends", [StopIteration("x"), StopAsyncIteration("x"), SystemExit("x"), GeneratorExit("x")])
+def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends: BaseException) -> None:
+    stand_in = as_exception(ends, "by the dataset")
+    assert isinstance(stand_in, SampleReadError) and stand_in.__cause__ is ends
+    assert f"{type(ends).__name__} (x) raised by the dataset, which would end the loop in silence" in str(stand_in)
+    error = ValueError()
+    assert as_exception(error, "by the dataset") is error
+
+
+def test_in_the_main_process_what_a_handler_raises_is_no_error_of_a_batch() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        as_batch_error(KeyboardInterrupt(), "by the sampler")
+    assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
+
+
+def test_a_traceback_becomes_text_without_the_notes() -> None:
+    for error in (ValueError("bad"), Frozen(3), Exits()):
+        try:
+            raise error
+        except Exception as caught:
+            add_note(caught, "a note")
+            text = format_traceback(caught)
+        assert "test_errors.py" in text and type(error).__name__ in text and "a note" not in text
+        assert notes_of(error) == ["a note"]
+        assert without_frames(error) is error and error.__traceback__ is None
+        assert isinstance(error.__cause__, WorkerTraceback) and "test_errors.py" in str(error.__cause__)
+    assert text_of(Exits()) == ""
+
+
+def test_notes_that_are_none_are_left_alone() -> None:
+    class Other(Exception):
+        __notes__ = "text"
+
+    class Raises(Exception):
+        @property
+        def __notes__(self) -> list[str]:
+            raise RuntimeError
+
+    for error in (Other(), Raises()):
+        assert notes_of(error) == []
+        set_notes(error, ["x"])  # no error in the place of this one
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "says"),
+    [
+        (None, "exit code unknown"),
+        (3, "exit code 3"),
+        (-int(signal.SIGTERM), "killed by SIGTERM (signal 15)"),
+        (-200, "killed by signal 200 (signal 200)"),
+    ],
+)
+def test_an_exit_code_in_words(exitcode: int | None, says: str) -> None:
+    assert describe_exit(exitcode, 0) == says

@@ -1,0 +1,155 @@
+"""What a signal handler raises is told from what others raise; signals can wait until half a job is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sharded_loader.base.interrupts import is_from_outside, note_handlers, uninterrupted
+
+SIGNAL = signal.SIGTERM
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def raises(number: int, frame: Any) -> None:
+    raise TimeIsUp
+
+
+class Handler:
+    def __call__(self, number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    def method(self, number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+
+def with_text(text: str, number: int, frame: Any) -> None:
+    raise TimeIsUp(text)
+
+
+HANDLERS = [raises, Handler(), Handler().method, functools.partial(with_text, "text")]
+
+
+@contextlib.contextmanager
+def handling(handler: Any, number: int = SIGNAL) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def raised_by(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+# -- from outside -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_what_a_handler_raises_is_from_outside(handler: Any) -> None:
+    with handling(handler):
+        assert is_from_outside(raised_by(lambda: signal.raise_signal(SIGNAL)))
+    assert not is_from_outside(raised_by(lambda: int("x")))
+    assert is_from_outside(KeyboardInterrupt())
+
+
+def test_a_handler_that_another_has_replaced_is_still_known() -> None:
+    def once(number: int, frame: Any) -> None:
+        signal.signal(SIGNAL, signal.SIG_IGN)
+        raise TimeIsUp
+
+    with handling(once):
+        note_handlers()
+        assert is_from_outside(raised_by(lambda: signal.raise_signal(SIGNAL)))
+
+
+def test_while_samples_are_read_an_exception_counts_as_the_dataset_s() -> None:
+    with handling(raises):
+        error = raised_by(lambda: signal.raise_signal(SIGNAL))
+        assert is_from_outside(error) and not is_from_outside(error, reads=True)
+    with handling(lambda number, frame: sys.exit(3)), pytest.raises(SystemExit) as caught:
+        signal.raise_signal(SIGNAL)
+    note_handlers()
+    assert not is_from_outside(caught.value, reads=True)  # the handler is gone, and was not seen before
+
+
+def test_another_thread_has_no_handlers() -> None:
+    found = []
+    with handling(raises):
+        error = raised_by(lambda: signal.raise_signal(SIGNAL))
+        thread = threading.Thread(target=lambda: found.append(is_from_outside(error)))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+# -- uninterrupted ------------------------------------------------------------------------------------------------
+
+
+def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order() -> None:
+    came: list[Any] = []
+    with handling(lambda *_: came.append("TERM")), handling(lambda *_: came.append("INT"), signal.SIGINT):
+        with uninterrupted():
+            for number in (SIGNAL, signal.SIGINT, SIGNAL):
+                signal.raise_signal(number)
+            with uninterrupted():
+                signal.raise_signal(SIGNAL)
+            assert came == []
+        assert came == ["TERM", "INT"]
+        signal.raise_signal(SIGNAL)
+    assert came == ["TERM", "INT", "TERM"]
+
+
+def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back() -> None:
+    came: list[Any] = []
+    with handling(raises), handling(lambda *_: came.append("INT"), signal.SIGINT):
+        with pytest.raises(TimeIsUp):
+            with uninterrupted():
+                signal.raise_signal(SIGNAL)
+                signal.raise_signal(signal.SIGINT)
+        assert came == ["INT"]
+        assert signal.getsignal(SIGNAL) is raises
+
+
+def test_an_error_in_the_block_passes() -> None:
+    with pytest.raises(KeyError), uninterrupted():
+        raise KeyError
+
+
+def test_other_threads_are_not_held_up() -> None:
+    before = signal.getsignal(SIGNAL)
+    inside = []
+
+    def work() -> None:
+        with uninterrupted():
+            inside.append(signal.getsignal(SIGNAL) is before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [True]
+
+
+def test_the_end_of_the_program_is_known_before_any_finalizer_runs() -> None:
+    program = (
+        "import weakref\nfrom sharded_loader.base.interrupts import program_ends\nclass Some: pass\nsome = Some()\n"
+        "weakref.finalize(some, lambda: print(program_ends()))\nprint(program_ends())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

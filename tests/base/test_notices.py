@@ -1,0 +1,306 @@
+"""What goes wrong quietly is said once, and counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sharded_loader.torch
+from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError, interleave, sample_rng
+from sharded_loader.base.notices import Notices, is_ours, warn
+
+ZEROS = np.zeros((8, 1 << 18), np.uint8)
+
+
+class Damaged:
+    """Every fourth sample of 16 cannot be read."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if index % 4 == 1:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+
+def levels(caplog: pytest.LogCaptureFixture, word: str) -> list[int]:
+    return [one.levelno for one in caplog.records if one.name == "sharded_loader" and word in one.getMessage()]
+
+
+def test_the_first_of_a_kind_is_a_warning_of_the_logger_and_the_others_are_information(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "sharded_loader")
+    notices = Notices()
+    for kind in ("skipped_samples", "slow_batches", "skipped_samples"):
+        notices.happened(kind, f"about {kind}")
+    assert levels(caplog, "skipped") == [logging.WARNING, logging.INFO] and levels(caplog, "slow") == [logging.WARNING]
+    assert notices.counts["skipped_samples"] == 2
+
+
+def test_a_warning_names_the_line_of_the_users_program() -> None:
+    with pytest.warns(LoaderWarning, match="once") as caught:
+        notices = Notices()
+        notices.warn("kind", "once")
+        notices.warn("kind", "once")
+        warn("once, too")
+    assert [one.filename for one in caught] == [__file__, __file__]
+    assert is_ours(sharded_loader.__file__) and not is_ours(__file__)
+
+
+def test_a_line_of_the_logger_is_no_exception_where_warnings_are(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Notices().happened("slow_batches", "text")
+    assert levels(caplog, "text") == [logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_left_out_are_said_once_and_counted(
+    kind: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: Any = ShardedDataLoader if kind == "ours" else sharded_loader.torch.DataLoader
+    loader = made(Damaged(), 4, num_workers=workers, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [[0, 2, 3], [4, 6, 7], [8, 10, 11], [12, 14, 15]]
+    [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: sample 1 is damaged" in said
+    if kind == "ours":
+        assert loader.stats().as_dict("skipped_samples") == {"skipped_samples": 4.0}
+        assert "4 samples skipped or replaced" in str(loader.stats()) and "4 samples skipped" in repr(loader)
+        list(loader)
+        assert [loader.stats(epoch).skipped_samples for epoch in (0, 1)] == [4, 4]
+        loader.close()
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+@pytest.mark.parametrize("on_error", ["skip", "replace", lambda failed: 0], ids=["skip", "replace", "function"])
+def test_more_than_max_skipped_samples_of_an_epoch_are_an_error(kind: str, on_error: Any) -> None:
+    made: Any = ShardedDataLoader if kind == "ours" else sharded_loader.torch.DataLoader
+    loader = made(Damaged(), 4, on_error=on_error, max_skipped=3)
+    for _ in range(2):
+        batches, got = iter(loader), []
+        with pytest.raises(
+            TooManySkippedError, match=r"4 samples of this epoch, .* 3\. .* sample 13 in .*batch 3"
+        ) as e:
+            for batch in batches:
+                got.append(batch)
+        assert len(got) == 3 and e.value.skipped == 4 and isinstance(e.value.__cause__, ValueError)
+    assert len(list(made(Damaged(), 4, on_error=on_error, max_skipped=4))) == 4
+
+
+class Broken(Damaged):
+    def __getitem__(self, index: int) -> int:
+        raise ValueError(f"sample {index} is damaged")
+
+
+@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers: int) -> None:
+    loader = made(Broken(), 4, num_workers=workers, on_error="skip", persistent_workers=workers > 0)
+    with pytest.warns(LoaderWarning) as caught:
+        assert list(loader) == []
+    first, second = [str(one.message) for one in caught]
+    assert first.startswith("epoch 0, batch 0 was left out: no sample of it could be read")
+    assert second.startswith("epoch 0 has no batches: on_error has skipped all of its 16 samples")
+    assert second.endswith("The last error is ValueError: sample 15 is damaged")
+    with pytest.warns(LoaderWarning, match="epoch 1 has no batches"):
+        assert list(loader) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_skipped_samples_show_their_cause_once(workers: int) -> None:
+    with pytest.raises(TooManySkippedError) as caught:
+        list(ShardedDataLoader(Damaged(), 4, num_workers=workers, on_error="skip", max_skipped=0))
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("sample 1 is damaged") == 1 and text.count("in __getitem__") == 1
+
+
+@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
+def test_max_skipped_is_a_number_and_needs_on_error(made: Any) -> None:
+    with pytest.raises(ValueError, match='max_skipped needs on_error="skip"'):
+        made(Damaged(), 4, max_skipped=3)
+    with pytest.raises(TypeError, match="max_skipped"):
+        made(Damaged(), 4, on_error="skip", max_skipped="1%")
+
+
+@pytest.mark.costly
+@pytest.mark.also_spawned
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(range(64), 4, pool=ProcessPool(1, start_method=method)) as loader:
+        batches = iter(loader)
+        next(batches)
+        os.kill(loader.pool.pids[0], signal.SIGKILL)
+        assert len(list(batches)) == 15
+        assert loader.stats().replaced_workers == 1 and "1 worker replaced" in str(loader.stats())
+        assert "1 worker replaced" in repr(loader)
+    [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
+
+
+@pytest.mark.costly
+def test_a_killed_worker_of_the_drop_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = sharded_loader.torch.DataLoader(range(64), 4, num_workers=1)
+    batches: Any = iter(loader)
+    next(batches)
+    os.kill(batches._workers[0].pid, signal.SIGKILL)
+    assert len(list(batches)) == 15
+    assert levels(caplog, "died: killed by SIGKILL") == [logging.WARNING]
+
+
+def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=1 << 18)) as loader:
+        for _ in range(3):
+            assert [batch.shape for batch in loader] == [(4, 1 << 18)] * 2
+        slow = loader.stats().slow_batches
+        assert 0 < slow <= 6 and f"{slow} batch" in str(loader.stats())
+    assert levels(caplog, "bytes finds no room in shared memory (max_bytes=262144") == [logging.WARNING]
+
+
+def test_batches_that_fit_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, num_workers=1) as loader:
+        for _ in range(3):
+            assert len(list(loader)) == 2
+        assert loader.stats().slow_batches == 0
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "process"])
+def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool: Any) -> None:
+    data = list(range(8))
+    with ShardedDataLoader(data, 4, num_workers=int(pool != "inline"), pool=pool) as loader:
+        assert len(list(loader)) == 2
+        data.extend([8, 9])
+        with pytest.warns(LoaderWarning, match=r"has 10 samples, and had 8 .*call loader\.refresh"):
+            assert len(list(loader)) == 2
+        assert len(list(loader)) == 2
+        loader.refresh()
+        assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}], ids=str)
+def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers: dict[str, Any]) -> None:
+    data = list(range(8))
+    for more in ({}, {"persistent_workers": True}) if "thread_pool" in workers else ({},):
+        loader = sharded_loader.torch.DataLoader(data, 4, **workers, **more)
+        before = len(list(loader))
+        data.extend(range(8))
+        assert len(loader) == len(list(loader)) == before + 2
+
+
+def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_says_so() -> None:
+    data = list(range(8))
+    loader = sharded_loader.torch.DataLoader(data, 4, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 2
+    del data[4:]
+    with pytest.warns(LoaderWarning, match=r"has 4 samples, and had 8 .*leave out persistent_workers") as caught:
+        assert len(list(loader)) == 1
+    assert caught[0].filename == __file__
+    assert len(list(loader)) == 1
+
+
+def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown() -> None:
+    data, indices = [0, 1], [0, 1]
+    with ShardedDataLoader(data, 2, sampler=indices) as loader:
+        assert len(list(loader)) == 1
+        data.extend([2, 3]), indices.extend([2, 3])
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_ranks_without_a_process_group_that_read_the_same_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.warns(LoaderWarning, match=r'one of 2 ranks \(WORLD_SIZE\), and each reads .* num_replicas="auto"'):
+        list(ShardedDataLoader(range(4), 2))
+    assert len(list(ShardedDataLoader(range(4), 2, num_replicas=1))) == 2
+    assert len(list(ShardedDataLoader(range(4), 2, num_replicas="auto"))) == 1
+    assert caplog.records == []
+    list(sharded_loader.torch.DataLoader(range(4), 2))  # torch's loader reads so on purpose: no warning
+    assert levels(caplog, "give sampler=DistributedSampler(dataset)") == [logging.WARNING]
+    sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=2, rank=1)  # type: ignore[arg-type]
+    list(sharded_loader.torch.DataLoader(range(4), 2, sampler=sampler))
+    assert len(caplog.records) == 1
+
+
+class Plain(torch.utils.data.IterableDataset[int]):
+    """Iterable data that may ask which part it is to read."""
+
+    def __init__(self, asks: bool = False, shuffles: bool = False) -> None:
+        self.asks, self.shuffles = asks, shuffles
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(12))
+        if self.shuffles:
+            sample_rng().shuffle(numbers)
+        info = torch.utils.data.get_worker_info() if self.asks else None
+        for place in range(0 if info is None else info.id, 12, 1 if info is None else info.num_workers):
+            yield numbers[place]
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "process", "torch's"])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, shuffles: bool) -> None:
+    def make(dataset: Any) -> Any:
+        if pool == "torch's":
+            return sharded_loader.torch.DataLoader(dataset, 3, num_workers=2, seed=0)
+        return ShardedDataLoader(dataset, 3, num_workers=2 * (pool != "inline"), pool=pool, streams=2, seed=0)
+
+    loader, batches = make(Plain(shuffles=shuffles)), []
+    with pytest.warns(LoaderWarning, match=r"read in 2 parts, but its __iter__ has not asked .* streams=1") as caught:
+        for batch in loader:
+            assert shuffles or len(batches) < 2 or caught  # two parts that begin alike: known after their first batches
+            batches.append(batch)
+    assert sorted(torch.cat(batches).tolist()) == sorted([*range(12)] * 2)
+    assert len(list(loader)) == 8  # said once
+    assert [one.filename for one in caught] == [__file__]
+    with make(Plain(asks=True)) if pool != "torch's" else nullcontext(make(Plain(asks=True))) as loader:
+        assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda part, parts: iter(range(part, 12, parts)),
+        interleave([range(6), range(6)]),
+        interleave([Plain(asks=True), lambda part, parts: iter(range(part, 6, parts))]),
+    ],
+    ids=["a function of its part", "by index", "a mixture"],
+)
+def test_iterable_data_that_is_divided_is_no_warning(dataset: Any) -> None:
+    for _ in range(2):
+        list(ShardedDataLoader(dataset, 3, streams=2 if not hasattr(dataset, "__getitem__") else None))
+
+
+def test_parts_of_a_mixture_that_asks_for_nothing_are_a_warning() -> None:
+    with pytest.warns(LoaderWarning, match="has not asked"):
+        list(ShardedDataLoader(interleave([Plain(), Plain()]), 3, streams=2))
+
+
+def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None:
+    batches, got = iter(ShardedDataLoader(Plain(), 3, streams=2)), []
+    with pytest.raises(LoaderWarning, match="has not asked"):
+        for batch in batches:
+            got.append(batch.tolist())
+    assert len(got) == 2
+    assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]
+
+
+def test_a_negative_number_of_workers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert ShardedDataLoader(range(4), 2, num_workers=-1).num_workers == 0
+    assert levels(caplog, "num_workers is -1, which means 0") == [logging.WARNING]
+    with pytest.raises(ValueError, match="non-negative"):
+        sharded_loader.torch.DataLoader(range(4), 2, num_workers=-1)

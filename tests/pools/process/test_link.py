@@ -1,0 +1,167 @@
+"""Messages of any size arrive whole and in order, whatever the pipe takes and gives at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import multiprocess
+import numpy as np
+import pytest
+
+from sharded_loader.pools.process.link import CHUNK, Link, Poller, PortableLink, SocketLink
+from sharded_loader.pools.process.wire import receive_message, send_message
+
+LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
+
+
+@pytest.fixture(params=LINKS)
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Any]]:
+    """A link, and the worker's end of its pipe."""
+    ours, theirs = multiprocess.Pipe()
+    link = request.param(ours)
+    yield link, theirs
+    link.close()
+    theirs.close()
+
+
+def received(link: Link, count: int) -> list[Any]:
+    """The next messages, once they have come."""
+    while len(link.inbox) < count and not link.ended:
+        link.receive()
+    return [link.inbox.popleft() for _ in range(len(link.inbox))]
+
+
+def contents(message: Any) -> list[bytes | tuple[int, int]]:
+    return [bytes(message.head), *[part if isinstance(part, tuple) else bytes(part) for part in message.buffers]]
+
+
+SIZES = [0, 1, CHUNK // 2, CHUNK - 8, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_message_of_any_size_arrives(ends: tuple[Link, Any], size: int) -> None:
+    link, theirs = ends
+    data = os.urandom(size)
+    buffer = np.frombuffer(os.urandom(size), np.uint8)
+    sender = threading.Thread(target=send_message, args=(theirs, data, [(-1, size), (64, 8)], [buffer.data]))
+    sender.start()
+    (message,) = received(link, 1)
+    sender.join()
+    assert contents(message) == [data, buffer.tobytes(), (64, 8)]
+
+
+def test_many_messages_keep_their_order(ends: tuple[Link, Any]) -> None:
+    link, theirs = ends
+    sizes = [size for _ in range(3) for size in SIZES] + [7] * 500
+
+    def send() -> None:
+        for number, size in enumerate(sizes):
+            send_message(theirs, str(number).encode(), [(-1, size)], [memoryview(bytes([number % 251]) * size)])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    messages = received(link, len(sizes))
+    sender.join()
+    assert [contents(message) for message in messages] == [
+        [str(number).encode(), bytes([number % 251]) * size] for number, size in enumerate(sizes)
+    ]
+
+
+def test_what_was_received_may_be_written_to(ends: tuple[Link, Any]) -> None:
+    link, theirs = ends
+    send_message(theirs, b"", [(-1, 4)], [memoryview(b"abcd")])
+    (message,) = received(link, 1)
+    array = np.frombuffer(message.buffers[0], np.uint8)
+    array += 1
+    assert array.tobytes() == b"bcde"
+
+
+def test_what_the_pipe_does_not_take_waits_in_the_outbox_and_goes_later() -> None:
+    if SocketLink not in LINKS:
+        pytest.skip("needs a socket that does not block")
+    ours, theirs = multiprocess.Pipe()
+    link = SocketLink(ours)
+    large = os.urandom(4 << 20)
+    link.send(b"first", [memoryview(large)])
+    link.send(b"second")
+    assert link.outbox
+    got: list[Any] = []
+    receiver = threading.Thread(target=lambda: got.extend(receive_message(theirs) for _ in range(2)))
+    receiver.start()
+    while link.outbox:
+        link.flush()
+    receiver.join()
+    assert [contents(message) for message in got] == [[b"first", large], [b"second"]]
+    link.close()
+    theirs.close()
+
+
+def test_the_end_of_the_worker_is_noticed_after_its_last_message(ends: tuple[Link, Any]) -> None:
+    link, theirs = ends
+    send_message(theirs, b"last", (), ())
+    theirs.close()
+    assert [contents(message) for message in received(link, 2)] == [[b"last"]]
+    assert link.ended
+    link.send(b"to nobody")
+
+
+class Handle:
+    """What `Poller` needs of a worker."""
+
+    def __init__(self) -> None:
+        ours, self.theirs = multiprocess.Pipe()
+        self.link = SocketLink(ours) if SocketLink in LINKS else PortableLink(ours)
+        self.end, self._alive = multiprocess.Pipe(duplex=False)
+        self.sentinel = self.end.fileno()
+
+    def die(self) -> None:
+        self._alive.close()
+
+    def close(self) -> None:
+        for one in (self.link, self.theirs, self.end, self._alive):
+            one.close()
+
+
+@pytest.fixture
+def handles() -> Iterator[list[Handle]]:
+    made = [Handle(), Handle()]
+    yield made
+    for handle in made:
+        handle.close()
+
+
+@pytest.mark.skipif(SocketLink not in LINKS, reason="sentinels are handles there")
+def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(handles: list[Handle]) -> None:
+    waker, bell = multiprocess.Pipe(duplex=False)
+    poller = Poller(handles, waker)
+    assert poller.wait(0.0) == ([], set())
+    send_message(handles[1].theirs, b"x", (), ())
+    assert poller.wait() == ([handles[1]], set())
+    handles[1].link.receive()
+    bell.send_bytes(b"")
+    assert poller.wait() == ([], set())
+    assert poller.wait(0.0) == ([], set()), "what the waker was sent is taken out"
+    handles[0].die()
+    assert poller.wait() == ([], {handles[0].sentinel})
+    waker.close()
+    bell.close()
+
+
+@pytest.mark.skipif(SocketLink not in LINKS, reason="needs a socket that does not block")
+def test_a_poller_tells_when_more_can_be_sent(handles: list[Handle]) -> None:
+    waker, bell = multiprocess.Pipe(duplex=False)
+    poller, (handle, _) = Poller(handles, waker), handles
+    handle.link.send(b"", [memoryview(bytes(4 << 20))])
+    assert poller.wait(0.0) == ([], set())
+    receiver = threading.Thread(target=receive_message, args=(handle.theirs,))
+    receiver.start()
+    while handle.link.outbox:
+        assert poller.wait(120.0) == ([handle], set())
+        handle.link.flush()
+    receiver.join()
+    assert poller.wait(0.0) == ([], set()), "nothing waits to be sent any more"
+    waker.close()
+    bell.close()

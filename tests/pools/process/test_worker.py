@@ -1,0 +1,186 @@
+"""One worker's two threads, in this process: what they are sent, and what they answer."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import multiprocess
+import numpy as np
+import pytest
+
+from sharded_loader.engine import messages
+from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_head, pack_tasks, unpack_head, unpack_reply
+from sharded_loader.memory.codec import encode
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.memory.segments import Slot
+from sharded_loader.pools import task_reader
+from sharded_loader.pools.process.wire import receive_message, send_message
+from sharded_loader.pools.process.worker import Worker
+from sharded_loader.pools.translation import decode_result
+
+
+@pytest.fixture(autouse=True)
+def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
+
+
+class Bad:
+    """Sample 3 raises."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise LookupError("three")
+        return index
+
+
+class Trainer:
+    """The other end of the pipe of a worker whose main thread is a thread here."""
+
+    def __init__(self, job: Job | None = None) -> None:
+        self.conn, self._theirs = multiprocess.Pipe()
+        self.worker = Worker(self._theirs, 4, 5)
+        self.worker._finished.set()  # otherwise the end of the pipe may end this process
+        new_job = None if job is None else NewJob(job, None)
+        self._thread = threading.Thread(target=self.worker.run, args=(new_job,))
+        self._thread.start()
+
+    def send(self, kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> None:
+        send_message(self.conn, pack_head(kind, run, seq, content), (), ())
+
+    def send_tasks(self, *tasks: Any) -> None:
+        send_message(self.conn, pack_tasks(tasks), (), ())
+
+    def answer(self) -> tuple[bytes, memoryview, Any]:
+        message = receive_message(self.conn)
+        kind, _, _, content = unpack_head(message.head)
+        return kind, content, message.buffers
+
+    def results(self, count: int) -> list[Result]:
+        found: list[Result] = []
+        while len(found) < count:
+            kind, content, buffers = self.answer()
+            assert kind == messages.RESULTS
+            while len(content):
+                run, seq, _, places, pickled, content = unpack_reply(content)
+                found.append(decode_result(run, seq, pickled, [buffers.popleft() for _ in range(places)], None))
+        return found
+
+    def close(self) -> None:
+        self.conn.close()
+        self._thread.join()
+        self._theirs.close()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    found = Trainer(Job(Bad(), None, 0))
+    found.send(messages.JOB)
+    assert found.answer()[0] == messages.READY
+    yield found
+    found.close()
+
+
+def task(seq: int, *indices: Any, run: int = 0) -> tuple[Slot | None, Task, bytes | None]:
+    return None, Task(run, seq, 0, 2 * seq, (list(indices),), False), None
+
+
+def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:
+    trainer.send_tasks(task(0, 0, 1), task(1, 2, 3), task(2, 4, 5))
+    first, second, third = trainer.results(3)
+    assert [(one.run, one.seq, one.samples) for one in (first, third)] == [(0, 0, 2), (0, 2, 2)]
+    assert [np.asarray(one.batch).tolist() for one in (first, third)] == [[0, 1], [4, 5]]
+    assert type(second.error) is LookupError and second.error.args == ("three",)
+    assert "batch 1" in second.error.__notes__[0] and "worker 4 (pid " in second.error.__notes__[0]
+
+
+def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
+    rows = np.arange(4 * 5000.0).reshape(4, 5000)
+    trainer = Trainer(Job(rows, None, 0))
+    trainer.send(messages.JOB)
+    assert trainer.answer()[0] == messages.READY
+    trainer.send_tasks(task(0, 3, 1))
+    (result,) = trainer.results(1)
+    assert np.array_equal(result.batch, rows[[3, 1]])
+    trainer.close()
+
+
+def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
+    go_on, read = threading.Event(), []
+
+    class Waits:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            go_on.wait()
+            read.append(index)
+            return index
+
+    trainer = Trainer(Job(Waits(), None, 0))
+    trainer.send(messages.JOB)
+    assert trainer.answer()[0] == messages.READY
+    trainer.send_tasks(task(0, 1, run=8))
+    trainer.send_tasks(task(0, 2, run=7))
+    trainer.send(messages.CANCEL, 7)
+    while 7 not in trainer.worker._cancelled:  # it is taken while the first task is under way
+        time.sleep(0.001)
+    go_on.set()
+    assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
+    assert read == [1]
+    trainer.close()
+
+
+def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:
+    _, one, _ = task(0, 1)
+    trainer.send_tasks((None, one, b"no pickle"), task(1, 1))
+    broken, good = trainer.results(2)
+    assert isinstance(broken.error, pickle.UnpicklingError)
+    assert "batch 0: its indices could not be unpickled in worker 4" in broken.error.__notes__[-1]
+    assert good.samples == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="opened by path")
+def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe(
+    trainer: Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer.send(messages.SEGMENT, 0, 4096, b"/no/such/segment")
+    trainer.send_tasks((Slot(0, 0, 4096), task(0, 1)[1], None))
+    (result,) = trainer.results(1)
+    assert result.samples == 1
+    assert "worker 4 (pid " in (text := capfd.readouterr().err) and "through the pipe, which is slower" in text
+
+
+def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
+    trainer = Trainer()
+    trainer.send(messages.JOB, content=b"no pickle")
+    kind, content, _ = trainer.answer()
+    assert kind == messages.FAILED
+    error = decode_error(pickle.loads(content))
+    assert isinstance(error, pickle.UnpicklingError)
+    assert "while worker 4 (pid " in error.__notes__[0] and "unpickling the dataset" in error.__notes__[0]
+    trainer.close()
+
+
+def test_a_job_that_comes_in_a_message_is_read() -> None:
+    trainer = Trainer()
+    trainer.send(messages.JOB, content=encode(NewJob(Job(range(8), None, 0), None)).head)
+    assert trainer.answer()[0] == messages.READY
+    trainer.send_tasks(task(0, 6, 7))
+    assert np.asarray(trainer.results(1)[0].batch).tolist() == [6, 7]
+    trainer.close()
+
+
+def test_a_worker_between_batches_is_idle_on_its_board(trainer: Trainer) -> None:
+    trainer.send_tasks(task(0, 1))
+    trainer.results(1)
+    while trainer.worker._reading.board[SAMPLE] != IDLE:  # it is told after the answer
+        time.sleep(0.001)

@@ -1,0 +1,136 @@
+"""An actor reads groups of tasks into one memory. Here without Ray: it is a class like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
+from sharded_loader.memory.codec import decode, encode
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.pools import task_reader
+from sharded_loader.pools.ray import actor
+from sharded_loader.pools.ray.actor import LoaderActor, LoaderNotebook
+from sharded_loader.pools.translation import decode_result
+
+
+class Images:
+    """Sample i is 4 KB of i; sample 13 cannot be read; sample 14 writes."""
+
+    def __init__(self) -> None:
+        self.rows = np.repeat(np.arange(50, dtype=np.uint8)[:, None], 4096, axis=1)
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        if index == 13:
+            raise KeyError("thirteen")
+        if index == 14:
+            self.rows[0] = 1
+        return self.rows[index]
+
+
+@pytest.fixture(autouse=True)
+def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
+    monkeypatch.setattr(actor, "_place", lambda: ("node", "10.0.0.1"))
+
+
+def begun(dataset: Any = None) -> LoaderActor:
+    made = LoaderActor(1, 2, 1)
+    encoded = encode(NewJob(Job(dataset or Images(), None, 0), None))
+    buffers = [np.frombuffer(bytes(buffer), np.uint8) for buffer in encoded.buffers]  # read-only, as Ray's
+    assert made.begin((encoded.head, buffers)).failure is None
+    return made
+
+
+def task(seq: int, *indices: int, careful: bool = False) -> tuple[None, Task, None]:
+    return None, Task(0, seq, 0, 0, (list(indices),), False, careful), None
+
+
+def read(made: LoaderActor, *tasks: tuple[None, Task, None], **options: Any) -> tuple[list[Result], Any]:
+    replies, places, memory, rest = made.read(pack_tasks(tasks), **options)
+    others = iter(rest)
+    buffers = (next(others) if at < 0 else memory[at : at + nbytes].copy() for at, nbytes in places)
+    results, content = [], memoryview(replies)
+    while len(content):
+        run, seq, _, count, pickled, content = unpack_reply(content)
+        results.append(decode_result(run, seq, pickled, [next(buffers) for _ in range(count)], None))
+    return results, memory
+
+
+def test_it_says_where_it_is() -> None:
+    encoded = encode(NewJob(Job(range(3), None, 0), None))
+    said = LoaderActor(1, 2, 1).begin((encoded.head, []))
+    assert (said.node, said.host) == ("node", "10.0.0.1")
+
+
+def test_the_batches_of_a_group_lie_in_one_memory_that_is_used_again() -> None:
+    made = begun()
+    read(made, task(0, 1, 2))  # what a batch needs is learned
+    results, memory = read(made, task(1, 3, 4), task(2, 5, 6))
+    assert [result.batch[:, 0].tolist() for result in results] == [[3, 4], [5, 6]]
+    assert memory.nbytes == 4 * 4096
+    again, same = read(made, task(3, 7, 8), task(4, 9, 10))
+    assert [result.batch[:, 0].tolist() for result in again] == [[7, 8], [9, 10]]
+    assert same.ctypes.data == memory.ctypes.data
+
+
+def test_the_error_of_one_batch_is_its_own() -> None:
+    results, _ = read(begun(), task(0, 1), task(1, 13), task(2, 2))
+    assert [result.error is None for result in results] == [True, False, True]
+    assert isinstance(results[1].error, KeyError)
+    assert "on 10.0.0.1" in "\n".join(results[1].error.__notes__)
+
+
+def test_a_dataset_that_writes_into_its_arrays_is_told_that_they_are_shared() -> None:
+    (result,), _ = read(begun(), task(0, 14))
+    assert isinstance(result.error, ValueError)
+    assert "all workers of a node share" in "\n".join(result.error.__notes__)
+
+
+def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
+    made = begun()
+    made.cancel(0)
+    (result,), _ = read(made, task(0, 13))
+    assert result.error is None
+    assert result.batch is None
+
+
+def test_a_careful_task_is_told_to_the_notebook_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    notebook, told = LoaderNotebook(), []
+
+    class Handle:
+        class note:
+            @staticmethod
+            def remote(key: str, words: list[int]) -> None:
+                notebook.note(key, words)
+                told.append(words[3])
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda ref, timeout: ref))
+    made = begun()
+    read(made, task(0, 1, 2, careful=True), notebook=Handle, key="1-0")
+    assert made.where() == [0, 0, 0, -3]  # who watches it sees the same
+    assert told[:2] == [-5, -6]  # it begins; samples one by one
+    assert {0, 1} <= set(told)
+    assert notebook.last("1-0") == [0, 0, 0, -3]  # it was sending
+    assert notebook.last("1-0") is None
+
+
+def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:
+    class Lost:
+        def __reduce__(self) -> Any:
+            return __import__, ("a_module_that_is_not_there",)
+
+    encoded = encode(NewJob(Job(Lost(), None, 0), None))
+    said = LoaderActor(0, 1, 1).begin((encoded.head, []))
+    assert said.failure is not None
+    error = decode_error(decode(said.failure))
+    assert isinstance(error, ModuleNotFoundError)
+    assert "runtime_env" in "\n".join(error.__notes__)

@@ -1,0 +1,398 @@
+"""A pool on Ray reads what every pool reads, whatever happens to its actors. All promises: ``make test-ray``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import until
+
+from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave, sample_rng
+from sharded_loader.pools.ray import pool as on_ray
+
+ON_RAY = pytest.mark.ray
+
+
+class Rows:
+    """Sample i: 1,000 numbers that depend on i and on the sample's generator. One sample kills, one hangs."""
+
+    def __init__(self, length: int = 400, *, kills: int = -1, hangs: int = -1, raises: int = -1) -> None:
+        self.length, self.kills, self.hangs, self.raises = length, kills, hangs, raises
+        self.base = np.arange(1000)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        if index == self.kills:
+            os._exit(3)
+        if index == self.hangs:
+            time.sleep(600)
+        if index == self.raises:
+            raise KeyError(index)
+        return self.base * index + sample_rng().integers(1000)
+
+
+def outcomes(loader: Any, kind: type[BaseException]) -> list[Any]:
+    """The batches of an epoch, and the errors of this kind that came in their places."""
+    found: list[Any] = []
+    batches = iter(loader)
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except kind as error:
+            found.append(error)
+
+
+def bytes_of(batches: Any) -> list[bytes]:
+    return [batch.numpy().tobytes() for batch in batches]
+
+
+def expected(dataset: Any, epochs: int = 1, **options: Any) -> list[bytes]:
+    with ShardedDataLoader(dataset, 8, shuffle=True, seed=3, **options) as loader:
+        return [one for _ in range(epochs) for one in bytes_of(loader)]
+
+
+def actors() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "ray::LoaderActor" in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+# -- arguments, without Ray --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "check_installed", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"num_cpus": "two"}, TypeError, "num_cpus is 'two'"),
+        ({"num_cpus": -1}, ValueError, "num_cpus is -1"),
+        ({"num_cpus": True}, TypeError, "num_cpus is True"),
+        ({"resources": ["reader"]}, TypeError, "resources is"),
+        ({"runtime_env": "."}, TypeError, "runtime_env is"),
+        ({"scheduling_strategy": None}, TypeError, "SPREAD"),
+        ({"address": "ray://head:10001"}, ValueError, "Ray Client"),
+        ({"restarts": -1}, ValueError, "restarts"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"start_timeout": None}, TypeError, "start_timeout"),
+        ({"start_timeout": -1}, ValueError, "timeout"),
+        ({"max_bytes": "1 GB"}, TypeError, "max_bytes"),
+        ({"worker_init_fn": 7}, TypeError, "worker_init_fn"),
+    ],
+)
+def test_a_bad_argument_is_named(as_if_installed: None, options: dict[str, Any], kind: type, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        RayPool(2, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, -1])
+def test_a_pool_has_workers(as_if_installed: None, num_workers: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        RayPool(num_workers)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install ray"):
+        RayPool(2)
+
+
+def test_a_pool_that_is_sent_along_with_a_dataset_is_one_that_has_not_been_started(as_if_installed: None) -> None:
+    twin = pickle.loads(pickle.dumps(RayPool(3, num_cpus=0.5, resources={"reader": 1}, restarts=5, timeout=9)))
+    assert (twin.num_workers, twin.restarts, twin.timeout, twin.started) == (3, 5, 9.0, False)
+    assert twin._wanted.amounts == {"CPU": 0.5, "reader": 1}
+
+
+def test_the_word_ray_makes_a_pool_of_that_size(as_if_installed: None) -> None:
+    with ShardedDataLoader(range(8), 2, num_workers=3, pool="ray", timeout=7) as loader:
+        assert isinstance(loader.pool, RayPool)
+        assert (loader.pool.num_workers, loader.pool.timeout, loader.pool.workers) == (3, 7.0, ())
+
+
+# -- on Ray ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(ray_here: Any) -> Iterator[RayPool]:
+    yield RayPool(2, num_cpus=0)
+    assert until(lambda: not actors())
+
+
+@ON_RAY
+def test_the_batches_are_those_of_every_pool(pool: RayPool) -> None:
+    assert expected(Rows(), 2, pool=pool) == expected(Rows(), 2)
+
+
+@ON_RAY
+@pytest.mark.parametrize("kind", ["by index", "in order", "both"])
+def test_a_mixture_has_the_samples_and_states_of_every_pool(pool: RayPool, kind: str) -> None:
+    def loader(ranks: int, rank: int, **options: Any) -> ShardedDataLoader:
+        def stream(part: int, parts: int) -> Iterator[int]:
+            return iter(range(part, 120, parts))
+
+        first = stream if kind != "by index" else range(120)
+        second = stream if kind == "in order" else range(1000, 1120)
+        mixed = interleave([interleave([first, second], [3, 1]), second])
+        order = {"shuffle": True} if kind == "by index" else {"streams": 4}
+        return ShardedDataLoader(mixed, 3, num_replicas=ranks, rank=rank, steps_per_epoch=5, **order, **options)
+
+    with loader(2, 1, pool=pool) as one:
+        batches = iter(one)
+        read = [next(batches).tolist() for _ in range(3)]
+        state = one.state_dict()
+        read += [batch.tolist() for batch in batches]
+    assert read == [batch.tolist() for batch in loader(2, 1)]
+    with loader(2, 1, pool=pool) as other:
+        other.load_state_dict(state)
+        assert [batch.tolist() for batch in other] == read[3:]
+
+
+@ON_RAY
+def test_batches_can_be_written_to_and_stay_while_they_are_held(pool: RayPool) -> None:
+    with ShardedDataLoader(Rows(2000), 8, pool=pool, num_shards=2) as loader:
+        held, copies = [], []
+        for shards in loader:
+            shards[0] += 1
+            held.append(shards[1][2:])
+            copies.append(held[-1].clone())
+    gc.collect()
+    assert all(bool((one == other).all()) for one, other in zip(held, copies, strict=True))
+
+
+@ON_RAY
+def test_more_batches_than_the_object_store_has_room_for_can_be_held(ray_here: Any) -> None:
+    class Large:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+            return np.full(500_000, index, np.float32)
+
+    with ShardedDataLoader(Large(), 2, pool=RayPool(2, num_cpus=0)) as loader:  # 400 MB; the store has 300
+        held = list(loader)
+    assert [batch[:, 7].tolist() for batch in held] == [[2.0 * n, 2.0 * n + 1] for n in range(100)]
+
+
+@ON_RAY
+def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
+    dice, pool = random.Random(0), RayPool(3, num_cpus=0, restarts=100)
+    found, killed = [], 0
+    with ShardedDataLoader(Rows(2000), 8, shuffle=True, seed=3, pool=pool) as loader:
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                found.append(batch.numpy().tobytes())
+                ready = [one.pid for one in pool.workers if one.pid is not None]
+                if number % 40 == 7 and ready:
+                    os.kill(dice.choice(ready), signal.SIGKILL)
+                    killed += 1
+        assert 0 < loader.stats().replaced_workers <= killed
+    assert killed > 8
+    assert found == expected(Rows(2000), 2)
+
+
+@ON_RAY
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
+    with ShardedDataLoader(Rows(kills=205), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
+        found = outcomes(loader, WorkerDiedError)
+    assert len(found) == 50
+    errors = [one for one in found if isinstance(one, WorkerDiedError)]
+    assert [(one.batch, one.index) for one in errors] == [(25, 205)]
+    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading sample 205", str(errors[0]))
+
+
+@ON_RAY
+def test_a_sample_that_hangs_is_named_and_the_others_come(ray_here: Any) -> None:
+    with ShardedDataLoader(Rows(80, hangs=43), 8, pool=RayPool(2, num_cpus=0, timeout=1.5, restarts=1)) as loader:
+        found = outcomes(loader, WorkerTimeoutError)
+    assert len(found) == 10
+    assert [(one.batch, one.index) for one in found if isinstance(one, WorkerTimeoutError)] == [(5, 43)]
+
+
+@ON_RAY
+def test_an_error_of_the_dataset_arrives_as_it_was_raised(pool: RayPool) -> None:
+    with ShardedDataLoader(Rows(raises=20), 8, pool=pool) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        with pytest.raises(KeyError, match="20") as caught:
+            next(batches)
+        assert "sample 20" in "\n".join(caught.value.__notes__)
+        assert len(list(batches)) == 47
+
+
+@ON_RAY
+def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
+    import threading
+
+    dataset = Rows()
+    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
+    with (
+        ShardedDataLoader(dataset, 8, pool=pool) as loader,
+        pytest.raises(TypeError, match=r"dataset\.lock \(lock\) cannot be pickled"),
+    ):
+        next(iter(loader))
+
+
+@ON_RAY
+def test_a_worker_init_fn_that_raises_is_the_error(ray_here: Any) -> None:
+    def init(number: int) -> None:
+        raise ValueError("no licence")
+
+    with (
+        ShardedDataLoader(Rows(), 8, pool=RayPool(2, num_cpus=0, worker_init_fn=init)) as loader,
+        pytest.raises(ValueError, match="no licence"),
+    ):
+        next(iter(loader))
+
+
+@ON_RAY
+@pytest.mark.timeout(25)  # `ray.cancel` could hold it up for half a minute
+def test_after_a_break_the_next_epoch_begins(ray_here: Any) -> None:
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+            time.sleep(0.005)
+            return super().__getitem__(index)
+
+    with ShardedDataLoader(Slow(), 8, shuffle=True, seed=3, pool=RayPool(2, num_cpus=0)) as loader:
+        for number, _ in enumerate(loader):
+            if number == 5:
+                break
+        loader.set_epoch(7)
+        assert len(next(iter(loader))) == 8
+
+
+@ON_RAY
+def test_two_loaders_and_two_iterators_do_not_mix(ray_here: Any) -> None:
+    one = ShardedDataLoader(Rows(), 8, shuffle=True, seed=3, pool=RayPool(1, num_cpus=0))
+    two = ShardedDataLoader(range(40), 4, pool=RayPool(1, num_cpus=0))
+    with one, two:
+        first, second = iter(one), iter(two)
+        mixed = [(next(first), next(second)) for _ in range(10)]
+        assert [batch.tolist() for _, batch in mixed] == [list(range(4 * n, 4 * n + 4)) for n in range(10)]
+        assert [batch.numpy().tobytes() for batch, _ in mixed] == expected(Rows())[:10]
+
+
+@ON_RAY
+def test_a_changed_dataset_is_read_after_a_refresh(pool: RayPool) -> None:
+    dataset = Rows()
+    with ShardedDataLoader(dataset, 8, pool=pool) as loader:
+        before = next(iter(loader))
+        dataset.base = dataset.base + 1_000_000
+        loader.refresh()
+        loader.set_epoch(0)
+        assert ((next(iter(loader)) - before)[1] == 1_000_000).all()
+
+
+@ON_RAY
+def test_a_state_continues_exactly_on_ray(pool: RayPool) -> None:
+    with ShardedDataLoader(Rows(), 8, shuffle=True, seed=3) as loader:
+        batches = iter(loader)
+        for _ in range(17):
+            next(batches)
+        state = loader.state_dict()
+    with ShardedDataLoader(Rows(), 8, shuffle=True, seed=3, pool=pool) as loader:
+        loader.load_state_dict(state)
+        assert bytes_of(loader) == expected(Rows())[17:]
+
+
+@ON_RAY
+def test_a_loader_that_is_collected_leaves_no_actor(ray_here: Any) -> None:
+    loader = ShardedDataLoader(Rows(), 8, pool=RayPool(2, num_cpus=0))
+    next(iter(loader))
+    assert actors()
+    del loader
+    gc.collect()
+    assert until(lambda: not actors())
+
+
+DRIVER = """
+import sys, time
+import ray
+ray.init(address=sys.argv[1], logging_level="ERROR")
+from sharded_loader import RayPool, ShardedDataLoader
+loader = ShardedDataLoader(range(10**6), 4, pool=RayPool(2, num_cpus=0))
+batches = iter(loader)
+next(batches)
+print("reads", flush=True)
+time.sleep(600)
+"""
+
+
+@ON_RAY
+def test_a_driver_that_is_killed_leaves_no_actor(ray_here: Any) -> None:
+    address = ray_here.get_runtime_context().gcs_address
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline().strip() == "reads"
+    assert actors()
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert until(lambda: not actors())
+
+
+@ON_RAY
+def test_inside_a_placement_group_that_captures_actors_are_placed(ray_here: Any) -> None:
+    @ray_here.remote(num_cpus=1)
+    def train() -> int:
+        with ShardedDataLoader(range(40), 4, pool=RayPool(2, num_cpus=0)) as loader:
+            return sum(int(batch.sum()) for batch in loader)
+
+    group = ray_here.util.placement_group([{"CPU": 1}])
+    strategy = ray_here.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        group, placement_group_capture_child_tasks=True
+    )
+    assert ray_here.get(train.options(scheduling_strategy=strategy).remote(), timeout=300) == sum(range(40))
+    ray_here.util.remove_placement_group(group)
+
+
+SHUT_DOWN = """
+import ray
+ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+from sharded_loader import RayPool, ShardedDataLoader
+with ShardedDataLoader(range(10**6), 4, pool=RayPool(1, num_cpus=0)) as loader:
+    batches = iter(loader)
+    next(batches)
+    ray.shutdown()
+    try:
+        for batch in batches:
+            pass
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@ON_RAY
+def test_a_ray_that_is_shut_down_in_mid_epoch_is_an_error_and_no_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", SHUT_DOWN], capture_output=True, text=True, timeout=300)
+    assert "Ray was shut down" in done.stdout, done.stderr
+
+
+@ON_RAY
+def test_a_pool_shows_what_it_was_made_with() -> None:
+    assert repr(RayPool(2)) == "RayPool(2)"
+    assert repr(RayPool(2, num_cpus=0, restarts=1, timeout=9)) == "RayPool(2, num_cpus=0.0, restarts=1, timeout=9.0)"

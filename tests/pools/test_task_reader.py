@@ -1,0 +1,86 @@
+"""What every worker does with a job and its tasks, whoever brings them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_loader import sample_rng
+from sharded_loader.engine.board import SAMPLE, SENDING
+from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.memory.codec import decode
+from sharded_loader.pools import task_reader
+from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+
+
+@pytest.fixture(autouse=True)
+def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
+
+
+class Drawn:
+    """Samples that are random, by the sample and by NumPy's global generator."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        return np.array([sample_rng().integers(1 << 30), np.random.randint(1 << 30)])
+
+
+def reader(dataset: Any, **options: Any) -> TaskReader:
+    made = TaskReader(0, 2, "worker 0")
+    made.take(NewJob(Job(dataset, None, 7), **{"worker_init_fn": None, **options}))
+    return made
+
+
+def fields(*indices: Any, seq: int = 0) -> tuple[Any, ...]:
+    return tuple(Task(0, seq, 1, 10 * seq, (list(indices),), False))
+
+
+def test_a_batch_that_is_read_again_by_another_worker_is_the_same() -> None:
+    first, _, _ = reader(Drawn()).read(0, 3, fields(4, 5, seq=3), None)
+    other = reader(Drawn())
+    other.read(0, 0, fields(1), None)
+    again, _, _ = other.read(0, 3, fields(4, 5, seq=3), None)
+    assert first.batch.tolist() == again.batch.tolist()
+
+
+def test_the_batch_lies_in_the_memory_that_is_given() -> None:
+    memory = np.zeros(1 << 12, np.uint8)
+    made = reader(np.arange(2000.0).reshape(20, 100))
+    result, slot, task = made.read(0, 0, fields(2, 3), memory)
+    assert task == Task(*fields(2, 3))
+    assert np.shares_memory(result.batch, memory)
+    assert slot.used == slot.wanted >= 1600
+    assert made.board[SAMPLE] == SENDING
+
+
+def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
+    called: list[int] = []
+    made = reader(range(3), worker_init_fn=called.append)
+    made.take(NewJob(Job(range(4), None, 7), called.append))
+    assert called == [0]
+    assert made.read(0, 0, fields(3), None)[0].batch.tolist() == [3]
+
+
+def test_indices_that_cannot_be_unpickled_are_the_error_of_the_batch() -> None:
+    result, _, task = reader(range(3)).read(0, 5, b"no pickle", None)
+    assert task is None
+    assert result.error is not None
+    assert "batch 5: its indices could not be unpickled in worker 0" in "\n".join(result.error.__notes__)
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
+    made = reader([(n for n in range(3))])
+    result, slot, task = made.read(0, 0, fields(0), None)
+    reply = decode(made.pack(result, slot, task).head)
+    assert "cannot leave its worker process" in reply.error.summary
+
+
+def test_a_start_that_fails_says_where() -> None:
+    error = failed_in_start(SystemExit(3), "worker 0")
+    assert isinstance(error, Exception)
+    assert "while worker 0 started" in "\n".join(error.__notes__)

@@ -1,0 +1,186 @@
+"""The generators that all threads share: seeded with every bit of a key, by one thread at a time, and put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from sharded_loader.randomness import global_generators
+from sharded_loader.randomness.global_generators import (
+    free_globals_of,
+    holder_before,
+    seed_globals,
+    seed_torch,
+    seeded_globals,
+)
+from sharded_loader.randomness.rng import derive_key
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 62, 63, 64, 100, 127])
+def test_every_bit_of_a_key_counts_in_every_generator(bit: int) -> None:
+    with seeded_globals(5):
+        before = draw()
+        seed_globals(5)
+        assert draw() == before
+        seed_globals(5 ^ 1 << bit)
+        after = draw()
+    assert len({*before, *after}) == 6
+    generators = torch.Generator(), torch.Generator()
+    for generator, key in zip(generators, (5, 5 ^ 1 << bit), strict=True):
+        seed_torch(generator, key)
+    assert torch.rand((), generator=generators[0]) != torch.rand((), generator=generators[1])
+
+
+def test_generators_seeded_by_one_key_draw_different_numbers() -> None:
+    # All are Mersenne Twisters: from the same words they would draw the same.
+    with seeded_globals(2**128 - 1):
+        drawn = [draw() for _ in range(1000)]
+    assert len({number for three in drawn for number in three}) == 3000
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef([three[one] for three in drawn], [three[other] for three in drawn])[0, 1]) < 0.15
+
+
+def test_batches_of_a_worker_draw_different_numbers_from_every_generator() -> None:
+    keys = [derive_key(1, "batch globals", 0, position) for position in range(300)]
+    drawn = []
+    with seeded_globals(0):
+        for key in [*keys, *keys]:
+            seed_globals(key, whole=False)
+            drawn.append(draw())
+    assert drawn[:300] == drawn[300:]  # whoever builds the batch
+    assert len({number for three in drawn for number in three}) == 900
+
+
+def test_torch_numbers_are_uniform_and_its_seed_is_known() -> None:
+    generator = torch.Generator()
+    seed_torch(generator, 9 + (3 << 63))
+    assert generator.initial_seed() == 9
+    drawn = torch.rand(100_000, generator=generator)
+    assert abs(drawn.mean() - 0.5) < 0.005 and abs(drawn.std() - 12**-0.5) < 0.005
+    normal = torch.randn(1001, generator=generator)
+    seed_torch(generator, 9 + (3 << 63))
+    torch.rand(100_000, generator=generator)
+    assert torch.equal(torch.randn(1001, generator=generator), normal)
+    # Nothing is left of what was drawn before: a kept half of a pair of normal numbers, say.
+    seed_torch(generator, 4)
+    first = torch.randn(1, generator=generator)
+    seed_torch(generator, 4)
+    assert torch.equal(torch.randn(1, generator=generator), first)
+
+
+def test_where_torch_keeps_its_words_elsewhere_its_own_seed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_generators, "_torch_state", lambda: None)
+    generator, own = torch.Generator(), torch.Generator().manual_seed(77)
+    seed_torch(generator, 77 + (1 << 63))
+    assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))
+
+
+# -- turns ----------------------------------------------------------------------------------------------------
+
+
+def states() -> list[object]:
+    """The states of the three generators, to be compared."""
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def test_the_states_come_back_also_after_an_error_and_turns_nest() -> None:
+    before = states()
+    with pytest.raises(KeyError), seeded_globals(1):
+        first = draw()
+        inside = states()
+        with seeded_globals(1):
+            assert draw() == first
+        assert states() == inside
+        raise KeyError
+    assert states() == before
+
+
+class Holder(threading.Thread):
+    """A thread that has the generators until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(name="holder")
+        self.has_them, self.go_on = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with seeded_globals(3):
+            self.has_them.set()
+            self.go_on.wait()
+
+
+def test_one_thread_at_a_time_and_who_waits_for_whom_is_known() -> None:
+    holder, waiter = Holder(), Holder()
+    holder.start()
+    assert holder.has_them.wait(300)
+    waiter.start()
+    while holder_before(waiter.ident) is None:
+        assert not waiter.has_them.is_set()
+    assert holder_before(waiter.ident) == holder.ident
+    assert holder_before(holder.ident) is None
+    holder.go_on.set()
+    assert waiter.has_them.wait(300)
+    waiter.go_on.set()
+    holder.join()
+    waiter.join()
+
+
+def test_the_turn_of_a_thread_that_hangs_is_ended_for_it() -> None:
+    before, holder = states(), Holder()
+    holder.start()
+    assert holder.has_them.wait(300)
+    assert not free_globals_of(threading.get_ident())
+    assert holder_before(holder.ident) is None and states() != before
+    assert free_globals_of(holder.ident)
+    assert states() == before
+    with seeded_globals(4):
+        inside = states()
+        holder.go_on.set()
+        holder.join()
+        assert states() == inside  # what it would put back is not its affair any more
+    assert states() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_does_not_wait_for_a_thread_that_is_gone() -> None:
+    holder = Holder()
+    holder.start()
+    assert holder.has_them.wait(300)
+    pid = os.fork()
+    if pid == 0:
+        with seeded_globals(1):
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    holder.go_on.set()
+    holder.join()
+
+
+def test_who_waits_for_the_global_generators_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(global_generators, "PATIENCE", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr(global_generators, "print", lambda *args, **to: (print(*args, **to), told.set()), raising=False)
+
+    def wait_for_it() -> None:
+        with seeded_globals(2):
+            pass
+
+    waits = threading.Thread(target=wait_for_it, name="impatient")
+    with seeded_globals(1):
+        waits.start()
+        assert told.wait(300)
+    waits.join(300)
+    assert not waits.is_alive()
+    said = capsys.readouterr().err
+    assert (
+        "impatient has waited 0.01 s" in said and threading.current_thread().name in said and "loader.close()" in said
+    )

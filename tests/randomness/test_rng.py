@@ -1,0 +1,230 @@
+"""Random numbers come from keys: of their own for each use, the same in every process, and used with all their bits."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sharded_loader
+from sharded_loader import ShardedDataLoader, sample_generator, sample_rng, sample_seed
+from sharded_loader.engine.pool import Pool
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.rng import NO_SAMPLE, OfBatch, SampleScope, derive_key, key_parts, philox, reading
+
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "shuffled_parts", "Bijections")
+
+# `SplitSampler` says "order" and "extra", and `ShardShuffleSampler` "short", behind the label that all their keys have.
+INNER = {"order": 1, "extra": 1, "short": 1}
+
+
+def labels_in_the_code() -> Iterator[str]:
+    """The text in each key: the arguments of functions that make keys, and tuples that begin with a seed or a key."""
+    for file in Path(sharded_loader.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+                parts = node.args if called in MAKERS else []
+            elif isinstance(node, ast.Tuple) and node.elts:
+                first = node.elts[0].value if isinstance(node.elts[0], ast.Starred) else node.elts[0]
+                name = first.attr if isinstance(first, ast.Attribute) else getattr(first, "id", None)
+                parts = node.elts[1:] if name in ("seed", "key") else []
+            else:
+                continue
+            texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            yield from texts
+            if isinstance(node, ast.Call) and called == "key_parts" and not texts[0].startswith("transform"):
+                yield texts[0] + " of batchify_fn"
+
+
+def test_every_use_of_a_key_has_a_label_of_its_own() -> None:
+    table = (rng.__doc__ or "").partition("who draws")[2]
+    listed = re.findall(r"^    ([a-z_](?: ?[a-z_]+)*)  +\S", table, re.MULTILINE)
+    assert len(listed) > 20
+    used = Counter(labels_in_the_code())
+    used["sample"] -= 1  # with an index and without one: one use in two lines
+    used["sample of batchify_fn"] -= 1
+    assert used - Counter(INNER) == Counter(listed)
+
+
+def test_a_batch_and_an_index_that_looks_like_it_have_different_keys() -> None:
+    indices = (OfBatch(3, 0), (3, 0), ("batchify_fn", 3, 0), ("OfBatch", 3, 0), repr(OfBatch(3, 0)))
+    keys = {derive_key(*key_parts(SampleScope(1, 0, index), "sample")) for index in indices}
+    assert len(keys) == 5
+
+
+# -- generators of a sample -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scope(monkeypatch: pytest.MonkeyPatch) -> SampleScope:
+    """This thread reads sample 3 of epoch 2, under seed 5."""
+    made = SampleScope(5, 2, 3)
+    monkeypatch.setattr(reading, "scope", made)
+    return made
+
+
+def test_a_sample_has_one_generator_until_the_next_one_is_read(scope: SampleScope) -> None:
+    first = sample_rng()
+    assert sample_rng() is first
+    drawn = first.random()
+    scope.index, scope.drawn = 4, None
+    assert sample_rng().random() != drawn
+    scope.index, scope.drawn = 3, None
+    assert sample_rng().random() == drawn
+
+
+def test_numbers_of_a_sample_are_those_of_its_key(scope: SampleScope) -> None:
+    expected = philox(5, "sample", 2, 3).random()
+    assert sample_rng(3).random() == sample_rng().random() == expected
+    assert sample_generator().initial_seed() == derive_key(5, "torch", 2, 3) & 0x7FFFFFFFFFFFFFFF
+    assert len({philox(5, "sample", 2, 4).random(), philox(5, "sample", 1, 3).random(), expected}) == 3
+
+
+def test_several_samples_at_once_need_an_index(scope: SampleScope) -> None:
+    scope.index = NO_SAMPLE
+    for draw_one in (sample_rng, sample_generator, lambda: sample_seed().__enter__()):
+        with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
+            draw_one()
+    assert sample_rng(3).random() == philox(5, "sample", 2, 3).random()
+
+
+def test_each_thread_has_a_scope_of_its_own(scope: SampleScope) -> None:
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(reading.scope))
+    thread.start()
+    thread.join()
+    assert seen == [None] and reading.scope is scope
+
+
+def test_outside_a_loader_numbers_are_fresh() -> None:
+    assert sample_rng().random() != sample_rng().random()
+    random.seed(1)
+    state = random.getstate()
+    with sample_seed():
+        assert random.getstate() == state
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_reads_nothing(scope: SampleScope) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if reading.scope is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert reading.scope is scope
+
+
+def test_samples_whose_seeds_agree_in_32_bits_draw_different_torch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "scope", SampleScope(0, 0))
+    monkeypatch.setattr("sharded_loader.randomness.rng.derive_key", lambda *parts: 7 + (parts[-1] << 32))
+    assert len({torch.rand((), generator=sample_generator(index)).item() for index in range(20)}) == 20
+
+
+# -- keys that are no numbers ---------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Patient:
+    name: str
+    scans: frozenset[str]
+
+
+class Text(str):
+    pass
+
+
+class Address:
+    """Equal by what it holds, but its ``repr`` shows where it lies."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and other.number == self.number
+
+
+INDICES = """[
+    frozenset("abcdef"), (1, frozenset({"x", ("y", frozenset("uvw"))})), {"b", "a", "c"}, None, 1.5, "1.5", b"1.5",
+    Patient("a", frozenset("xyz")), Colour.RED, Text("text"), ("a", ("b", 2)), True, range(3)]"""
+
+
+@pytest.mark.slow
+def test_an_index_is_one_key_in_every_process() -> None:
+    here = [derive_key(7, "sample", 0, index) for index in eval(INDICES)]
+    assert len(set(here)) == len(here)
+    program = f"import test_rng; from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    for hash_seed in "12":
+        found = subprocess.run(
+            [sys.executable, "-c", program],
+            env=dict(os_environ(), PYTHONHASHSEED=hash_seed),
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ast.literal_eval(found.stdout) == here
+
+
+def os_environ() -> dict[str, str]:
+    root = str(Path(sharded_loader.__file__).parents[1])
+    return dict(os.environ, PYTHONPATH=os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))))
+
+
+def test_equal_indices_of_different_types_are_one_key() -> None:
+    for one, other in ((3, np.int64(3)), ("a", np.str_("a")), ("a", Text("a")), (1.5, np.float64(1.5)), (1, True)):
+        assert one == other and derive_key(one) == derive_key(other)
+    assert derive_key((3, "a")) == derive_key((np.int64(3), np.str_("a")))
+
+
+@pytest.mark.parametrize("index", [Address(1), (1, Address(1)), frozenset({Address(1)}), lambda: 1])
+def test_an_index_without_a_value_of_its_own_is_rejected(index: Any) -> None:
+    with pytest.raises(TypeError, match=r"another text in each run: let the sampler yield integers, strings or tuples"):
+        derive_key(7, "sample", 0, index)
+
+
+class Keyed:
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.draw()
+
+
+def by_seed() -> float:
+    with sample_seed():
+        return random.random()
+
+
+@pytest.mark.parametrize(
+    "draw_one", [lambda: sample_rng().random(), lambda: sample_generator().initial_seed(), by_seed]
+)
+def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) -> None:
+    with ShardedDataLoader(Keyed(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(TypeError, match="give Address a __repr__ that shows its value"):
+            next(iterator)
