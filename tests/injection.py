@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import sharded_loader
+
 PUMP = (
     *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
-    *("processes.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
+    *("pool.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
     *("placement.py", "tree.py", "supervision.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""
@@ -47,6 +50,9 @@ class InterruptAt:
     """
 
     def __init__(self, number: int, modules: Sequence[str] = PUMP, name: str = "SIGINT") -> None:
+        folder = Path(sharded_loader.__file__).parent
+        gone = set(modules) - {path.name for path in folder.rglob("*.py")} - {"test_resume.py"}
+        assert not gone, f"the library has no module {gone}"
         self.modules = modules
         self.signal = getattr(signal, name)
         self.left = number

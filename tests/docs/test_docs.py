@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sharded_loader
-from benchmarks.imports import imports_of, read_sources
+from benchmarks.drawing import drawing
 from sharded_loader.loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def test_every_attribute_of_a_loader_is_in_the_reference() -> None:
     shown = inspect.getdoc(find("sharded_loader.ShardedDataLoader")) or ""
     assert "inherited_members: true" in PAGES["reference/loader.md"]
     # What the constructor sets hides the property below it from the reference.
-    source = (ROOT / "sharded_loader" / "loader.py").read_text(encoding="utf-8")
+    source = (ROOT / "sharded_loader/loader/loader.py").read_text(encoding="utf-8")
     hidden = [name for name in vars(LoaderAttributes) if re.search(rf"^ +self\.{name} = ", source, re.MULTILINE)]
     assert hidden
     assert [name for name in hidden if f"\n    {name}: " not in shown.partition("Attributes:")[2]] == []
@@ -167,16 +167,8 @@ def test_every_module_is_listed_once_with_a_sentence() -> None:
 
 
 def test_the_drawing_of_the_folders_shows_what_they_import() -> None:
-    drawing = (DOCS / "assets/folders.svg").read_text(encoding="utf-8")
-    shown = dict(re.findall(r">(\w+)/</text>\n<text [^>]*>imports ([^<]*)<", drawing))
-    sources = read_sources(ROOT / "sharded_loader")
-    folders = {path.parent.name for path in (ROOT / "sharded_loader").glob("*/__init__.py")}
-    imported: dict[str, set[str]] = {folder: set() for folder in folders}
-    for found in imports_of(sources):
-        importer, target = (name.split(".")[1] if "." in name else "" for name in (found.importer, found.imported))
-        if importer != target and {importer, target} <= folders:
-            imported[importer].add(target)
-    assert shown == {folder: ", ".join(sorted(names)) or "no other folder" for folder, names in imported.items()}
+    """``python -m benchmarks.drawing`` makes it anew."""
+    assert (DOCS / "assets/folders.svg").read_text(encoding="utf-8") == drawing()
 
 
 def test_all_ten_promises_are_told() -> None:

@@ -135,7 +135,7 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         for _ in range(10):  # the first ones are in no slot
             assert int(next(iterator)[0, 0]) == next(expected)
         interrupted = set()
-        at_slot = functools.partial(InterruptAtSlot, modules=("processes.py", "arena.py"))
+        at_slot = functools.partial(InterruptAtSlot, modules=("pool.py", "arena.py"))
         for line in range(1, 50):
             for _ in range(3):  # how many lines one call runs depends on what has come
                 got, fired = next_interrupted(iterator, line, at_slot)

@@ -22,7 +22,6 @@ SAMPLING = (
     "reading.py",
     "tables.py",
     "foreign.py",
-    "borrowing.py",
     "progress.py",
     "global_generators.py",
     "rng.py",
