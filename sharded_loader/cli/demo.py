@@ -16,40 +16,28 @@ from typing import TYPE_CHECKING
 import click
 
 from sharded_loader.base.cores import cores_for_workers
-from sharded_loader.cli.busy import busy_text, cores_of_others
-from sharded_loader.cli.output import CannotRun, Steps, quiet_option, say
+from sharded_loader.cli.facts import busy_text, cores_of_others
+from sharded_loader.cli.output import POOLS, CannotRun, Steps, quiet_option
 
 if TYPE_CHECKING:
     from sharded_loader.demo.train import Report
 
 DIFFERENT = 1
 DEFAULT_WORKERS = 2
-POOLS = ("inline", "thread", "process", "ray")
-_FROM_1 = click.IntRange(1)
 
 
 @click.command(short_help="Train a small network on handwritten digits.")
-@click.option(
-    "--devices",
-    default="auto",
-    metavar="LIST",
-    help="Devices for the shards of each batch: cpu,cpu or cuda:0,cuda:1. Default: all GPUs, otherwise cpu,cpu.",
-)
-@click.option("--pool", type=click.Choice(POOLS), default="process", show_default=True, help="Who reads the samples.")
+@click.option("--devices", default="auto", metavar="LIST", help="Such as cuda:0,cuda:1. auto: all GPUs, or cpu,cpu.")
+@click.option("--pool", type=click.Choice(POOLS), default="process", help="Who reads the samples.")
 @click.option(
     "--workers",
-    type=_FROM_1,
+    type=click.IntRange(1),
     metavar="N",
-    help=f"Number of threads, processes or actors. Default: {DEFAULT_WORKERS}; inline has none.",
+    help=f"How many. Default: {DEFAULT_WORKERS}; inline has none.",
 )
-@click.option("--epochs", type=_FROM_1, default=20, show_default=True, metavar="N", help="Passes over the digits.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),  # what torch takes as a seed
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="The seed decides the accuracy.",
+@click.option("--epochs", type=click.IntRange(1), metavar="N", default=20, help="Passes over the digits.")
+@click.option(  # torch takes such seeds
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, metavar="N", help="The seed decides the accuracy."
 )
 @click.option("--stop-resume", is_flag=True, help="Train again, kill that run in mid-epoch, resume it, and compare.")
 @click.option("--kill", is_flag=True, help="Train again while workers are killed at random, and compare.")
@@ -65,24 +53,8 @@ def demo(
     quiet: bool,
 ) -> int:
     """Train a small convolutional network on 1,797 handwritten digits, on several devices from one process."""
-    if pool == "inline" and workers is not None:
-        raise CannotRun(
-            "--pool inline reads in the training loop and has no workers: leave out --workers, "
-            "or choose --pool thread, process or ray"
-        )
-    if pool != "process" and kill:
-        raise CannotRun(
-            f"--kill kills worker processes, and --pool {pool} has none here: leave out --pool, "
-            f"or choose --pool process"
-        )
-    if pool == "ray" and importlib.util.find_spec("ray") is None:
-        raise CannotRun("--pool ray needs Ray: pip install ray")
-    try:
-        import sklearn.datasets  # noqa: F401
-    except ImportError as error:
-        raise CannotRun(f"it needs scikit-learn ({error}): pip install scikit-learn") from None
-    from sharded_loader.demo import kill as killing
-    from sharded_loader.demo import stop, train
+    _check(pool, workers, kill)
+    from sharded_loader.demo import disturbed, train
 
     try:
         found = train.find_devices(devices)
@@ -92,51 +64,67 @@ def demo(
     options = train.Options(found, pool, count, epochs, seed)
     if not quiet:
         readers = "the training loop" if count == 0 else f"{count} {pool} workers"
-        say(
-            f"Training on handwritten digits: a shard of each batch on {', '.join(map(str, found))}; "
-            f"read by {readers}; seed {seed}."
-        )
+        shards = f"a shard of each batch on {', '.join(map(str, found))}"
+        click.echo(f"Training on handwritten digits: {shards}; read by {readers}; seed {seed}.")
+
+    def on_batch(epoch: int, loss: float) -> None:
+        steps.update(epoch, f"loss {loss:.4f}")
+
     with Steps("training", epochs, quiet) as steps:
-        report = train.train_and_test(options, lambda epoch, loss: steps.update(epoch, f"loss {loss:.4f}"))
-    say(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
-    say(f"samples per second  {report.stats.samples_per_second:,.0f}")
-    say(f"waiting for data    {report.waiting_share:.1%} of the time")
+        report = train.train_and_test(options, on_batch)
+    click.echo(f"held-out accuracy   {report.accuracy:.2%} of {report.held_out} scans")
+    click.echo(f"samples per second  {report.stats.samples_per_second:,.0f}")
+    click.echo(f"waiting for data    {report.waiting_share:.1%} of the time")
     if not quiet:
-        say(explain_waiting(report.waiting_share, cores_of_others()))
+        click.echo(explain_waiting(report.waiting_share, cores_of_others()))
     code = 0
     if stop_resume:
         with Steps("killed and resumed", None, quiet) as steps:
-            disturbed, how = stop.stop_and_resume(options, lambda what: steps.update(0, what))
-        code |= _compare("killed and resumed", disturbed, report, how)
+            resumed = disturbed.stop_and_resume(options, lambda what: steps.update(0, what))
+        code |= _compare("killed and resumed", report, *resumed)
     if kill:
         with Steps("with workers killed", epochs, quiet) as steps:
-            disturbed, how = killing.train_and_kill(
-                options, lambda epoch, loss: steps.update(epoch, f"loss {loss:.4f}")
-            )
-        code |= _compare("with workers killed", disturbed, report, how)
+            killed = disturbed.train_and_kill(options, on_batch)
+        code |= _compare("with workers killed", report, *killed)
     return code
 
 
-def explain_waiting(share: float, others: float | None) -> str:
+def _check(pool: str, workers: int | None, kill: bool) -> None:
+    """Raise if the options contradict each other, or if a package is not installed."""
+    if pool == "inline" and workers is not None:
+        what = "--pool inline reads in the training loop and has no workers"
+        raise CannotRun(f"{what}: leave out --workers, or choose --pool thread, process or ray")
+    if pool != "process" and kill:
+        what = f"--kill kills worker processes, and --pool {pool} has none here"
+        raise CannotRun(f"{what}: leave out --pool, or choose --pool process")
+    if pool == "ray" and importlib.util.find_spec("ray") is None:
+        raise CannotRun("--pool ray needs Ray: pip install ray")
+    try:
+        import sklearn.datasets  # noqa: F401
+    except ImportError as error:
+        raise CannotRun(f"it needs scikit-learn ({error}): pip install scikit-learn") from None
+
+
+def explain_waiting(share: float, others: float) -> str:
     """What the share of waiting means.
 
     Args:
         share: part of the training time that the loop spent in ``next``, from 0 to 1.
-        others: how many cores other programs use; None: unknown.
+        others: how many cores other programs use.
 
     Example:
-        >>> print(explain_waiting(0.051, None))
+        >>> print(explain_waiting(0.051, 0.0))
         Once the workers had started, the loop waited 5.1% of the time. A faster loader can save at most that.
     """
-    busy = busy_text(others, os.cpu_count() or 1, cores_for_workers())
-    return (
+    text = (
         f"Once the workers had started, the loop waited {share:.1%} of the time. A faster loader can save at most that."
-        + (f"\n{busy} On a quiet machine, the loop waits less." if busy else "")
     )
+    busy = busy_text(others, os.cpu_count() or 1, cores_for_workers())
+    return f"{text}\n{busy} On a quiet machine, the loop waits less." if busy else text
 
 
-def _compare(name: str, disturbed: Report, report: Report, how: str) -> int:
+def _compare(name: str, report: Report, disturbed: Report, how: str) -> int:
     same = (disturbed.accuracy, disturbed.losses) == (report.accuracy, report.losses)
-    say(f"{name:20}{disturbed.accuracy:.2%}: {how}")
-    say(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as in the first run")
+    click.echo(f"{name:20}{disturbed.accuracy:.2%}: {how}")
+    click.echo(f"{'':20}{'the same' if same else 'NOT the same'} accuracy and losses as in the first run")
     return 0 if same else DIFFERENT

@@ -1,33 +1,30 @@
 """A RecordIO file, read from its beginning to its end: what is in it, and where it is damaged.
 
-    records_of(path) -> (offset, record), one after the other        RecordIOError at the damage
-    examine(path) -> Examination: sizes, labels, contents, the index, the damage
+    examine(path) -> Examination (sizes, labels, contents, the index, the damage), and where each record begins
 
 Every byte is read once, and a record at a time is in memory. What can go wrong: the file cannot be opened (OSError).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sharded_loader.cli.output import counted
 from sharded_loader.cli.packing import index_of
 
-if TYPE_CHECKING:
-    from sharded_loader.recordio import RecordIOError
-
 SIGNATURES = {
-    "JPEG": (b"\xff\xd8\xff",),
-    "PNG": (b"\x89PNG\r\n\x1a\n",),
-    "GIF": (b"GIF87a", b"GIF89a"),
-    "RIFF": (b"RIFF",),
-    "NumPy": (b"\x93NUMPY",),
+    "JPEG": b"\xff\xd8\xff",
+    "PNG": b"\x89PNG\r\n\x1a\n",
+    "GIF": b"GIF8",
+    "RIFF": b"RIFF",
+    "NumPy": b"\x93NUMPY",
 }
 """How the contents of well-known files begin. WebP and WAV are RIFF."""
 
@@ -78,23 +75,9 @@ class Examination:
     index_is_wrong: bool = False
 
 
-def records_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each record begins, and the record.
-
-    Raises:
-        RecordIOError: the file is damaged there.
-        OSError: it cannot be opened.
-    """
-    from sharded_loader.recordio import MXRecordIO
-
-    with MXRecordIO(path, "r") as file:
-        offset = 0
-        while (record := file.read()) is not None:
-            yield offset, record
-            offset = file.tell()
-
-
-def examine(path: Path, first: int = 5, on_bytes: Callable[[int], object] = lambda done: None) -> Examination:
+def examine(
+    path: Path, first: int = 5, on_bytes: Callable[[int], object] = lambda done: None
+) -> tuple[Examination, array[int]]:
     """Read a record file, and its index if there is one.
 
     Args:
@@ -102,47 +85,39 @@ def examine(path: Path, first: int = 5, on_bytes: Callable[[int], object] = lamb
         first: how many records to describe one by one.
         on_bytes: called with the number of bytes that are read.
 
+    Returns:
+        What is in the file, and the offset of each whole record.
+
     Raises:
         OSError: it cannot be opened.
     """
-    from sharded_loader.recordio import RecordIOError
+    from sharded_loader.recordio import MXRecordIO, RecordIOError
 
     found = Examination(str(path), path.stat().st_size)
     offsets, sizes = array("q"), array("q")
     labels: Counter[str] = Counter()
     contents: Counter[str] = Counter()
     try:
-        for offset, record in records_of(path):
-            described = describe(offset, record)
-            if len(sizes) < first:
-                found.first.append(described)
-            offsets.append(offset)
-            sizes.append(described.nbytes)
-            contents[described.content] += 1
-            if described.id is not None:
-                found.headers += 1
-                labels[described.label] += 1
-            on_bytes(offset)
-    except RecordIOError as error:
-        found.damage, found.damage_offset = short(error), error.offset
-    found.records = len(sizes)
+        with MXRecordIO(path, "r") as file:
+            offset = 0
+            while (content := file.read()) is not None:
+                record = describe(offset, content)
+                found.first += [record] * (len(sizes) < first)
+                offsets.append(offset)
+                sizes.append(record.nbytes)
+                contents[record.content] += 1
+                labels.update([record.label] * (record.id is not None))
+                on_bytes(offset)
+                offset = file.tell()
+    except RecordIOError as error:  # what is wrong, without the advice for programs, which is worth reading at offset 0
+        found.damage = error.problem.partition(". ")[0] if error.offset else error.problem
+        found.damage_offset = error.offset
+    found.records, found.headers = len(sizes), labels.total()
     if sizes:
-        ordered = sorted(sizes)
-        found.smallest, found.median, found.largest = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+        found.smallest, found.median, found.largest = min(sizes), statistics.median_high(sizes), max(sizes)
     found.labels, found.contents = dict(labels.most_common()), dict(contents.most_common())
-    found.index, found.index_is_wrong = _index(index_of(path), offsets)
-    return found
-
-
-def short(error: RecordIOError) -> str:
-    """What is wrong at the damage, without the advice for programs.
-
-    Example:
-        >>> from sharded_loader.recordio import RecordIOError
-        >>> short(RecordIOError("a.rec", 8, "the file ends at 20. Copy it again."))
-        'the file ends at 20'
-    """
-    return error.problem.partition(". ")[0] if error.offset else error.problem
+    found.index, found.index_is_wrong = _check_index(index_of(path), offsets)
+    return found, offsets
 
 
 def describe(offset: int, record: bytes) -> First:
@@ -157,24 +132,17 @@ def describe(offset: int, record: bytes) -> First:
     """
     from sharded_loader.recordio import unpack
 
-    try:
-        header, payload = unpack(record)
-        numbers = [float(header.label)] if header.flag == 0 else [float(number) for number in header.label]
-    except ValueError:
-        return First(offset, len(record), "", None, _content(record))
-    if not all(map(math.isfinite, numbers)):
-        return First(offset, len(record), "", None, _content(record))
-    return First(offset, len(payload), " ".join(f"{number:g}" for number in numbers), header.id, _content(payload))
+    label, key, payload = "", None, record
+    with contextlib.suppress(ValueError):
+        header, rest = unpack(record)
+        numbers = [float(header.label)] if header.flag == 0 else header.label.tolist()
+        if all(map(math.isfinite, numbers)):
+            label, key, payload = " ".join(f"{number:g}" for number in numbers), header.id, rest
+    kinds = (name for name, beginning in SIGNATURES.items() if payload.startswith(beginning))
+    return First(offset, len(payload), label, key, next(kinds, "other" if payload else "empty"))
 
 
-def _content(payload: bytes) -> str:
-    for name, beginnings in SIGNATURES.items():
-        if payload.startswith(beginnings):
-            return name
-    return "other" if payload else "empty"
-
-
-def _index(idx: Path, offsets: array[int]) -> tuple[str, bool]:
+def _check_index(idx: Path, offsets: array[int]) -> tuple[str, bool]:
     from sharded_loader.recordio.dataset import load_index
 
     if not idx.exists():
@@ -184,8 +152,7 @@ def _index(idx: Path, offsets: array[int]) -> tuple[str, bool]:
     except ValueError as error:
         return str(error), True
     known = set(offsets)
-    wrong = sum(offset not in known for offset in listed)
-    if wrong:
+    if wrong := sum(offset not in known for offset in listed):
         return f"{idx.name}: {wrong:,} of {len(listed):,} keys lead to no whole record", True
     missing = len(known.difference(listed))
     without = f"; {counted(missing, 'record')} {'has' if missing == 1 else 'have'} no key" if missing else ""

@@ -24,10 +24,12 @@ from typing import Any
 from sharded_loader import __version__
 from sharded_loader.base.cores import core_limit, usable_cores
 from sharded_loader.base.system import can_pass_descriptors, free_bytes, open_memory
-from sharded_loader.cli.busy import cores_of_others
+
+BUSY = 0.3
+"""Cores. Measurements vary visibly if workers lack more than this."""
 
 REQUIRED = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl")
-OPTIONAL = ("click", "rich", "pillow", "pyarrow", "ray", "scikit-learn", "torchvision")
+OPTIONAL = ("click", "psutil", "rich", "pillow", "pyarrow", "ray", "scikit-learn", "torchvision")
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Facts:
         cores: of the machine.
         usable_cores: the cores that this process may run on.
         core_limit: processor time that its cgroup allows, in cores; None: no limit.
-        others: how many cores other programs use; None: unknown.
-        memory: of the machine in bytes; None: unknown.
+        others: how many cores other programs use.
+        memory: of the machine in bytes.
         free_memory: what this process may still use, in bytes.
         memory_limit: what sets that limit.
         shared_memory: where batches lie: ``memfd``, ``shm``, ``file``, ``named``; None: nowhere.
@@ -91,8 +93,8 @@ class Facts:
     cores: int = 8
     usable_cores: int = 8
     core_limit: float | None = None
-    others: float | None = None
-    memory: int | None = 64 << 30
+    others: float = 0.0
+    memory: int = 64 << 30
     free_memory: int = 32 << 30
     memory_limit: str = "the machine's memory"
     shared_memory: str | None = "memfd"
@@ -115,6 +117,8 @@ class Facts:
 
 def collect() -> Facts:
     """Look at this machine. It takes a second or two, most of it for torch."""
+    import psutil
+
     shared_memory, shared_memory_error = _shared_memory()
     start_methods, start_method = _start_methods()
     free, limit = free_bytes()
@@ -140,7 +144,7 @@ def collect() -> Facts:
         usable_cores=usable_cores(),
         core_limit=core_limit(),
         others=cores_of_others(0.3),
-        memory=_memory(),
+        memory=psutil.virtual_memory().total,
         free_memory=free,
         memory_limit=limit,
         shared_memory=shared_memory,
@@ -176,11 +180,32 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
+def cores_of_others(seconds: float = 0.1) -> float:
+    """How many cores other programs use.
+
+    Args:
+        seconds: how long to look. This process must do nothing meanwhile.
+    """
+    import psutil
+
+    return float(psutil.cpu_percent(interval=seconds)) / 100 * (os.cpu_count() or 1)
+
+
+def busy_text(others: float, cores: int, usable: int) -> str | None:
+    """A sentence about other programs, if they use cores that workers need; otherwise None.
+
+    Args:
+        others: as `cores_of_others` returns it.
+        cores: the cores of the machine.
+        usable: how many of them workers may use.
+
+    Example:
+        >>> busy_text(1.7, cores=2, usable=2), busy_text(1.7, cores=64, usable=8)
+        ('Other programs use 1.7 of 2 cores.', None)
+    """
+    if others + usable < cores + BUSY:
         return None
+    return f"Other programs use {others:.1f} of {cores} cores."
 
 
 def _room(path: str | None) -> Room | None:

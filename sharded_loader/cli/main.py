@@ -2,8 +2,8 @@
 
     main(argv) --click--> the function of the verb -> exit code
 
-Only click is imported here. Each verb imports what it needs when it runs, so ``--help`` and ``--version`` wait neither
-for torch nor for rich.
+A new verb is a module with a click command, and a line in `make_command`. Each verb imports what it needs when it runs,
+so ``--help`` and ``--version`` wait neither for torch nor for rich.
 
 Exit codes: 0 done; 1 the command ran and found something wrong, or its output was closed; 2 the command cannot run as
 typed, and one line on stderr says why; 130 Ctrl-C. Any other exception is a bug and keeps its traceback.
@@ -14,9 +14,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import click
 
 CANNOT_RUN = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+NEEDED = ("click", "psutil", "rich")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,27 +38,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         sharded-loader ...
         0
     """
-    if any(importlib.util.find_spec(name) is None for name in ("click", "rich")):
-        print("sharded-loader: the command needs click and rich: pip install click rich", file=sys.stderr)
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        needed = f"{', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
+        print(f"sharded-loader: the command needs {needed}: pip install {' '.join(NEEDED)}", file=sys.stderr)
         return CANNOT_RUN
     try:
-        import click
-
-        from sharded_loader.cli.commands import command
+        return _run(argv)
     except KeyboardInterrupt:
-        return _interrupted()
+        print("sharded-loader: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_command() -> click.Group:
+    """The command with its verbs; without a verb it prints its help."""
+    import click
+
+    from sharded_loader import __version__
+    from sharded_loader.cli.bench import bench
+    from sharded_loader.cli.demo import demo
+    from sharded_loader.cli.doctor import doctor
+    from sharded_loader.cli.output import print_help
+    from sharded_loader.cli.records import records
+
+    command = click.Group(
+        commands=[demo, doctor, bench, records],
+        callback=print_help,
+        invoke_without_command=True,
+        help="A data loader for PyTorch: try it, check this machine, measure your dataset, pack record files.",
+        context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    )
+    return click.version_option(__version__, message="%(prog)s %(version)s")(command)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    import click
+
     try:
-        return command.main(argv, prog_name="sharded-loader", standalone_mode=False) or 0
+        return make_command().main(argv, prog_name="sharded-loader", standalone_mode=False) or 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "sharded-loader"
         click.echo(f"{where}: {' '.join(error.format_message().split())}", err=True)
         return CANNOT_RUN
-    except (click.Abort, KeyboardInterrupt):
-        return _interrupted()
+    except click.Abort:
+        raise KeyboardInterrupt from None
     except SystemExit as stop:  # click, when the output is closed: `sharded-loader doctor | head -1`
         return stop.code if isinstance(stop.code, int) else 1
-
-
-def _interrupted() -> int:
-    print("sharded-loader: stopped by Ctrl-C", file=sys.stderr)
-    return INTERRUPTED

@@ -1,14 +1,15 @@
-"""How fast is a dataset read by each kind of pool? The measurement itself, without a terminal.
+"""How fast does each kind of pool read a dataset, and which one should be used? Without a terminal.
 
     rows_of(pools, workers) -> Rows
     measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
+    recommend(measurements, cores) -> one sentence, a pure function
 
 Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
 alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
 measures at least as many batches as it has workers, even if that takes longer than asked for.
 
 `measure` owns one loader at a time and closes it. What can go wrong: the dataset raises. In the main process that ends
-the measurement; with workers it ends only that row.
+the measurement; with workers it ends only that row, unless every row fails.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from sharded_loader.cli.target import say_error
 ROUNDS = 5
 """Of three rounds on a busy machine, the median is often a disturbed one."""
 
+WORTH = 1.2
+"""Workers are worth their memory if they read this many times as fast as the main process."""
+
+NEARLY = 0.9
+"""A row with fewer workers is preferred if it has this share of the highest speed."""
+
+_ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,45 +46,34 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Row):
     """How fast a row was.
 
     Attributes:
-        pool, workers: the row.
-        samples_per_second: the median over the rounds; 0 if it failed.
+        samples_per_second: the median over the rounds; 0 if the row failed.
         ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
-        error: why it failed; None if it did not.
-        lowest, highest: samples per second of the slowest and of the fastest round. None: the median.
+        error: why the row failed; None if it did not.
+        lowest, highest: samples per second of the slowest and of the fastest round.
+
+    Example:
+        >>> Measurement("inline", 0, 100.0, lowest=90.0, highest=120.0).spread
+        0.15
     """
 
-    pool: str
-    workers: int
     samples_per_second: float = 0.0
     ms_per_batch: float = 0.0
     error: str | None = None
-    lowest: float | None = None
-    highest: float | None = None
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """Samples per second of the slowest and of the fastest round."""
-        median = self.samples_per_second
-        return median if self.lowest is None else self.lowest, median if self.highest is None else self.highest
+    lowest: float = 0.0
+    highest: float = 0.0
 
     @property
     def spread(self) -> float:
-        """Half the way from the slowest to the fastest round, as a share of the median.
-
-        Example:
-            >>> Measurement("inline", 0, 100.0, lowest=90.0, highest=120.0).spread
-            0.15
-        """
-        lowest, highest = self.range
-        return (highest - lowest) / 2 / self.samples_per_second if self.samples_per_second else 0.0
+        """Half the way from the slowest to the fastest round, as a share of the median."""
+        return (self.highest - self.lowest) / 2 / self.samples_per_second if self.samples_per_second else 0.0
 
 
 class DatasetFailed(Exception):
-    """The dataset raised in the main process; the message says what and at which sample."""
+    """The dataset raised in the main process or in every row; the message says what and at which sample."""
 
 
 def rows_of(pools: Sequence[str], workers: Sequence[int]) -> list[Row]:
@@ -92,9 +90,8 @@ def rows_of(pools: Sequence[str], workers: Sequence[int]) -> list[Row]:
 def measure(
     dataset: Any,
     rows: Sequence[Row],
-    *,
-    batch_size: int,
     seconds: float,
+    batch_size: int,
     shuffle: bool,
     batchify_fn: Callable[[list[Any]], Any] | None = None,
     on_turn: Callable[[int, Row], object] = lambda number, row: None,
@@ -104,8 +101,8 @@ def measure(
     Args:
         dataset: what to read.
         rows: as from `rows_of`.
-        batch_size: samples per batch.
         seconds: for each row, all rounds together, without what is not counted.
+        batch_size: samples per batch.
         shuffle: read in random order.
         batchify_fn: makes a batch of a list of samples, as for the loader; None: the default.
         on_turn: called before each turn with its number, from 0, and its row.
@@ -114,7 +111,7 @@ def measure(
         A measurement for each row, in their order.
 
     Raises:
-        DatasetFailed: the dataset raised in the main process, or it has no samples.
+        DatasetFailed: the dataset raised in the main process or in every row, or it has no samples.
     """
     arguments = {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
     turns: dict[Row, list[tuple[float, float]]] = {row: [] for row in rows}
@@ -129,16 +126,15 @@ def measure(
         except DatasetFailed:
             raise
         except Exception as error:
-            if row.pool == "inline":
-                raise DatasetFailed(say_error(error)) from error
             errors[row] = say_error(error)
-    return [
-        Measurement(row.pool, row.workers, error=errors[row]) if row in errors else _summed_up(row, turns[row])
-        for row in rows
-    ]
+            if row.pool == "inline" or len(errors) == len(rows):
+                raise DatasetFailed(errors[row]) from error
+    return [_summed_up(row, turns[row], errors.get(row)) for row in rows]
 
 
-def _summed_up(row: Row, turns: list[tuple[float, float]]) -> Measurement:
+def _summed_up(row: Row, turns: list[tuple[float, float]], error: str | None) -> Measurement:
+    if error is not None:
+        return Measurement(row.pool, row.workers, error=error)
     speeds, times = zip(*turns, strict=True)
     middle = statistics.median(speeds), statistics.median(times)
     return Measurement(row.pool, row.workers, *middle, lowest=min(speeds), highest=max(speeds))
@@ -163,15 +159,81 @@ def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, f
 
 def _without_end(loader: Any) -> Iterator[Any]:
     """The batches of one epoch after the other."""
-    epoch = 0
+    why = "it gives no samples: give a dataset that has some"
     while True:
         batch = None
         for batch in loader:
             yield batch
         if batch is None:
-            raise DatasetFailed(
-                "it gives no samples: give a dataset that has some"
-                if epoch == 0
-                else "it gives its samples only once: return a new iterator from __iter__"
-            )
-        epoch += 1
+            raise DatasetFailed(why)
+        why = "it gives its samples only once: return a new iterator from __iter__"
+
+
+def recommend(measurements: Sequence[Measurement], cores: int) -> str:
+    """Which arguments to give to the loader, in one sentence.
+
+    Args:
+        measurements: rows that failed are ignored.
+        cores: how many cores workers can share.
+
+    Returns:
+        The sentence. It names no arguments if the rounds of two rows overlap that lead to other arguments.
+
+    Example:
+        >>> recommend([Measurement("inline", 0, 1000, 64.0), Measurement("process", 2, 1100, 58.2)], cores=2)
+        'Inline is enough, so leave out num_workers: with workers it is at best 1.10 times as fast.'
+    """
+    good = [row for row in measurements if row.error is None]
+    inline = next((row for row in good if row.pool == "inline"), None)
+    inline_ms = "" if inline is None else f"{ms_text(inline.ms_per_batch)} ms"
+    if inline is not None and len(good) == 1:
+        return f"Only inline was measured, {inline_ms} per batch: add --pools inline,thread,process to compare."
+    chosen = _choose(good, inline)
+    if unclear := [row for row in good if row is not chosen and _may_be_faster(row, chosen)]:
+        return (
+            f"No clear winner: the rounds of {_arguments(chosen)} and {_arguments(unclear[0])} overlap. "
+            "Stop other programs and measure again, or measure for longer, such as --seconds 20."
+        )
+    arguments = _arguments(chosen)
+    if inline is None:
+        return f"Use {arguments}: no other row that was measured is much faster or needs fewer workers."
+    if chosen is inline:
+        times = max(row.samples_per_second for row in good if row is not inline) / inline.samples_per_second
+        return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
+    most = max(row.workers for row in good if row.pool == chosen.pool)
+    if chosen.workers == most and most < cores:
+        then = f"more may be faster, so measure with --workers {most},{2 * most}."
+    else:
+        then = f"inline is enough if your training step takes far longer than {inline_ms}."
+    times = chosen.samples_per_second / inline.samples_per_second
+    return f"Use {arguments}: {times:.1f} times as fast as inline; {then}"
+
+
+def _choose(good: Sequence[Measurement], inline: Measurement | None) -> Measurement:
+    """Inline if no row is much faster; otherwise the row with the fewest workers among the fastest."""
+    best = max(row.samples_per_second for row in good)
+    worth = WORTH * inline.samples_per_second if inline else 0.0
+    if inline is not None and best < worth:
+        return inline
+    near = [row for row in good if row.samples_per_second >= max(NEARLY * best, worth)]
+    return min(near, key=lambda row: (row.workers, -row.samples_per_second))
+
+
+def _may_be_faster(other: Measurement, chosen: Measurement) -> bool:
+    """Whether the medians differ enough to matter, and the rounds too much to tell which row is faster."""
+    low, high = sorted([other, chosen], key=lambda row: row.samples_per_second)
+    return high.samples_per_second >= WORTH * low.samples_per_second and low.highest > high.lowest
+
+
+def _arguments(row: Measurement) -> str:
+    return "inline" if row.pool == "inline" else f"num_workers={row.workers}{_ARGUMENTS[row.pool]}"
+
+
+def ms_text(ms: float) -> str:
+    """Milliseconds with three digits.
+
+    Example:
+        >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)
+        ('0.0123', '12.3', '1,234')
+    """
+    return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"

@@ -1,6 +1,6 @@
 """What the verbs print: results on stdout, progress and complaints on stderr.
 
-    say(text), show_table(...), say_json(...)       --> stdout
+    show_table(...), show_json(...)                 --> stdout
     complain(text)                                  --> stderr
     with Steps("packing", total) as steps:
         steps.update(done)                          --> stderr: a bar in a terminal, lines in a pipe
@@ -35,8 +35,18 @@ LINES_EVERY = 5.0
 FRAMES_EVERY = 0.1
 """Seconds between two pictures of the bar."""
 
+POOLS = ("inline", "thread", "process", "ray")
+"""Who may read: what the loader takes as ``pool``."""
+
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results only: no progress, no explanations.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+@click.pass_context
+def print_help(context: click.Context) -> None:
+    """What a command does that needs a verb and got none."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 class CannotRun(click.UsageError):
@@ -50,12 +60,7 @@ class CannotRun(click.UsageError):
         super().__init__(message, click.get_current_context(silent=True))
 
 
-def say(text: str = "") -> None:
-    """Print a line of the result."""
-    click.echo(text)
-
-
-def say_json(content: Any) -> None:
+def show_json(content: Any) -> None:
     """Print the result as JSON."""
     click.echo(json.dumps(content, indent=2))
 
@@ -81,10 +86,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int 
         table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(table)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    Console(highlight=False, markup=False).print(table)
 
 
 def counted(number: int, noun: str) -> str:
@@ -148,27 +150,10 @@ class Steps:
             return
         self._next = now + FRAMES_EVERY
         if self._bar is None:
-            self._bar = self._start_bar()
-            self._task = self._bar.add_task(self._what, total=self._total, note="")
-        self._bar.update(self._task, completed=done, note=note)
+            self._bar = _start_bar()
+            self._task = self._bar.add_task("", total=self._total)
+        self._bar.update(self._task, completed=done, description=f"{self._what} {note}")
         self._bar.refresh()
-
-    def _start_bar(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}")
-        bar = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        bar.start()
-        return bar
 
     def __enter__(self) -> Self:
         return self
@@ -176,3 +161,17 @@ class Steps:
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _start_bar() -> Progress:
+    """A bar on stderr without a thread. It leaves stdout and stderr alone, because workers may be forked meanwhile."""
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    columns = *Progress.get_default_columns(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    bar = Progress(
+        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+    bar.start()
+    return bar

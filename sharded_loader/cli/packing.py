@@ -20,9 +20,6 @@ from pathlib import Path
 
 from sharded_loader.cli.output import CannotRun
 
-HEADER = 24
-"""Bytes of the label header. An array of n numbers takes 4 * n bytes more."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -59,10 +56,10 @@ def find_folder(folder: Path, suffixes: Sequence[str] = (), names: dict[str, int
     Raises:
         CannotRun: there are no files, or a class has no number in ``names``.
     """
-    direct = _files_in(folder, suffixes, recursive=False)
-    classes = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
-    by_class = {name: _files_in(folder / name, suffixes, recursive=True) for name in classes}
-    by_class = {name: files for name, files in by_class.items() if files}
+    by_class: dict[str, list[Path]] = {}
+    for path in _files_in(folder, suffixes):
+        by_class.setdefault(path.relative_to(folder).parts[0] if path.parent != folder else "", []).append(path)
+    direct = by_class.pop("", [])
     if not by_class:
         wanted = f" that end in {' or '.join(suffixes)}" if suffixes else ""
         if not direct:
@@ -87,32 +84,27 @@ def find_list(file: Path, root: Path | None = None, names: dict[str, int] | None
     """
     root = file.parent if root is None else root
     try:
-        lines = [(number, line.strip()) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)]
+        lines = list(_lines_of(file))
     except UnicodeDecodeError:
         raise CannotRun(f"{file} is not a text file: give a folder, or a list with a path on each line") from None
-    lines = [(number, line) for number, line in lines if line]
     if not lines:
         raise CannotRun(f"{file} is empty: write a path on each line")
     if any("\t" in line for _, line in lines):
-        listing = Listing([_entry(f"{file}, line {number}", line, root) for number, line in lines], {})
+        listing = Listing([_entry(f"{file}, {where}", line.strip(), root) for where, line in lines], {})
     else:
-        paths = [root / line for _, line in lines]
+        paths = [root / line.strip() for _, line in lines]
         names = _numbers(sorted({path.parent.name for path in paths}), names)
-        found = [Entry(key, float(names[path.parent.name]), path) for key, path in enumerate(paths)]
-        listing = Listing(found, names)
-    seen: dict[int, int] = {}
-    for (number, _), entry in zip(lines, listing.entries, strict=True):
-        if (before := seen.setdefault(entry.key, number)) != number:
-            raise CannotRun(f"{file}, line {number}: the key {entry.key} is also in line {before}: give each its own")
-    missing = [
-        (number, entry.path)
-        for (number, _), entry in zip(lines, listing.entries, strict=True)
-        if not entry.path.is_file()
-    ]
+        listing = Listing([Entry(key, float(names[path.parent.name]), path) for key, path in enumerate(paths)], names)
+    lines_by_key: dict[int, str] = {}
+    missing = []
+    for (where, _), entry in zip(lines, listing.entries, strict=True):
+        if (before := lines_by_key.setdefault(entry.key, where)) != where:
+            raise CannotRun(f"{file}, {where}: the key {entry.key} is also in {before}: give each its own")
+        if not entry.path.is_file():
+            missing.append(f"{file}, {where}: there is no file {entry.path}")
     if missing:
-        number, path = missing[0]
         more = f" ({len(missing) - 1:,} more are missing)" if len(missing) > 1 else ""
-        raise CannotRun(f"{file}, line {number}: there is no file {path}{more}: correct the list, or give --root")
+        raise CannotRun(f"{missing[0]}{more}: correct the list, or give --root")
     return listing
 
 
@@ -123,12 +115,10 @@ def read_labels(file: Path) -> dict[str, int]:
         CannotRun: a line is not like that, or a name stands there twice.
     """
     names: dict[str, int] = {}
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    for where, line in _lines_of(file):
         name, _, label = line.rpartition("\t")
-        if not line.strip():
-            continue
         if not name or not label.strip().isdecimal() or name in names:
-            raise CannotRun(f"{file}, line {number}: {line[:80]!r} is not name<TAB>number with a new name")
+            raise CannotRun(f"{file}, {where}: {line[:80]!r} is not name<TAB>number with a new name")
         names[name] = int(label)
     return names
 
@@ -170,13 +160,10 @@ def pack_files(entries: Sequence[Entry], out: Path, on_file: Callable[[int], obj
         with MXIndexedRecordIO(idx, rec, "w") as records:
             for done, entry in enumerate(entries, 1):
                 content = entry.path.read_bytes()
-                if len(content) + HEADER > MAX_LENGTH:
-                    raise CannotRun(
-                        f"{entry.path} has {len(content):,} bytes, and a record has room for {MAX_LENGTH:,}"
-                    )
-                label = entry.label if isinstance(entry.label, float) else list(entry.label)
                 try:
-                    record = pack(IRHeader(0, label, entry.key, 0), content)
+                    record = pack(IRHeader(0, entry.label, entry.key, 0), content)
+                    if len(record) > MAX_LENGTH:
+                        raise ValueError(f"it has {len(content):,} bytes, and a record has room for {MAX_LENGTH:,}")
                 except ValueError as error:
                     raise CannotRun(f"{entry.path}: {error}") from None
                 records.write_idx(entry.key, record)
@@ -203,24 +190,26 @@ def _replaced(*files: Path) -> Iterator[list[Path]]:
             written.unlink(missing_ok=True)
 
 
-def _files_in(folder: Path, suffixes: Sequence[str], *, recursive: bool) -> list[Path]:
-    found = []
+def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if recursive and not name.startswith("."))
-        found += [
-            Path(place, name)
-            for name in sorted(files)
-            if not name.startswith(".") and (not suffixes or name.lower().endswith(tuple(suffixes)))
-        ]
-    return found
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and (not suffixes or name.lower().endswith(tuple(suffixes))):
+                yield Path(place, name)
+
+
+def _lines_of(file: Path) -> Iterator[tuple[str, str]]:
+    """The number of each line, in words, and the line. Lines that hold only spaces are left out."""
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if line.strip():
+            yield f"line {number}", line
 
 
 def _numbers(classes: Iterable[str], names: dict[str, int] | None) -> dict[str, int]:
     if names is None:
         return {name: number for number, name in enumerate(classes)}
-    unknown = [name for name in classes if name not in names]
-    if unknown:
-        raise CannotRun(f"no number for {', '.join(map(repr, unknown[:5]))} in the file of --labels: add it there")
+    if unknown := [repr(name) for name in classes if name not in names]:
+        raise CannotRun(f"no number for {', '.join(unknown[:5])} in the file of --labels: add it there")
     return names
 
 
@@ -231,7 +220,6 @@ def _entry(where: str, line: str, root: Path) -> Entry:
         if int(key) < 0 or not numbers or not path:
             raise ValueError
     except ValueError:
-        raise CannotRun(
-            f"{where}: {line[:80]!r} is not key<TAB>label<TAB>path, with numbers as key and label"
-        ) from None
+        wanted = "key<TAB>label<TAB>path, with numbers as key and label"
+        raise CannotRun(f"{where}: {line[:80]!r} is not {wanted}") from None
     return Entry(int(key), numbers[0] if len(numbers) == 1 else numbers, root / path)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sharded_loader.cli.facts import one_line
 from sharded_loader.cli.output import CannotRun
 
 
@@ -99,89 +99,69 @@ def say_error(error: BaseException) -> str:
         "KeyError: 'label'"
     """
     from sharded_loader.base.errors import notes_of
-    from sharded_loader.cli.facts import one_line
 
     where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
     return one_line(error) + (f" (in {where[-1]})" if where else "")
 
 
 def _import(place: str) -> ModuleType:
-    if place.endswith(".py"):
-        return _import_file(Path(place))
-    if "/" in place or os.sep in place:
+    """Import a module by its name or its file."""
+    name, folder = _name_of_file(Path(place)) if place.endswith(".py") else (place, os.getcwd())
+    if "/" in name or os.sep in name:
         raise CannotRun(f"{place!r} is a path without .py: write path/to/file.py:NAME")
-    if os.getcwd() not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, os.getcwd())
-    try:
-        if importlib.util.find_spec(place) is None:
-            raise ModuleNotFoundError(name=place)
-    except (ImportError, ValueError) as error:  # also of a package that contains it
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise CannotRun(
-                f"there is no module {error.name!r} in {os.getcwd()} or among the installed ones: "
-                f"change to the folder that contains it, or write path/to/file.py:NAME"
-            ) from None
-        raise CannotRun(f"importing {place} failed: {_where(error)}") from None
-    return _run_import(place, place)
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise CannotRun(f"there is no file {path}: write the path of a Python file, from {os.getcwd()}")
-    name, folder = path.stem, str(path.resolve().parent)
-    if "." in name:
-        raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path.resolve()):
-        raise CannotRun(f"{path}: {name!r} is also the name of a module that Python has imported: rename the file")
-    sys.path.insert(0, folder)
-    return _run_import(name, str(path))
-
-
-def _run_import(name: str, shown: str) -> ModuleType:
+    sys.path.insert(0, folder)  # as `python` and `python -m` have it
     try:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a script may exit
-        hint = ""
-        if isinstance(error, ImportError) and "relative import" in str(error):
-            hint = ": write package.module:NAME instead of a path"
-        raise CannotRun(f"importing {shown} failed: {_where(error)}{hint}") from None
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{name}.".startswith(f"{absent}."):  # the module, or a package that contains it
+            raise CannotRun(
+                f"there is no module {absent!r} in {folder} or among the installed ones: "
+                f"change to the folder that contains it, or write path/to/file.py:NAME"
+            ) from None
+        relative = isinstance(error, ImportError) and "relative import" in str(error)
+        hint = ": write package.module:NAME instead of a path" if relative else ""
+        raise CannotRun(f"importing {place} failed: {_where(error)}{hint}") from None
+
+
+def _name_of_file(path: Path) -> tuple[str, str]:
+    """The name of the module in a file, and the folder to import it from."""
+    if not path.is_file():
+        raise CannotRun(f"there is no file {path}: write the path of a Python file, from {os.getcwd()}")
+    if "." in path.stem:
+        raise CannotRun(f"{path}: a module has no dot in its name: rename the file")
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        raise CannotRun(f"{path}: {path.stem!r} is also the name of a module that Python has imported: rename the file")
+    return path.stem, str(path.parent)
 
 
 def _where(error: BaseException) -> str:
     """The error, and the line of the user's code that it comes from."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     ours = os.path.dirname(__file__)
-    frames = [frame for frame in frames if not frame.filename.startswith(ours)]
-    line = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return say_error(error) + line
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(file, line) for file, line in files if "importlib" not in file and not file.startswith(ours)]
+    return say_error(error) + (f" ({os.path.basename(frames[-1][0])}, line {frames[-1][1]})" if frames else "")
 
 
 def _made(found: Any, target: str) -> Any:
     """The dataset itself, or what a function or a class makes."""
     from sharded_loader.data.inspection import has_own, takes_part
 
-    is_dataset = not isinstance(found, type) and any(has_own(type(found), name) for name in ("__getitem__", "__iter__"))
-    if is_dataset or not callable(found):
-        return found
-    if not isinstance(found, type) and takes_part(found):
-        return found  # iterable data that is told which part to read
-    made = _call(found, target)
-    if isinstance(made, Iterator) and not isinstance(found, type):
-        return found  # a generator function is iterable data itself
-    return made
-
-
-def _call(found: Callable[[], Any], target: str) -> Any:
+    is_class = isinstance(found, type)
+    is_dataset = not is_class and any(has_own(type(found), name) for name in ("__getitem__", "__iter__"))
+    if is_dataset or not callable(found) or (not is_class and takes_part(found)):
+        return found  # takes_part: a function that gives a part of iterable data
     try:
-        return found()
+        made = found()
     except Exception as error:
-        hint = ""
-        if isinstance(error, TypeError) and "argument" in str(error):
-            hint = ": write a function without arguments that returns the dataset, and name that function"
+        lacks = isinstance(error, TypeError) and "argument" in str(error)
+        hint = ": write a function without arguments that returns the dataset, and name that function" if lacks else ""
         raise CannotRun(f"calling {target} failed: {_where(error)}{hint}") from None
+    return found if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
 
 
 def _checked(dataset: Any, target: str) -> Any:
@@ -203,19 +183,14 @@ def _candidates(module: ModuleType) -> str:
     """The names of a module that may be datasets."""
     names = [
         name
-        for name, one in vars(module).items()
+        for name, value in vars(module).items()
         if not name.startswith("_")
-        and (
-            hasattr(type(one), "__getitem__")
-            or hasattr(one, "__getitem__")
-            or getattr(one, "__module__", 0) == module.__name__
-        )
+        and (hasattr(value, "__getitem__") or getattr(value, "__module__", None) == module.__name__)
     ]
     return f". Names in {module.__name__}: {', '.join(names[:8])}" if names else ""
 
 
 def _similar(name: str, owner: Any) -> str:
-    close = difflib.get_close_matches(name, dir(owner), 1)
-    if close:
+    if close := difflib.get_close_matches(name, dir(owner), 1):
         return f": did you mean {close[0]!r}?"
     return (_candidates(owner) if isinstance(owner, ModuleType) else "") or ": look for the name in the file"

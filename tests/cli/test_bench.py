@@ -129,6 +129,18 @@ def test_by_default_as_many_workers_are_measured_as_there_are_cores(monkeypatch:
         assert bench._listed_numbers(None, None, None) == numbers  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("others", "said"), [(1.7, True), (0.0, False)])
+def test_bench_says_that_the_machine_is_busy(
+    others: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "cores_of_others", lambda: others)
+    monkeypatch.setattr(bench, "cores_for_workers", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    arguments = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01"]
+    assert main(arguments) == 0
+    assert ("Other programs use 1.7 of 2 cores. The figures are lower" in capsys.readouterr().out) == said
+
+
 @pytest.mark.slow
 def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()

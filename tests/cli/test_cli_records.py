@@ -99,7 +99,7 @@ def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["absent", "a.rec"], "there is no folder or list absent"),
+        (["absent", "a.rec"], "Path 'absent' does not exist."),
         (["pictures", "a.bin"], "a.bin: give a name that ends in .rec"),
         (["pictures", "absent/a.rec"], "absent: create it first"),
         (["pictures", "a.rec", "--suffix", "gif"], "pictures has no files that end in .gif"),
@@ -206,4 +206,5 @@ def test_no_index_is_written_for_a_damaged_file(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("verb", ["inspect", "index"])
 def test_a_file_that_is_not_there_is_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["records", verb, "absent.rec"]) == 2
-    assert capsys.readouterr().err == f"sharded-loader records {verb}: there is no file absent.rec\n"
+    said = "Invalid value for 'FILE.rec': File 'absent.rec' does not exist."
+    assert capsys.readouterr().err == f"sharded-loader records {verb}: {said}\n"

@@ -1,17 +1,23 @@
-"""``sharded-loader doctor``: the machine in lines, what to change, JSON, and an exit code."""
+"""``sharded-loader doctor``: the machine in lines, what to change, JSON, an exit code; what made-up facts mean."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sharded_loader.cli import doctor
-from sharded_loader.cli.facts import Facts, Room
+from sharded_loader.cli.doctor import explain_start_method, find, lines
+from sharded_loader.cli.facts import REQUIRED, Facts, Gpu, Room
 from sharded_loader.cli.main import main
 
+GIB, MIB = 1 << 30, 1 << 20
+INSTALLED = dict.fromkeys(REQUIRED, "99")
+SMALL_SHM = Room("/dev/shm", 64 * MIB, 60 * MIB)
 DOCKER = Facts(shared_memory="shm", shm=Room("/dev/shm", 64 << 20, 64 << 20))
 NOTED = Facts(descriptors=256)
 
@@ -64,3 +70,123 @@ def test_it_works_where_torch_cannot_be_imported() -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert "problem: torch is installed and cannot be imported: " in done.stdout
     assert "start method" in done.stdout
+
+
+def test_a_good_machine_has_no_findings() -> None:
+    assert find(Facts()) == []
+    assert find(Facts(torch_cuda="13.0", nvidia_driver=True, gpus=[Gpu("cuda:0", "H100", 80 * GIB)])) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_problem", "what", "change"),
+    [
+        ({"required": INSTALLED | {"torch": None, "fsspec": None}}, True, "torch, fsspec", "pip install torch fsspec"),
+        ({"torch_error": "OSError: libc10.so"}, True, "cannot be imported: OSError: libc10.so", "Install torch again"),
+        ({"required": INSTALLED | {"torch": "2.3.1+cpu"}}, True, "torch is 2.3.1+cpu", "Update torch"),
+        ({"cores": 1, "usable_cores": 1}, False, "has one core", "more cores"),
+        ({"usable_cores": 1}, True, "may run on 1 of 8 cores", "taskset"),
+        ({"core_limit": 1.5}, True, "may use 1.5 of 8 cores", "docker run --cpus 4"),
+        ({"free_memory": 200 * MIB}, True, "Only 200.0 MiB of memory is free", "memory limit"),
+        (
+            {"shared_memory": None, "shared_memory_error": "no"},
+            True,
+            "no memory that processes can share: no",
+            "--shm-size",
+        ),
+        ({"shared_memory": "file"}, True, "temporary files in /tmp", "--shm-size"),
+        ({"shared_memory": "shm", "shm": SMALL_SHM}, True, "64.0 MiB (60.0 MiB free)", "--shm-size"),
+        ({"shared_memory": "shm", "shm": Room("/dev/shm", 9 * GIB, MIB)}, True, "(1.0 MiB free)", "--shm-size"),
+        ({"shm": SMALL_SHM}, False, "does not need it here; torch's own DataLoader does", "--shm-size"),
+        ({"descriptors": 100, "most_descriptors": 4096}, True, "may open 100 files", "ulimit -n 4096"),
+        ({"descriptors": 256}, False, "may open 256 files", "ulimit -n 65536"),
+        ({"descriptors": 100, "most_descriptors": 100}, True, "may open 100 files", "docker run --ulimit nofile=65536"),
+        ({"passes_descriptors": False}, False, "does not pass descriptors", "seccomp"),
+        ({"trial": None, "trial_error": "WorkerDiedError: x"}, True, "failed: WorkerDiedError: x", "thread_pool=True"),
+        ({"nvidia_driver": True}, True, "built for the CPU only", "Install a build of torch for CUDA"),
+        ({"nvidia_driver": True, "torch_cuda": "13.0"}, True, "sees no GPU", "docker run --gpus all"),
+        (
+            {"nvidia_driver": True, "torch_cuda": "13.0", "visible_devices": "7"},
+            True,
+            "CUDA_VISIBLE_DEVICES is '7'",
+            "Unset CUDA_VISIBLE_DEVICES",
+        ),
+        ({"pinned_error": "RuntimeError: no"}, True, "cannot be pinned: RuntimeError: no", "memory limit"),
+    ],
+)
+def test_each_trouble_is_one_finding_with_advice(
+    facts: dict[str, Any], is_problem: bool, what: str, change: str
+) -> None:
+    [finding] = find(replace(Facts(), **facts))
+    assert finding.is_problem == is_problem
+    assert what in finding.what and finding.what.endswith(".")
+    assert change in finding.change
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"core_limit": 2.0},
+        {"cores": 64, "usable_cores": 2},
+        {"shm": None, "shared_memory": "named", "descriptors": None, "passes_descriptors": False, "system": "win32"},
+        {"shm": None, "shared_memory": "shm", "system": "darwin", "start_method": "spawn"},
+        {"required": INSTALLED | {"torch": "2.4.0"}},
+        {"visible_devices": "", "torch_cuda": "13.0"},
+    ],
+)
+def test_what_is_usual_is_no_finding(facts: dict[str, Any]) -> None:
+    assert find(replace(Facts(), **facts)) == []
+
+
+def test_problems_come_before_notes() -> None:
+    found = find(Facts(shm=SMALL_SHM, descriptors=256, trial_error="x", free_memory=1))
+    assert [finding.is_problem for finding in found] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (Facts(), "fork, the default on Linux: "),
+        (Facts(system="darwin", start_method="spawn"), "spawn, the default on macOS: "),
+        (Facts(system="win32", start_method="spawn"), "spawn, the default on Windows: "),
+        (Facts(start_method="forkserver"), "forkserver, as this program has set it"),
+        (Facts(start_method=None), "unknown: multiprocess cannot be imported"),
+    ],
+)
+def test_the_start_method_is_explained(facts: Facts, said: str) -> None:
+    assert explain_start_method(facts).startswith(said)
+
+
+def test_the_facts_are_told_in_lines() -> None:
+    told = dict(
+        lines(
+            Facts(
+                core_limit=2.5,
+                optional={"rich": "15.0", "ray": None},
+                gpus=[Gpu("cuda:0", "H100", 80 * GIB), Gpu("mps", "mps")],
+                required=INSTALLED | {"torch": None},
+            )
+        )
+    )
+    assert told["torch"] == "not installed"
+    assert (told["optional"], told["not installed"]) == ("rich 15.0", "ray")
+    assert told["cores"] == "8 of 8 usable; the container may use the time of 2.5"
+    assert told["memory"] == "32.0 GiB of 64.0 GiB free (the machine's memory)"
+    assert told["GPUs"] == "cuda:0 H100 80.0 GiB, mps mps"
+    assert told["workers"] == "two processes delivered 8 batches in 0.10 s"
+
+
+def test_what_is_unknown_is_told_too() -> None:
+    facts = Facts(shm=None, shared_memory=None, descriptors=None, start_methods=(), trial=None)
+    told = dict(lines(facts))
+    assert (told["shared memory"], told["open files"], told["start methods"]) == ("none", "no limit", "none")
+    assert (told["GPUs"], told["pinned memory"], told["workers"]) == (
+        "none that torch sees",
+        "not needed without a GPU",
+        "not tried",
+    )
+
+
+def test_doctor_notes_a_busy_machine() -> None:
+    [note] = find(Facts(cores=2, usable_cores=2, others=1.7))
+    assert not note.is_problem
+    assert note.what == "Other programs use 1.7 of 2 cores. Workers get what is left."

@@ -33,7 +33,7 @@ def test_sizes_labels_and_contents_are_counted(tmp_path: Path) -> None:
     ]
     offsets = write(path, *records)
     seen: list[int] = []
-    found = examine(path, 2, seen.append)
+    found, begins = examine(path, 2, seen.append)
     assert (found.records, found.headers, found.nbytes) == (5, 3, path.stat().st_size)
     assert (found.smallest, found.median, found.largest) == (0, len(JPEG), len(records[4]))
     assert found.labels == {"1": 2, "1 0.5": 1}
@@ -43,7 +43,7 @@ def test_sizes_labels_and_contents_are_counted(tmp_path: Path) -> None:
         (offsets[1], len(PNG), "1 0.5", 8, "PNG"),
     ]
     assert (found.damage, found.damage_offset, found.index) == (None, None, "none")
-    assert seen == offsets
+    assert seen == list(begins) == offsets
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
@@ -53,7 +53,7 @@ def test_damage_is_found_at_its_offset_and_what_comes_before_is_counted(damaged:
     content = bytearray(path.read_bytes())
     content[offsets[damaged]] ^= 0xFF
     path.write_bytes(content)
-    found = examine(path)
+    found, _ = examine(path)
     assert (found.records, found.damage_offset) == (damaged, offsets[damaged])
     assert found.damage is not None and found.damage.startswith(f"no record at {offsets[damaged]}: ")
     assert ("Is it a RecordIO file?" in found.damage) == (damaged == 0)
@@ -63,14 +63,14 @@ def test_a_file_that_ends_too_soon_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "some.rec"
     offsets = write(path, b"one", b"two")
     path.write_bytes(path.read_bytes()[:-2])
-    found = examine(path)
+    found, _ = examine(path)
     assert (found.records, found.damage_offset) == (1, offsets[1])
     assert found.damage is not None and "the file ends at" in found.damage
 
 
 def test_a_file_without_records_has_none(tmp_path: Path) -> None:
     write(tmp_path / "some.rec")
-    found = examine(tmp_path / "some.rec")
+    found, _ = examine(tmp_path / "some.rec")
     assert (found.records, found.damage, found.contents, found.median) == (0, None, {}, 0)
 
 
@@ -86,7 +86,7 @@ def test_a_file_without_records_has_none(tmp_path: Path) -> None:
 def test_the_index_is_compared_with_the_records(index: str, said: str, wrong: bool, tmp_path: Path) -> None:
     assert write(tmp_path / "some.rec", b"one", b"two") == [0, 12]
     (tmp_path / "some.idx").write_text(index)
-    found = examine(tmp_path / "some.rec")
+    found, _ = examine(tmp_path / "some.rec")
     assert said in found.index
     assert found.index_is_wrong == wrong
 
@@ -94,5 +94,5 @@ def test_the_index_is_compared_with_the_records(index: str, said: str, wrong: bo
 def test_an_index_of_the_librarys_own_is_right(tmp_path: Path) -> None:
     with MXIndexedRecordIO(tmp_path / "x.idx", tmp_path / "x.rec", "w") as file:
         file.write_idx(5, b"five")
-    found = examine(tmp_path / "x.rec")
+    found, _ = examine(tmp_path / "x.rec")
     assert (found.index, found.index_is_wrong) == ("x.idx: 1 key", False)

@@ -1,4 +1,4 @@
-"""The facts about this machine are collected, whatever is missing."""
+"""The facts about this machine are collected, whatever is missing; and whether other programs use its cores."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from sharded_loader.cli import facts
-from sharded_loader.cli.facts import collect
+from sharded_loader.cli.facts import busy_text, collect, cores_of_others
 
 
 def test_this_machine_is_described() -> None:
@@ -70,9 +71,7 @@ def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytes
 
     monkeypatch.setattr(builtins, "__import__", without_resource)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.delattr(os, "sysconf", raising=False)
     assert facts._descriptors() == (None, None)
-    assert facts._memory() is None
     assert facts.usable_cores() == os.cpu_count()
 
 
@@ -101,3 +100,24 @@ def test_memory_that_cannot_be_pinned_is_told_in_one_line() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_can_be_pinned_on_this_machine(cuda: Any) -> None:
     assert facts._pin(torch, cuda) is None
+
+
+@pytest.mark.parametrize(
+    ("others", "cores", "usable", "said"),
+    [
+        (0.0, 2, 2, False),
+        (0.2, 2, 2, False),
+        (1.7, 2, 2, True),
+        (30.0, 64, 8, False),
+        (60.0, 64, 8, True),
+        (60.0, 64, 64, True),
+    ],
+)
+def test_it_is_said_only_if_workers_lack_cores(others: float, cores: int, usable: int, said: bool) -> None:
+    assert (busy_text(others, cores, usable) is not None) == said
+
+
+def test_the_cores_of_others_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 85.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert cores_of_others() == pytest.approx(1.7)

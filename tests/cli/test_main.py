@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from interrupted import interrupt
 
 from sharded_loader import __version__
-from sharded_loader.cli.main import main
+from sharded_loader.cli.main import main, make_command
 from sharded_loader.recordio import MXRecordIO
 
 COMMAND = [sys.executable, "-m", "sharded_loader"]
@@ -49,6 +50,19 @@ def test_every_verb_has_help_and_can_be_quiet(verb: list[str], capsys: pytest.Ca
     assert "--quiet" in shown or "Commands:" in shown
 
 
+def test_the_verbs_are_listed_with_a_sentence() -> None:
+    assert sorted(make_command().commands) == ["bench", "demo", "doctor", "records"]
+    assert [name for name, verb in make_command().commands.items() if not (verb.short_help or "").endswith(".")] == []
+
+
+def test_every_option_is_explained() -> None:
+    verbs = [*make_command().commands.values()]
+    verbs += [inner for verb in verbs if isinstance(verb, click.Group) for inner in verb.commands.values()]
+    options = [(verb.name, one) for verb in verbs for one in verb.params if isinstance(one, click.Option)]
+    assert len(options) > 20
+    assert [(name, one.name) for name, one in options if not (one.help or "").endswith(".")] == []
+
+
 def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dmo"]) == 2
     shown = capsys.readouterr()
@@ -60,7 +74,7 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     program = (
         "import sys; from sharded_loader.cli.main import main\n"
         f"codes = [main(['--version']), main([]), *(main([*verb, '--help']) for verb in {VERBS})]\n"
-        "print(codes, [m for m in ('torch', 'numpy', 'rich', 'sklearn', 'multiprocess') if m in sys.modules])"
+        "print(codes, [m for m in ('torch', 'numpy', 'psutil', 'rich', 'sklearn', 'multiprocess') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     lines = done.stdout.splitlines()
@@ -68,14 +82,14 @@ def test_version_and_help_wait_for_nothing_heavy() -> None:
     assert lines[-1] == f"{[0] * (2 + len(VERBS))} []"
 
 
-@pytest.mark.parametrize("absent", ["click", "rich"])
-def test_without_click_or_rich_one_line_says_what_to_install(absent: str) -> None:
+@pytest.mark.parametrize("absent", ["click", "psutil", "rich"])
+def test_without_a_package_that_the_command_needs_one_line_says_what_to_install(absent: str) -> None:
     program = (
         f"import sys, runpy; sys.modules[{absent!r}] = None\nrunpy.run_module('sharded_loader', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr == "sharded-loader: the command needs click and rich: pip install click rich\n"
+    assert done.stderr == "sharded-loader: the command needs click, psutil and rich: pip install click psutil rich\n"
     assert done.stdout == ""
 
 

@@ -148,7 +148,7 @@ def test_if_a_file_cannot_be_read_nothing_is_written_and_nothing_replaced(tmp_pa
 
 def test_a_file_that_is_too_large_for_a_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharded_loader.recordio.files.MAX_LENGTH", 30)
-    with pytest.raises(CannotRun, match=r"a.jpg has 14 bytes, and a record has room for 30"):
+    with pytest.raises(CannotRun, match=r"a.jpg: it has 14 bytes, and a record has room for 30"):
         pack_files([Entry(0, 0.0, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
 
 
