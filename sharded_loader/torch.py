@@ -21,7 +21,8 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from sharded_loader.base.callers import called_by, counted_by_fabric, refuse_skipping
-from sharded_loader.base.described import an, refuse_arguments
+from sharded_loader.base.checks import refuse_arguments
+from sharded_loader.base.described import an
 from sharded_loader.base.dynamo import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data

@@ -3,9 +3,7 @@
     class SplitSampler(Described): shown = (("num_parts", "_parts"), ...)    -> SplitSampler(length=2, num_parts=3)
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
     brief(value)                                                             -> a few words, however large it is
-    refuse_class(name, given)                    an error, where a class stands in the place of an object
     an(type(1))                                  -> "an int"
-    refuse_arguments(name, unknown, function)    an error, where a function has no such arguments
 
 Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
 subclass never called the constructor, for example. It is shown as ``?``: a repr must not raise.
@@ -13,18 +11,13 @@ subclass never called the constructor, for example. It is shown as ``?``: a repr
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
 SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
-
-CLOSE = 0.72
-"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
@@ -125,18 +118,6 @@ def briefs(values: Any) -> list[str]:
     return [*map(brief, values[:SHOWN_FIRST]), f"... {len(values)} in all"]
 
 
-def refuse_class(name: str, given: Any) -> None:
-    """A TypeError if a class stands where an object of it belongs.
-
-    Example:
-        >>> refuse_class("the dataset", list)
-        Traceback (most recent call last):
-        TypeError: the dataset is the class list itself: give an object of it, list(...)
-    """
-    if isinstance(given, type):
-        raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")
-
-
 def an(kind: type | str) -> str:
     """The name of a class with its article, for a message.
 
@@ -147,22 +128,3 @@ def an(kind: type | str) -> str:
     name = kind if isinstance(kind, str) else kind.__name__
     sound = name.lstrip("_").lower()
     return f"{'an' if sound[:1] in set('aeio') and not sound.startswith('one') else 'a'} {name}"
-
-
-def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:
-    """Reject arguments that a function does not have: all at once, each with the name that it may mean.
-
-    Raises:
-        TypeError: there are some.
-
-    Example:
-        >>> refuse_arguments("max", ["keys"], lambda values, key=None: None)
-        Traceback (most recent call last):
-        ...
-        TypeError: max has no argument 'keys' (did you mean 'key'?)
-    """
-    if unknown:
-        known = inspect.signature(function).parameters
-        close = {one: difflib.get_close_matches(one, known, 1, CLOSE) for one in unknown}
-        advice = [f"{one!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for one, found in close.items()]
-        raise TypeError(f"{name} has no argument {', '.join(advice)}")

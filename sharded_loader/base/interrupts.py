@@ -6,7 +6,6 @@ import _signal  # type: ignore[import-not-found]
 import atexit
 import contextlib
 import functools
-import os
 import signal
 import sys
 import threading
@@ -16,8 +15,9 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from sharded_loader.base.notices import is_ours
+
 _SIGNALS = tuple(map(int, signal.valid_signals()))  # asking takes 150 us
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def is_from_outside(error: BaseException, *, reads: bool = False) -> bool:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if strikes_here and frame.f_code in codes:
             return True
-        strikes_here = anywhere or frame.f_code.co_filename.startswith(_PACKAGE)
+        strikes_here = anywhere or is_ours(frame.f_code.co_filename)
     return False
 
 

@@ -37,7 +37,8 @@ class LoaderWarning(UserWarning):
 _BETWEEN = os.path.join("torch", "utils", "data", "dataloader.py")
 """torch's loader, which is between the drop-in and the user's line."""
 
-_OURS = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folder of the package."""
 
 
 def is_ours(filename: str) -> bool:

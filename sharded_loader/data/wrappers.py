@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import bytes_of_text
 from sharded_loader.base.described import an, brief, briefs
-from sharded_loader.base.sizes import bytes_of_text
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.batching.tensors import as_numpy, is_column

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.rng import derive_key
-from sharded_loader.sampling.base import check_int, nested
+from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import check_torchs_list
 
 

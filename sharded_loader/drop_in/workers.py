@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from sharded_loader.base.described import refuse_class
+from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.devices.names import find_devices
 from sharded_loader.engine.pool import Pool
@@ -23,7 +23,6 @@ from sharded_loader.loader.arguments import check_batchify_fn, check_on_error, m
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.sampling.base import check_int
 
 
 def check_arguments(loader: Any) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.described import CLOSE, an, refuse_class
+from sharded_loader.base.checks import CLOSE, check_int, refuse_class
+from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify
@@ -31,7 +32,6 @@ from sharded_loader.engine.pool import Pool, check_init_fn
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.shards import check_shares
 
 INSTEAD = {

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.following import retries_of
 from sharded_loader.engine.messages import Result
-from sharded_loader.sampling.base import check_int
 
 
 @dataclass(frozen=True)

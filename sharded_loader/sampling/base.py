@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from sharded_loader.base.described import Described, refuse_class
+from sharded_loader.base.checks import check_int, refuse_class
+from sharded_loader.base.described import Described
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -36,19 +36,6 @@ Item_co = TypeVar("Item_co", covariant=True)
 ONE_SHOT = "an iterator can be read once, and each epoch reads the sampler again: pass a list, or a class with __iter__"
 
 MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
-
-
-def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
-    """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(f"{name} must be an integer, got {value!r} of type {type(value).__name__}: {advice}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}: {advice}")
-    return number
 
 
 class DrawnSeed(int):

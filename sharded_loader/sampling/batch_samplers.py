@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, resolve_seed
+from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.rollover import Rolling
 from sharded_loader.sampling.sorting import sort_order, sortable

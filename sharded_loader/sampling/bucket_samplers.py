@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
+from sharded_loader.sampling.base import Sampler, resolve_seed
 from sharded_loader.sampling.batch_samplers import length_table
 from sharded_loader.sampling.bucket_schemes import BucketScheme, ConstWidthBucket
 from sharded_loader.sampling.tables import BATCHES, Table

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
-from sharded_loader.sampling.base import check_int
 
 
 class BucketScheme(Described):

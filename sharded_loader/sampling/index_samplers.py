@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.randomness.indices import IndexView, Selection, taken
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
-from sharded_loader.sampling.base import Sampler, check_int, resolve_seed
+from sharded_loader.sampling.base import Sampler, resolve_seed
 from sharded_loader.sampling.sorting import sort_order, sortable
 from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
 

@@ -22,18 +22,10 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
 from sharded_loader.randomness.rng import draw_seed
-from sharded_loader.sampling.base import (
-    DrawnSeed,
-    Sampler,
-    check_int,
-    check_sampler,
-    find_foreign,
-    is_own,
-    is_wrapper,
-    nested,
-)
+from sharded_loader.sampling.base import DrawnSeed, Sampler, check_sampler, find_foreign, is_own, is_wrapper, nested
 from sharded_loader.sampling.batch_samplers import BatchSampler
 from sharded_loader.sampling.epoch_requests import EpochRequests
 from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed

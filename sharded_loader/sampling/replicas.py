@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.system import integer
 from sharded_loader.randomness.shuffle import Indices, shuffle
-from sharded_loader.sampling.base import Sampler, WrapperSampler, check_int, nested, resolve_seed
+from sharded_loader.sampling.base import Sampler, WrapperSampler, nested, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, rank_of, table_of
 from sharded_loader.sampling.tables import BLOCK, Dealt, Table, parts
 

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
-from sharded_loader.sampling.base import check_int, resolve_seed
+from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.index_samplers import IndexSampler
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import WrapperSampler, check_int
+from sharded_loader.sampling.base import WrapperSampler
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import Table, plain_index
 

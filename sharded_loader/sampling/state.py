@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
-from sharded_loader.sampling.base import Sampler, check_int, is_own, nested
+from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
 VERSION = 1

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.system import check_fits
 from sharded_loader.randomness.shuffle import Indices, uniforms
-from sharded_loader.sampling.base import check_int, resolve_seed
+from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.index_samplers import IndexSampler
 from sharded_loader.sampling.shard_shuffle import lengths_of
 from sharded_loader.sampling.sorting import order_of_ratios

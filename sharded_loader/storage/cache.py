@@ -31,8 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from sharded_loader.base.described import refuse_arguments
-from sharded_loader.base.sizes import bytes_of_text
+from sharded_loader.base.checks import bytes_of_text, refuse_arguments
 from sharded_loader.storage.checksums import beside, is_sound, seal
 from sharded_loader.storage.files import LocalFile
 from sharded_loader.storage.redacted import shown

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sharded_loader.base.described import refuse_arguments
+from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.notices import warn
 from sharded_loader.base.system import processes_here
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.sampling.base import check_int
 from sharded_loader.sampling.state import VERSION
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sharded_loader import InlinePool, PackedList, ProcessPool, RandomSampler, SimpleDataset, ThreadPool
-from sharded_loader.base.described import brief, call_of, refuse_arguments
+from sharded_loader.base.described import brief, call_of
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,3 @@ def test_a_call_shows_the_options_that_are_not_the_usual_ones() -> None:
 )
 def test_a_pool_shows_what_it_was_made_with(pool: Any, text: str) -> None:
     assert repr(pool) == text
-
-
-def test_unknown_arguments_are_named_all_at_once() -> None:
-    refuse_arguments("f", {}, lambda one, other: None)
-    with pytest.raises(TypeError, match=r"^f has no argument 'oter' \(did you mean 'other'\?\), 'far'$"):
-        refuse_arguments("f", {"oter": 1, "far": 2}, lambda one, other: None)

@@ -18,6 +18,7 @@ import torch
 import sharded_loader.torch
 from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, TooManySkippedError, interleave, sample_rng
 from sharded_loader.base.notices import Notices, is_ours, warn
+from sharded_loader.engine import pipeline
 
 ZEROS = np.zeros((8, 1 << 18), np.uint8)
 
@@ -56,7 +57,7 @@ def test_a_warning_names_the_line_of_the_users_program() -> None:
         notices.warn("kind", "once")
         warn("once, too")
     assert [one.filename for one in caught] == [__file__, __file__]
-    assert is_ours(sharded_loader.__file__) and not is_ours(__file__)
+    assert is_ours(sharded_loader.__file__) and is_ours(pipeline.__file__) and not is_ours(__file__)
 
 
 def test_a_line_of_the_logger_is_no_exception_where_warnings_are(caplog: pytest.LogCaptureFixture) -> None:

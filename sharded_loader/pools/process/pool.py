@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import Location, as_batch_error, as_exception
 from sharded_loader.base.system import processes_here
@@ -65,7 +66,6 @@ from sharded_loader.pools.process.resources import WorkerHandle
 from sharded_loader.pools.process.start import choose_start_method, send_segment
 from sharded_loader.pools.process.workforce import Workforce
 from sharded_loader.pools.translation import decode_result, own_pickle
-from sharded_loader.sampling.base import check_int
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes: numbers and texts, and what is neither gets advice."""
+"""What is no number, no size and no argument gets advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ExpWidthBucket, ShardCache, SimpleDataset
-from sharded_loader.base.sizes import bytes_of_text
+from sharded_loader.base.checks import bytes_of_text, refuse_arguments
 
 
 def test_sizes_are_numbers_or_texts() -> None:
@@ -50,3 +50,9 @@ def test_a_cache_of_samples_takes_a_text() -> None:
 def test_another_number_gets_advice(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_unknown_arguments_are_named_all_at_once() -> None:
+    refuse_arguments("f", {}, lambda one, other: None)
+    with pytest.raises(TypeError, match=r"^f has no argument 'oter' \(did you mean 'other'\?\), 'far'$"):
+        refuse_arguments("f", {"oter": 1, "far": 2}, lambda one, other: None)

@@ -1,0 +1,88 @@
+"""Checks what users pass: each function returns the value, or raises an error that says what to pass instead.
+
+check_int("batch_size", 2.5, 1, advice)      -> an int of at least 1
+bytes_of_text("100 GB")                      -> 100_000_000_000
+refuse_class("the dataset", list)            an error: the class stands in the place of an object
+refuse_arguments(name, unknown, function)    an error: the function has no such arguments
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+CLOSE = 0.72
+"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
+def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
+    """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise wrong_type(f"{name} must be an integer, got {value!r} of type {type(value).__name__}: {advice}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}: {advice}")
+    return number
+
+
+def bytes_of_text(text: Any, least: int = 1, allowed: str = "a number of bytes above 0") -> int:
+    """A number of bytes, from a number or a text.
+
+    Args:
+        text: as the user gave it.
+        least: the smallest number that is allowed.
+        allowed: what the user may give, for the message.
+
+    Example:
+        >>> bytes_of_text("1.5 GB"), bytes_of_text("2KiB"), bytes_of_text(7)
+        (1500000000, 2048, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or isinstance(text, bool) or float(match[1]) * unit < least:
+        raise ValueError(f"max_bytes is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
+    return int(float(match[1]) * unit)
+
+
+def refuse_class(name: str, given: Any) -> None:
+    """A TypeError if a class stands where an object of it belongs.
+
+    Example:
+        >>> refuse_class("the dataset", list)
+        Traceback (most recent call last):
+        TypeError: the dataset is the class list itself: give an object of it, list(...)
+    """
+    if isinstance(given, type):
+        raise TypeError(f"{name} is the class {given.__name__} itself: give an object of it, {given.__name__}(...)")
+
+
+def refuse_arguments(name: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:
+    """Reject arguments that a function does not have: all at once, each with the name that it may mean.
+
+    Raises:
+        TypeError: there are some.
+
+    Example:
+        >>> refuse_arguments("max", ["keys"], lambda values, key=None: None)
+        Traceback (most recent call last):
+        ...
+        TypeError: max has no argument 'keys' (did you mean 'key'?)
+    """
+    if unknown:
+        known = inspect.signature(function).parameters
+        close = {one: difflib.get_close_matches(one, known, 1, CLOSE) for one in unknown}
+        advice = [f"{one!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for one, found in close.items()]
+        raise TypeError(f"{name} has no argument {', '.join(advice)}")
