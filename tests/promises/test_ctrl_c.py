@@ -8,15 +8,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from injection import HANDLERS, PUMP, InterruptAt, next_interrupted
+from injection import HANDLERS, InterruptAt, next_interrupted
 
-import sharded_loader
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 
@@ -156,9 +154,3 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         free += sum(lease.slot.nbytes for lease in arena._returned)
         taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes
-
-
-def test_the_modules_of_the_road_have_these_names() -> None:
-    """A module that was renamed would be left out of the tests above."""
-    names = {path.name for path in Path(sharded_loader.__file__).parent.rglob("*.py")}
-    assert set(PUMP) <= names
