@@ -1,12 +1,15 @@
 """How long is the road of a batch, and how large is the package? ``python -m benchmarks.road``.
 
-    walk.record_walks     calls, functions and files of one `next()` in the main process
-    time_epoch            CPU time of the main process per batch
-    sizes.sizes_of        modules, lines, import levels and circles
+    roads.measure_road    calls, functions and files of the main process, of an epoch and of one `next()`
+    roads.time_epoch      CPU time of the main process per batch
+    sizes.sizes_of        modules, lines, rooms, import levels and circles
 
 A `Checkout` is a folder that holds the package. A process of its own imports the package from there and measures it
-(`serve`), so that two checkouts can be measured in one run. All stay open, and the epochs whose CPU time is measured
-take turns.
+(`roads.serve`), so that two checkouts can be measured in one run. All stay open, and the epochs whose CPU time is
+measured take turns.
+
+``targets.json`` holds a target for some of the numbers, and the best value so far. A target is *reached* once the best
+value is not above it. A number must not rise above a target that was reached (`lost`).
 """
 
 from __future__ import annotations
@@ -14,95 +17,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.imports import read_sources
-from benchmarks.samples import NUM_IMAGES, Array
+from benchmarks.roads import ROADS
 from benchmarks.sizes import sizes_of
-from benchmarks.walk import record_walks, summary_of
-from benchmarks.workloads import WORKLOADS
 
 PACKAGE = "sharded_loader"
 ROOT = Path(__file__).resolve().parent.parent
-WORKERS = 2
-POOLS = ("process", "inline")
-_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.road as r; del sys.path[0]; r.serve()"
-
-
-# -- the process that measures ----------------------------------------------------------------------------------
-
-
-class Pairs:
-    """Samples of the workload ``images``, with labels: ``(image, number)``."""
-
-    def __init__(self, images: Array) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: int) -> tuple[Array, int]:
-        return self._images[index], index % 10
-
-
-def open_loader(pool: str, length: int = NUM_IMAGES) -> Any:
-    """A shuffled loader of the package, after one epoch.
-
-    Args:
-        pool: one of `POOLS`.
-        length: how many samples of the dataset the loader reads per epoch.
-    """
-    from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader
-
-    workload = WORKLOADS["images"]
-    fork = workload.start_method in multiprocessing.get_all_start_methods()
-    processes: dict[str, Any] = {"start_method": workload.start_method} if fork else {}
-    images = workload.build().columns
-    assert images is not None
-    made: Any = ProcessPool(WORKERS, **processes) if pool == "process" else InlinePool()
-    loader = ShardedDataLoader(Pairs(images[:length]), workload.batch_size, shuffle=True, pool=made)
-    for _ in loader:
-        pass
-    return loader
-
-
-def time_epoch(loader: Any) -> float:
-    """Seconds of CPU time per batch, over one epoch without pauses.
-
-    All threads of this process count, worker processes do not.
-    """
-    start = time.process_time()
-    for _ in loader:
-        pass
-    return (time.process_time() - start) / len(loader)
-
-
-def serve() -> None:
-    """Answer each line of stdin, ``[what, pool]``, with one line of JSON."""
-    import sharded_loader
-
-    root = str(Path(sharded_loader.__file__).parent)
-    loaders: dict[str, Any] = {}
-    print(json.dumps(root), flush=True)
-    for line in sys.stdin:
-        what, pool = json.loads(line)
-        if pool not in loaders:
-            loaders[pool] = open_loader(pool)
-        answer = summary_of(record_walks(loaders[pool], root)) if what == "walk" else time_epoch(loaders[pool])
-        print(json.dumps(answer), flush=True)
-    for loader in loaders.values():
-        loader.close()
-
-
-# -- the report -------------------------------------------------------------------------------------------------
+TARGETS = Path(__file__).with_name("targets.json")
+_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.roads as r; del sys.path[0]; r.serve()"
 
 
 class Checkout(contextlib.AbstractContextManager["Checkout"]):
@@ -139,18 +69,17 @@ class Checkout(contextlib.AbstractContextManager["Checkout"]):
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def ask(self, what: str, pool: str) -> Any:
+    def ask(self, *question: str) -> Any:
         """Have the process measure something.
 
         Args:
-            what: ``"walk"`` (`summary_of` the recorded turns) or ``"cpu"`` (`time_epoch`).
-            pool: one of `POOLS`.
+            question: ``"walk"`` and one of `ROADS` (`roads.measure_road`), or ``"cpu"`` (`roads.time_epoch`).
 
         Raises:
             RuntimeError: The process ended.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([what, pool]) + "\n")
+        self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -162,27 +91,59 @@ class Checkout(contextlib.AbstractContextManager["Checkout"]):
         return json.loads(line)
 
 
-def rows_of(checkout: Checkout, walks: Mapping[str, Any], cpu: Sequence[float]) -> dict[str, float]:
-    """The column of a checkout, by the names of the rows."""
-    rows: dict[str, float] = {}
-    for pool in POOLS:
-        rows |= {f"next(), {pool}: {name}": value for name, value in walks[pool]["medians"].items()}
-        rows[f"next(), {pool}: mean calls"] = walks[pool]["mean calls"]
-    rows["main process: CPU us per batch"] = statistics.median(cpu) * 1e6
-    return rows | checkout.sizes
+def rows_of(walks: Mapping[str, Any]) -> dict[str, float]:
+    """The measured roads, by the names of the rows."""
+    return {
+        f"{what}, {road}: {name}": value
+        for road, summary in walks.items()
+        for what in ("epoch", "next()")
+        for name, value in summary.get(what, {}).items()
+    }
 
 
-def table_of(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table; two columns get a third one with the ratio of the second to the first."""
+def read_targets() -> dict[str, dict[str, float]]:
+    """``{"target": ..., "best": ...}`` by the name of the row."""
+    targets: dict[str, dict[str, float]] = json.loads(TARGETS.read_text(encoding="utf-8"))
+    return targets
+
+
+def record(rows: Mapping[str, float]) -> None:
+    """Write what is better than the best value so far."""
+    targets = read_targets()
+    for name in targets.keys() & rows.keys():
+        targets[name]["best"] = min(targets[name]["best"], rows[name])
+    lines = [f"{json.dumps(name)}: {json.dumps(target)}" for name, target in targets.items()]
+    TARGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def lost(rows: Mapping[str, float]) -> list[str]:
+    """A sentence for each target that was reached and is not any more."""
+    return [
+        f"{name} is {rows[name]:g}; the target {wanted['target']:g} was reached: {wanted['best']:g}"
+        for name, wanted in read_targets().items()
+        if wanted["best"] <= wanted["target"] < rows.get(name, 0)
+    ]
+
+
+def table_of(columns: Mapping[str, Mapping[str, float]], targets: Mapping[str, Mapping[str, float]] = {}) -> str:
+    """A Markdown table.
+
+    Two columns get a third one with the ratio of the second to the first. With targets, there is a column with each
+    target and what the last column is above it.
+    """
     heads, (first, *others) = ["", *columns], columns.values()
     lines = []
-    for name in first:
-        values = [column[name] for column in (first, *others)]
-        cells = [f"{value:.4g}" if value % 1 else f"{value:.0f}" for value in values]
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        values = [column.get(name) for column in (first, *others)]
+        cells = ["" if value is None else f"{value:.4g}" if value % 1 else f"{value:.0f}" for value in values]
         if others:
-            cells.append(f"{values[1] / values[0]:.2f}" if values[0] else "")
+            cells.append(f"{values[1] / values[0]:.2f}" if values[0] and values[1] is not None else "")
+        if targets:
+            target, last = targets.get(name, {}).get("target"), values[-1]
+            above = f", {last - target:+g}" if target is not None and last is not None and last > target else ""
+            cells.append("" if target is None else f"{target:g}{above}")
         lines.append([name, *cells])
-    heads += ["ratio"] if others else []
+    heads += ["ratio"] * bool(others) + ["target"] * bool(targets)
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
     rule = ["-" * width for width in widths]
     return "\n".join(
@@ -192,30 +153,44 @@ def table_of(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """The command line; the exit status."""
+    """The command line; the exit status is 1 if a target is lost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.road", description="Measure the road of a batch.")
     parser.add_argument("--package", type=Path, default=ROOT, metavar="PATH", help="a checkout (default: this one)")
     parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout, for a column before it")
-    parser.add_argument("--walk", action="store_true", help="print the functions of the median next(), by pool")
+    parser.add_argument("--only", nargs="+", choices=ROADS, default=list(ROADS), metavar="ROAD", help="some roads")
+    parser.add_argument("--walk", action="store_true", help="print the functions of the median next(), by road")
     parser.add_argument("--rounds", type=int, default=7, help="epochs whose CPU time is measured (default 7)")
+    parser.add_argument("--record", action="store_true", help="write values that are better than the best so far")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         parser.error("--rounds has to be at least 1")
     with contextlib.ExitStack() as stack:
         folders = [folder for folder in (chosen.against, chosen.package) if folder is not None]
         checkouts = [stack.enter_context(Checkout(folder)) for folder in folders]
-        walks = [{pool: checkout.ask("walk", pool) for pool in POOLS} for checkout in checkouts]
-        cpu = [[checkout.ask("cpu", "process") for checkout in checkouts] for _ in range(chosen.rounds)]
-    columns = zip(checkouts, walks, zip(*cpu, strict=True), strict=True)
-    say(table_of({str(checkout.folder): rows_of(checkout, walk, times) for checkout, walk, times in columns}))
+        # The last roads pretend a device, which would change the times.
+        cpu = zip(*([checkout.ask("cpu") for checkout in checkouts] for _ in range(chosen.rounds)), strict=True)
+        times = [{"main process: CPU us per batch": statistics.median(seconds) * 1e6} for seconds in cpu]
+        walks = [{road: checkout.ask("walk", road) for road in ROADS if road in chosen.only} for checkout in checkouts]
+    measured = zip(checkouts, walks, times, strict=True)
+    columns = {str(checkout.folder): rows_of(walk) | time | checkout.sizes for checkout, walk, time in measured}
+    *_, rows = columns.values()
+    if chosen.record:
+        record(rows)
+    say(table_of(columns, read_targets()))
+    for checkout, roads in zip(checkouts, walks, strict=True):
+        for road, summary in roads.items():
+            if "left out" in summary:
+                say(f"left out in {checkout.folder}: {road}: {summary['left out']}")
     for note in checkouts[-1].notes:
         say(note)
     if chosen.walk:
-        for pool in POOLS:
-            say(f"\nthe median next(), {pool}:")
-            for file, function, line, depth in walks[-1][pool]["walk"]:
+        for road, summary in walks[-1].items():
+            say(f"\nthe median next(), {road}:")
+            for file, function, line, depth in summary.get("walk", []):
                 say(f"{'  ' * depth}{file}:{line} {function}")
-    return 0
+    for sentence in lost(rows):
+        say(f"lost: {sentence}")
+    return bool(lost(rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from benchmarks.imports import HIDDEN, Import, by_folder, circles, imports_of, levels, upward
 
@@ -28,10 +28,7 @@ MAX_FUNCTION_LINES = 50
 APART = ("cli", "demo", "__main__")
 """Below the package: programs that use it."""
 
-OPTIONAL = (
-    *("storage", "recordio", "pools.ray", "pools.on_ray", "cluster", "drop_in", "torch", "integrations"),
-    *APART,
-)
+OPTIONAL = ("storage", "recordio", "pools.ray", "drop_in", "torch", "integrations", *APART)
 """Below the package: what `ShardedDataLoader` does not need. The rest of the package is its core."""
 
 FLOORS = (
@@ -98,9 +95,14 @@ def out_of_core(imports: Iterable[Import]) -> list[Import]:
     return [found for found in imports if found.importer in core and found.imported not in core]
 
 
-def _functions(module: str, source: str) -> Iterator[tuple[str, int]]:
-    """The qualified name of each function, and its code lines."""
-    numbers = _numbers_of_code_lines(source)
+def _functions(module: str, source: str, numbers: Collection[int]) -> Iterator[tuple[str, int]]:
+    """The qualified name of each function, and its code lines.
+
+    Args:
+        module: dotted name.
+        source: its source.
+        numbers: of the lines that hold code.
+    """
 
     def inside(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -150,10 +152,14 @@ def sizes_of(sources: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
         "hidden imports": [found for found in imports if found.kind == HIDDEN],
     }
     rooms, arrows = _rooms(sources, seen)
-    lines = {module: code_lines(source) for module, source in sources.items()}
+    numbers = {module: _numbers_of_code_lines(source) for module, source in sources.items()}
+    lines = {module: len(found) for module, found in numbers.items()}
     folders = {name.rpartition(".")[0] for name in sources}
     functions = [
-        found for module in sources if not _below(module, APART) for found in _functions(module, sources[module])
+        function
+        for module, source in sources.items()
+        if not _below(module, APART)
+        for function in _functions(module, source, numbers[module])
     ]
     long = {name: count for name, count in functions if count > MAX_FUNCTION_LINES and not name.endswith(".__init__")}
     homonyms = _homonyms(sources)

@@ -1,7 +1,7 @@
 """What one turn of ``for batch in loader`` calls, counted with `sys.setprofile`.
 
-    record_walks(loader, root) -> walks of Steps     one per batch
-    counts_of(walk), summary_of(walks)               numbers
+    record_walks(loader, root) -> epochs of walks of Steps     one walk per batch
+    counts_of(walk), summary_of(epochs)                        numbers
 
 A turn is one ``next()``, and in it the batch of the turn before is dropped. Only functions whose code lies in the
 folder ``root`` are counted, and only in the thread that runs the loop:
@@ -10,6 +10,8 @@ folder ``root`` are counted, and only in the thread that runs the loop:
   frame of its own (before Python 3.12): compare numbers of one version of Python.
 - *Functions* are distinct if their code is.
 - A *change of file* is a call in another file than the call before it. Returns are not counted.
+- The *steady* turns of an epoch are those without its first and its last quarter, where it fills and where the next
+  epoch begins.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-EPOCHS = 2
-"""Epochs that are recorded."""
+EPOCHS = 3
+"""Epochs that are recorded. A function belongs to the road if most of them call it: some calls are rare, as when memory
+is cut once more."""
 
 PAUSE = 0.005
 """Seconds between two turns, as for a training step. Workers finish batches in this time, so that the walks do not
@@ -69,20 +72,33 @@ def counts_of(walk: Sequence[Step]) -> dict[str, int]:
     }
 
 
-def summary_of(walks: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """The median of each count, the mean number of calls, and the most frequent walk with the median of calls."""
+def summary_of(epochs: Sequence[Sequence[Sequence[Step]]]) -> dict[str, Any]:
+    """Numbers of the steady turns of some epochs, all of which have a batch.
+
+    Returns:
+        ``"epoch"``: the distinct functions and files that most epochs call. ``"next()"``: the median of each count of a
+        turn, and the mean of its calls. ``"walk"``: the most frequent walk with the median of calls.
+    """
+    steady = [walks[len(walks) // 4 : len(walks) - len(walks) // 4] for walks in epochs]
+    epochs_of = Counter(function for walks in steady for function in {step[:3] for walk in walks for step in walk})
+    touched = [function for function, count in epochs_of.items() if count > len(steady) / 2]
+    walks = [walk for walks in steady for walk in walks]
     counts = [counts_of(walk) for walk in walks]
-    middle = statistics.median_low(len(walk) for walk in walks)
-    same = Counter(tuple(walk) for walk in walks if len(walk) == middle)
+    middle = statistics.median_low(count["calls"] for count in counts)
     return {
-        "medians": {name: statistics.median(count[name] for count in counts) for name in counts[0]},
-        "mean calls": statistics.mean(len(walk) for walk in walks),
-        "walk": same.most_common(1)[0][0],
+        "epoch": {"functions": len(touched), "files": len({file for file, *_ in touched})},
+        "next()": {
+            **{name: statistics.median(count[name] for count in counts) for name in counts[0]},
+            "mean calls": statistics.mean(count["calls"] for count in counts),
+        },
+        "walk": Counter(tuple(walk) for walk in walks if len(walk) == middle).most_common(1)[0][0],
     }
 
 
-def record_walks(loader: Iterable[Any], root: str, epochs: int = EPOCHS, pause: float = PAUSE) -> list[list[Step]]:
-    """The walk of every turn that gives a batch.
+def record_walks(
+    loader: Iterable[Any], root: str, epochs: int = EPOCHS, pause: float = PAUSE
+) -> list[list[list[Step]]]:
+    """The walk of every turn that gives a batch, by epoch.
 
     Args:
         loader: What the loop runs over, once per epoch.
@@ -96,9 +112,11 @@ def record_walks(loader: Iterable[Any], root: str, epochs: int = EPOCHS, pause: 
         if kind in ("call", "return"):
             events.append((kind, frame.f_code))
 
-    walks, batch, end = [], None, object()
+    recorded: list[list[list[Step]]] = []
+    batch, end = None, object()
     for _ in range(epochs):
         iterator = iter(loader)
+        recorded.append([])
         while True:
             time.sleep(pause)
             events.clear()
@@ -113,5 +131,5 @@ def record_walks(loader: Iterable[Any], root: str, epochs: int = EPOCHS, pause: 
                 (kind, code.co_filename, getattr(code, "co_qualname", code.co_name), code.co_firstlineno)
                 for kind, code in events
             ]
-            walks.append(walk_of(plain, root))
-    return walks
+            recorded[-1].append(walk_of(plain, root))
+    return recorded

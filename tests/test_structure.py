@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.imports import FUNCTION, HIDDEN, circles, imports_of, read_sources, upward
-from benchmarks.sizes import FLOORS, out_of_core
+from benchmarks.road import lost, read_targets
+from benchmarks.sizes import FLOORS, out_of_core, sizes_of
 
-LAZY = {("arguments", "pools.on_ray"), ("loader.arguments", "pools.ray.pool")}
+LAZY = {("loader.arguments", "pools.ray.pool")}
 """Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 
@@ -27,6 +28,12 @@ def test_the_core_imports_no_optional_module() -> None:
     assert [found for found in outward if found not in lazy] == []
     names = {(found.importer.partition(".")[2], found.imported.partition(".")[2]) for found in lazy}
     assert names <= LAZY
+
+
+def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
+    sizes, _ = sizes_of(read_sources(Path(__file__).parents[1] / "sharded_loader"))
+    assert lost(sizes) == []
+    assert {name for name in read_targets() if ", " not in name} <= sizes.keys()
 
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))

@@ -57,12 +57,20 @@ def test_functions_of_one_name_are_two_and_of_one_function_at_two_depths_one() -
     assert walk.counts_of(steps)["functions"] == 2
 
 
-def test_the_summary_shows_the_most_frequent_of_the_median_walks() -> None:
-    f, g = Step("a", "f", 1, 0), Step("b", "g", 1, 0)
-    summary = walk.summary_of([[f], [f, f], [f, g], [g, f], [f, g], [f, g, f], [f] * 9])
+def test_the_summary_is_one_of_the_steady_turns_and_shows_their_most_frequent_median_walk() -> None:
+    f, g, seam = (Step(file, name, 1, 0) for file, name in (("a", "f"), ("b", "g"), ("c", "seam")))
+    steady = [[f], [f, g], [f, g], [g, f], [f, g, f], [f, f]]
+    epoch = [[seam], [seam], *steady, [seam], [seam] * 9]
+    summary = walk.summary_of([epoch])
+    assert summary["epoch"] == {"functions": 2, "files": 2}
+    assert summary["next()"] == {"calls": 2, "functions": 2, "files": 2, "changes of file": 1, "mean calls": 2}
     assert summary["walk"] == (f, g)
-    assert summary["medians"] == {"calls": 2, "functions": 2, "files": 2, "changes of file": 1}
-    assert summary["mean calls"] == 3
+
+
+def test_a_function_belongs_to_an_epoch_if_most_epochs_call_it() -> None:
+    f, often, rare = (Step("a", name, 1, 0) for name in ("f", "often", "rare"))
+    summary = walk.summary_of([[[f]], [[f, often]], [[f, often, rare]]])
+    assert summary["epoch"] == {"functions": 2, "files": 1}
 
 
 def make_module(path: Path, source: str) -> ModuleType:
@@ -87,8 +95,8 @@ def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_
                 yield inner.Batch()
 
     walks = walk.record_walks(Loader(), str(tmp_path / "p"), epochs=2, pause=0)
-    names = [[step.function.rpartition(".")[2] for step in turn] for turn in walks]
-    assert names == [["read"], *[["read", "__del__"]] * 3] * 2, "the turn that ends an epoch is left out"
+    names = [[[step.function.rpartition(".")[2] for step in turn] for turn in epoch] for epoch in walks]
+    assert names == [[["read"], *[["read", "__del__"]] * 3]] * 2, "the turn that ends an epoch is left out"
     assert sys.getprofile() is None
 
 
@@ -204,6 +212,49 @@ def test_a_table_of_one_has_no_ratios() -> None:
     assert last.split() == ["|", "CPU", "|", "81.23", "|"]
 
 
+def test_a_number_that_only_one_column_has_leaves_the_other_empty() -> None:
+    table = road.table_of({"before": {"calls": 90}, "after": {"files": 45}})
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert cells[2:] == [["calls", "90", "", ""], ["files", "", "45", ""]]
+
+
+def test_a_target_stands_beside_its_number_with_the_distance() -> None:
+    targets = {"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 8}}
+    lines = road.table_of({"now": {"calls": 45, "files": 8, "lines": 7}}, targets).splitlines()
+    assert [line.split("|")[3].strip() for line in lines[2:]] == ["40, +5", "8", ""]
+
+
+@pytest.fixture
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "targets.json"
+    path.write_text('{"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 7}}')
+    monkeypatch.setattr(road, "TARGETS", path)
+    return path
+
+
+@pytest.mark.usefixtures("targets")
+def test_a_target_is_lost_if_it_was_reached_and_is_not_any_more() -> None:
+    assert road.lost({"calls": 99, "files": 8, "lines": 1}) == []
+    assert road.lost({"files": 9}) == ["files is 9; the target 8 was reached: 7"]
+
+
+def test_only_better_values_are_recorded(targets: Path) -> None:
+    road.record({"calls": 40, "files": 8, "lines": 1})
+    lines = ["{", '"calls": {"target": 40, "best": 40},', '"files": {"target": 8, "best": 7}', "}"]
+    assert targets.read_text().splitlines() == lines
+    assert road.lost({"calls": 41}) == ["calls is 41; the target 40 was reached: 40"]
+
+
+def test_no_target_of_a_road_that_was_reached_is_lost() -> None:
+    names = [name for name in road.read_targets() if ", " in name]
+    roads = [name for name in road.ROADS if any(f", {name}:" in row for row in names)]
+    assert roads == ["process", "inline", "iterable", "drop-in", "device"]
+    with road.Checkout(road.ROOT) as checkout:
+        rows = road.rows_of({name: checkout.ask("walk", name) for name in roads})
+    assert rows.keys() >= set(names)
+    assert road.lost(rows) == []
+
+
 @pytest.mark.parametrize(("arguments", "says"), [(["--rounds", "0"], "at least 1"), (["--pool", "x"], "unrecognized")])
 def test_a_wrong_command_line_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -226,10 +277,12 @@ def test_a_package_that_cannot_be_imported_is_an_error_and_no_hang(tmp_path: Pat
 @pytest.mark.slow
 def test_the_package_is_measured_beside_itself() -> None:
     said: list[str] = []
-    assert road.main(["--against", str(road.ROOT), "--walk", "--rounds", "1"], said.append) == 0
+    only = ["--only", "process", "inline"]
+    assert road.main(["--against", str(road.ROOT), "--walk", "--rounds", "1", *only], said.append) == 0
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in said[0].splitlines()}
     assert float(rows["next(), inline: calls"][0]) > 10
-    assert float(rows["next(), process: files"][0]) > 1
+    assert float(rows["epoch, process: files"][0]) > 1
+    assert "epoch, threads: files" not in rows
     assert float(rows["main process: CPU us per batch"][0]) > 0
     assert any("__next__" in line for line in said)
 
@@ -250,5 +303,7 @@ def test_a_checkout_is_measured_from_its_own_folder(tmp_path: Path) -> None:
     )
     said: list[str] = []
     assert road.main(["--package", str(tmp_path), "--walk", "--rounds", "1"], said.append) == 0
-    assert [line for line in said if "read" in line] == ["__init__.py:4 read"] * 2
+    assert [line for line in said if line.endswith(" read")] == ["__init__.py:4 read"] * 5
     assert "| next(), inline: calls" in said[0]
+    assert "| next(), threads" not in said[0]
+    assert any(line.startswith(f"left out in {tmp_path}: threads: cannot import name 'ThreadPool'") for line in said)
