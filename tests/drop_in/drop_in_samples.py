@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from sharded_loader.torch import DataLoader
 
@@ -439,3 +448,45 @@ class Permuted:
 class Pair(NamedTuple):
     first: Any
     second: Any
+
+
+# -- the orders of a loader: arguments that each loader gets anew ------------------------------------------------
+
+DATA = range(13)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def of_one_generator() -> dict[str, Any]:
+    generator = seeded()
+    return {"generator": generator, "sampler": RandomSampler(DATA, generator=generator), "batch_size": 3}
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in turn": lambda: {"batch_size": 3},
+    "shuffle": lambda: {"shuffle": True, "batch_size": 3},
+    "shuffle, generator": lambda: {"shuffle": True, "batch_size": 3, "generator": seeded()},
+    "shuffle, seed": lambda: {"shuffle": True, "batch_size": 3, "seed": 4},
+    "shuffle, drop_last": lambda: {"shuffle": True, "batch_size": 3, "drop_last": True},
+    "shuffle, one by one": lambda: {"shuffle": True, "batch_size": None},
+    "backwards": lambda: {"sampler": Backwards(13), "batch_size": 3},
+    "random": lambda: {"sampler": RandomSampler(DATA), "batch_size": 3},
+    "random, own generator": lambda: {"sampler": RandomSampler(DATA, generator=seeded()), "batch_size": 3},
+    "random, one generator": of_one_generator,
+    "replacement": lambda: {"sampler": RandomSampler(DATA, True, 40, generator=seeded()), "batch_size": 3},
+    "more than there are": lambda: {"sampler": RandomSampler(DATA, num_samples=40), "batch_size": 3},
+    "subset": lambda: {"sampler": SubsetRandomSampler([3, 9, 4, 1, 8]), "batch_size": 2},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
+    "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
+    "its own iterator": lambda: {"batch_sampler": ItsOwnIterator()},
+    "eager": lambda: {"sampler": Eager(13), "batch_size": 3},
+    "eager batches": lambda: {"batch_sampler": Eager(13, 3)},
+    "eager, one by one": lambda: {"batch_size": None, "sampler": Eager(13)},
+    "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
+    "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
+    "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
+    "stateful iterators": lambda: {"sampler": StatefulIterators(), "batch_size": None},
+}

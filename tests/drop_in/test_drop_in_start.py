@@ -9,15 +9,14 @@ import pytest
 import torch
 from conftest import covering
 from drop_in_samples import (
+    DATA,
+    SAMPLERS,
     TORCHS,
     Backwards,
-    Eager,
-    ItsOwnIterator,
     Resets,
-    StartsOver,
-    StatefulIterators,
     assert_resumes,
     plain,
+    seeded,
     some,
 )
 from torch.utils.data import (
@@ -26,8 +25,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchsLoader
 
@@ -36,44 +33,6 @@ from sharded_loader.drop_in.sampler import EpochCount, ShuffleSampler
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.torch import DataLoader
 
-DATA = range(13)
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-def of_one_generator() -> dict[str, Any]:
-    generator = seeded()
-    return {"generator": generator, "sampler": RandomSampler(DATA, generator=generator), "batch_size": 3}
-
-
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "in turn": lambda: {"batch_size": 3},
-    "shuffle": lambda: {"shuffle": True, "batch_size": 3},
-    "shuffle, generator": lambda: {"shuffle": True, "batch_size": 3, "generator": seeded()},
-    "shuffle, seed": lambda: {"shuffle": True, "batch_size": 3, "seed": 4},
-    "shuffle, drop_last": lambda: {"shuffle": True, "batch_size": 3, "drop_last": True},
-    "shuffle, one by one": lambda: {"shuffle": True, "batch_size": None},
-    "backwards": lambda: {"sampler": Backwards(13), "batch_size": 3},
-    "random": lambda: {"sampler": RandomSampler(DATA), "batch_size": 3},
-    "random, own generator": lambda: {"sampler": RandomSampler(DATA, generator=seeded()), "batch_size": 3},
-    "random, one generator": of_one_generator,
-    "replacement": lambda: {"sampler": RandomSampler(DATA, True, 40, generator=seeded()), "batch_size": 3},
-    "more than there are": lambda: {"sampler": RandomSampler(DATA, num_samples=40), "batch_size": 3},
-    "subset": lambda: {"sampler": SubsetRandomSampler([3, 9, 4, 1, 8]), "batch_size": 2},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
-    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
-    "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
-    "its own iterator": lambda: {"batch_sampler": ItsOwnIterator()},
-    "eager": lambda: {"sampler": Eager(13), "batch_size": 3},
-    "eager batches": lambda: {"batch_sampler": Eager(13, 3)},
-    "eager, one by one": lambda: {"batch_size": None, "sampler": Eager(13)},
-    "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
-    "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
-    "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
-    "stateful iterators": lambda: {"sampler": StatefulIterators(), "batch_size": None},
-}
 TWICE = ("eager batches", "eager, one by one", "stateful iterators")
 """They draw each time that they are asked for an iterator, and with workers torch asks twice."""
 
@@ -104,14 +63,14 @@ def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: boo
     return found
 
 
-@covering(kind=[kind for kind in KINDS if kind != "shuffle, seed"], reseeds=[False, True])
+@covering(kind=[kind for kind in SAMPLERS if kind != "shuffle, seed"], reseeds=[False, True])
 def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bool) -> None:
-    own, torchs = (epochs_and_draws(loader, KINDS[kind], reseeds) for loader in (DataLoader, TORCHS))
+    own, torchs = (epochs_and_draws(loader, SAMPLERS[kind], reseeds) for loader in (DataLoader, TORCHS))
     assert own == torchs
 
 
 @covering(
-    kind=[kind for kind in KINDS if kind != "shuffle, seed"],
+    kind=[kind for kind in SAMPLERS if kind != "shuffle, seed"],
     reseeds=[False, True],
     persistent=[False, True],
 )
@@ -120,7 +79,7 @@ def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
     kind: str, reseeds: bool, persistent: bool
 ) -> None:
     given = {"num_workers": 2, "persistent_workers": persistent}
-    own, torchs = (epochs_and_draws(loader, KINDS[kind], reseeds, **given) for loader in (DataLoader, TORCHS))
+    own, torchs = (epochs_and_draws(loader, SAMPLERS[kind], reseeds, **given) for loader in (DataLoader, TORCHS))
     assert own == torchs
 
 
@@ -232,10 +191,10 @@ def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_s
         assert repr(list(other)) == repr(list(loader)) == expected[3]
 
 
-@covering(kind=KINDS, count=[0, 1, 3, 5, None], before=[0, 2])
+@covering(kind=SAMPLERS, count=[0, 1, 3, 5, None], before=[0, 2])
 def test_a_state_goes_on_in_this_process(kind: str, count: int | None, before: int) -> None:
     def make(workers: int) -> Any:
-        return DataLoader(DATA, num_workers=workers, **KINDS[kind]())
+        return DataLoader(DATA, num_workers=workers, **SAMPLERS[kind]())
 
     assert_resumes(make, saved=0, loaded=0, before=before, count=count)
 
@@ -243,10 +202,10 @@ def test_a_state_goes_on_in_this_process(kind: str, count: int | None, before: i
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 3, None])
 @pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
     def make(workers: int) -> Any:
-        return DataLoader(DATA, num_workers=workers, **KINDS[kind]())
+        return DataLoader(DATA, num_workers=workers, **SAMPLERS[kind]())
 
     # What is asked for twice draws twice: of these the epoch itself is the same, not those after it.
     epochs = 0 if kind in TWICE and not (saved and loaded) else 2

@@ -1,0 +1,33 @@
+"""Recordings of random loaders are equal for equal loaders, and show what differs in others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sharded_loader import ShardedDataLoader
+from tests.recorded import PROGRAMS, compare, run
+
+
+def lines(program: str, seeds: range) -> list[dict[str, Any]]:
+    return [run(program, seed, processes=False) | {"seed": number} for number, seed in enumerate(seeds)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_recordings_are_equal_and_another_seed_differs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = lines(program, range(4))
+    assert any(len(line["events"]) > 5 for line in first)
+    assert compare(first, lines(program, range(4))) == 0
+    assert capsys.readouterr().out == "4 seeds compared, 0 differ\n"
+    assert compare(first, lines(program, range(1, 5))) == 4
+
+
+@pytest.mark.parametrize("program", ["fuzz", "iterable"])
+def test_a_state_that_differs_is_shown(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, state_dict = lines(program, range(4)), ShardedDataLoader.state_dict
+    monkeypatch.setattr(ShardedDataLoader, "state_dict", lambda self: {**state_dict(self), "new": 1})
+    assert compare(first, lines(program, range(4)))
+    assert " state/1/new\n        was missing\n        now 1\n" in capsys.readouterr().out
