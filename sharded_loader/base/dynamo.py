@@ -13,7 +13,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from sharded_loader.base.process_hooks import call_after_import
+from sharded_loader.base.imports import call_after_import
 
 _alone: list[FunctionType] = []
 

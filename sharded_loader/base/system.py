@@ -1,20 +1,18 @@
-"""What the operating system gives: calls that it may refuse, each with its twin; how much is free; its environment.
+"""What the operating system gives: calls that it may refuse, each with its twin, and environment variables.
 
     open_pidfd(pid)             None: the caller watches a pipe that the process holds
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
     can_pass_descriptors()      False: the other process opens them by name, under /proc
 
-    free_bytes() -> Limit(nbytes, what)      the tightest limit: the machine, or a cgroup around this process (v1, v2)
-    check_fits(nbytes, what, instead)        a MemoryError for what would not fit
-    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+    is_readable(fd)             whether a read would return at once
+    why_refused(error)          an OSError of these calls in words
+
     integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
     is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
 
 A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
 kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
-
-`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel does not refuse, it kills.
 
 Owns nothing: the caller closes the descriptors. Nothing here imports NumPy or torch.
 """
@@ -24,12 +22,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 """For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
@@ -42,9 +40,6 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate`: 8 ms."""
-
-SMALL = 1 << 28
-"""Bytes that are not worth a look at what is free: 0.1 ms."""
 
 _NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
@@ -164,67 +159,17 @@ def can_pass_descriptors() -> bool:
     return bool(descriptors)
 
 
-# -- how much there is ------------------------------------------------------------------------------------------------
+def is_readable(fd: int) -> bool:
+    """Whether a read would return at once. POSIX; unlike ``select``, for any number of open descriptors.
 
-
-class Limit(NamedTuple):
-    """The number of bytes that are free, and what sets that limit, in words."""
-
-    nbytes: int
-    what: str
-
-
-def processes_here() -> int:
-    """The number of processes that share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        ValueError: the variable holds no such number.
+    Example:
+        >>> reader, writer = os.pipe()
+        >>> is_readable(reader), os.write(writer, b"x"), is_readable(reader), os.close(reader), os.close(writer)
+        (False, 1, True, None, None)
     """
-    advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
-    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
-
-
-def free_bytes(root: Path = Path("/")) -> Limit:
-    """What is free for this process.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-    """
-    return min([_machine(root), *_cgroups(root)])
-
-
-def check_fits(nbytes: int, what: str, instead: str) -> None:
-    """Refuse what would not fit into memory, before it is made: while it grows, the kernel may kill the process.
-
-    Args:
-        nbytes: how much it takes.
-        what: what it is, and why.
-        instead: what to do.
-
-    Raises:
-        MemoryError: so much is not free.
-    """
-    if nbytes > SMALL and nbytes > (limit := free_bytes()).nbytes:
-        raise MemoryError(f"{what}. That takes {nbytes:,} bytes, and {limit.what} leaves {limit.nbytes:,}: {instead}")
-
-
-def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-
-    Returns:
-        None where the kernel does not say.
-    """
-    for base, group, version in groups(root):
-        for folder in (group, base):
-            try:
-                text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
-                return int(dict(line.split(maxsplit=1) for line in text.splitlines())["oom_kill"])
-            except (OSError, ValueError, KeyError):
-                continue
-    return None
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def why_refused(error: OSError) -> str:
@@ -243,58 +188,6 @@ def why_refused(error: OSError) -> str:
             f"smaller batches"
         )
     return f"the system refused ({error})"
-
-
-def _machine(root: Path) -> Limit:
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return Limit(int(line.split()[1]) * 1024, "the machine's memory")
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return Limit(pages * size // 2, "half of the machine's memory")
-    except (AttributeError, ValueError, OSError):
-        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
-
-
-def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:
-    """This process's cgroups of a controller: where they are mounted, the group itself, version (1, 2).
-
-    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
-    container's own group.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-            yield base, base / path.lstrip("/"), 2
-        elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-            yield base, base / path.lstrip("/"), 1
-
-
-def _cgroups(root: Path) -> Iterator[Limit]:
-    for base, group, version in groups(root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                yield _cgroup(folder, *names)
-
-
-def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
-    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
-    # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
-    # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
-    stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-    for key in ("inactive_file", "active_file"):
-        used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
-    return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")
 
 
 # -- environment variables --------------------------------------------------------------------------------------------

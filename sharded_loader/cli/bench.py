@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from sharded_loader.base.cores import cores_for_workers
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.cli.facts import busy_text, cores_of_others
 from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, Row, measure, ms_text, recommend, rows_of
 from sharded_loader.cli.output import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharded_loader.base.cores import cores_for_workers
+from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.cli.facts import busy_text, cores_of_others
 from sharded_loader.cli.output import POOLS, CannotRun, Steps, quiet_option
 

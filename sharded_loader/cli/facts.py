@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sharded_loader import __version__
-from sharded_loader.base.cores import core_limit, usable_cores
-from sharded_loader.base.system import can_pass_descriptors, free_bytes, open_memory
+from sharded_loader.base.limits import core_limit, free_bytes, usable_cores
+from sharded_loader.base.system import can_pass_descriptors, open_memory
 
 BUSY = 0.3
 """Cores. Measurements vary visibly if workers lack more than this."""

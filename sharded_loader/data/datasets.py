@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.system import check_fits
+from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.protocol import known_to
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset, is_dataset

@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, NoReturn
 
 import torch
 
-from sharded_loader.base.cores import warn_of_workers
+from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed

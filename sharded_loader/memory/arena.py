@@ -20,8 +20,7 @@ What can go wrong:
   * the machine or a cgroup has no memory left: MemoryError, because the pipe would need the same memory.
 Nothing here waits for memory that the user holds.
 
-A process that the user forks can read the batches that are lent at that moment. Their slots are used again when both
-the lease and that process have ended (`process_hooks.Fork`).
+A process that the user forks can read the batches that are lent at that moment. Their slots are never used again.
 
 Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fixed number of slots are ours.
 """
@@ -40,9 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base import system
+from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.process_hooks import Fork
 from sharded_loader.memory.codec import ALIGNMENT
 from sharded_loader.memory.segments import Segment, Slot, create
 
@@ -103,11 +101,13 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
     Attributes:
         slot: the slot.
         since: how many slots had been taken when it was lent.
+        is_shared: a process that the user has forked can read the slot.
     """
 
-    __slots__ = ("since", "slot")
+    __slots__ = ("is_shared", "since", "slot")
     slot: Slot
     since: int
+    is_shared: bool
 
 
 class Arena:
@@ -128,8 +128,6 @@ class Arena:
         self._taken = 0
         self._out: dict[Slot, Lease] = {}
         self._returned: deque[Lease] = deque()
-        self._forks: dict[Slot, list[Fork]] = {}
-        self._retired: list[Slot] = []
         self._warned = self._warned_of_refusal = False
         self._paused_until = 0
 
@@ -152,19 +150,15 @@ class Arena:
         self._taken += 1
         wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         while self._returned:
-            slot = self._returned.popleft().slot
+            lease = self._returned.popleft()
+            slot = lease.slot
             del self._out[slot]
-            if slot in self._forks:
-                self._revive()  # also where there is room: each fork that has ended still has a descriptor
-                self._retired.append(slot)
-            elif slot.nbytes == wanted:
+            if lease.is_shared:
+                continue
+            if slot.nbytes == wanted:
                 return slot  # as it is, where all batches are equally large
-            else:
-                self.give(slot)
+            self.give(slot)
         found = self._carve(wanted)
-        if found is None and self._retired:
-            self._revive()
-            found = self._carve(wanted)
         if found is None and self._grow(wanted):
             found = self._carve(wanted)
         return found
@@ -194,7 +188,7 @@ class Arena:
         # An array of its own for each lease: NumPy makes it the base of all views of it.
         whole = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
         lease = Lease(whole, self._returned.append)
-        lease.slot, lease.since = slot, self._taken
+        lease.slot, lease.since, lease.is_shared = slot, self._taken, False
         self._out[slot] = lease
         buffers = []
         for place in places:
@@ -205,12 +199,11 @@ class Arena:
             buffers.append(place)
         return buffers
 
-    def note_fork(self, fork: Fork) -> None:
-        """The user is about to fork this process: the child can read what is lent. Any thread may call this."""
-        for slot, lease in list(self._out.items()):
+    def retire_lent(self) -> None:
+        """Never use the slots again that are lent now: the user is about to fork. Any thread may call this."""
+        for lease in list(self._out.values()):
             if lease() is not None:
-                before = self._forks.get(slot, [])
-                self._forks[slot] = [*(one for one in before if not one.has_ended()), fork]
+                lease.is_shared = True
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors belong to the main process."""
@@ -222,20 +215,10 @@ class Arena:
         segments = self.segments
         self.segments, self._free = [], []
         # New ones: a lease that ends later must not free a slot of a later segment.
-        self._out, self._returned, self._forks, self._retired = {}, deque(), {}, []
+        self._out, self._returned = {}, deque()
         with contextlib.ExitStack() as steps:  # each step is done, whatever another one raises
             for segment in segments:
                 steps.callback(_give_up, segment)
-
-    def _revive(self) -> None:
-        """Free the slots that only processes held that have ended."""
-        retired, self._retired = self._retired, []
-        for slot in retired:
-            if all(fork.has_ended() for fork in self._forks[slot]):
-                del self._forks[slot]
-                self.give(slot)
-            else:
-                self._retired.append(slot)
 
     def _carve(self, nbytes: int) -> Slot | None:
         # The first that fits: memory that was just used is used again before memory that was never touched.
@@ -252,14 +235,14 @@ class Arena:
             return False
         have = self.nbytes
         if self._max_bytes is None:
-            self._max_bytes = system.free_bytes().nbytes // 4 // system.processes_here()
+            self._max_bytes = limits.free_bytes().nbytes // 4 // limits.processes_here()
         room = _pages(self._max_bytes - have)
         least = _pages(nbytes + PAGE - 1)
         if room < least:
             self._warn_of_bound(have)
             return False
         size = min(_pages(max(FIRST_SEGMENT, 4 * nbytes, have) + PAGE - 1), room)
-        free = system.free_bytes()
+        free = limits.free_bytes()
         if free.nbytes < size + size // 4:
             # Half of what may be taken, not only one slot: near a limit, too, there are to be few descriptors.
             size = max(least, min(size, _pages(free.nbytes * 2 // 5)))

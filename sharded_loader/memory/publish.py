@@ -30,7 +30,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.base.system import free_bytes
+from sharded_loader.base.limits import free_bytes
 from sharded_loader.memory import inherit
 from sharded_loader.memory.codec import (
     ALIGNMENT,

@@ -17,7 +17,7 @@ There are several back ends. The first that the system does not refuse is used (
 
 A segment owns its mapping and its descriptor. It is allocated in full when it is created (`system.allocate`): memory
 that is promised and not there ends in SIGBUS, in the process that touches it. `Arena` and `publish` ask before how
-much memory is free (`system.free_bytes`).
+much memory is free (`limits.free_bytes`).
 
 What can go wrong: the system refuses (OSError). Before Python 3.13 a mapping holds a second descriptor, which nobody
 may close: it stays open after `close`, until the last array over the memory has died.

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.process_hooks import call_after_import
+from sharded_loader.base.imports import call_after_import
 
 if TYPE_CHECKING:
     import torch

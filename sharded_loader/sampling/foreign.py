@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
-from sharded_loader.base.system import check_fits
+from sharded_loader.base.limits import check_fits
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
 from sharded_loader.randomness.rng import derive_key

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.system import check_fits
+from sharded_loader.base.limits import check_fits
 from sharded_loader.randomness.shuffle import Indices
 
 

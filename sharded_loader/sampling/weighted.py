@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.system import check_fits
+from sharded_loader.base.limits import check_fits
 from sharded_loader.randomness.shuffle import Indices, uniforms
 from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.index_samplers import IndexSampler

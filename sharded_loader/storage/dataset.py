@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.base.checks import refuse_arguments
+from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
-from sharded_loader.base.system import processes_here
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten

@@ -19,8 +19,8 @@ from sharded_loader import (
     SimpleDataset,
     SubsetRandomSampler,
 )
-from sharded_loader.base import system
-from sharded_loader.base.system import Limit
+from sharded_loader.base import limits
+from sharded_loader.base.limits import Limit
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.data import wrappers
@@ -88,7 +88,7 @@ def test_parts_that_are_computed_are_disjoint_and_complete(monkeypatch):
 
 
 def test_a_sample_of_more_indices_than_fit_into_memory_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(system, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
     with pytest.raises(MemoryError, match="all 1,000,000,000,000 indices of the RandomSampler.*to the loader"):
         SimpleDataset(range(10**12)).sample(RandomSampler(10**12, seed=1))
 

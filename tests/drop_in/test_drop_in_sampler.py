@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from sharded_loader.base import system
+from sharded_loader.base import limits
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -189,7 +189,7 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
 
 
 def test_an_order_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(10**9, "the machine's memory"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(10**9, "the machine's memory"))
     for arguments in ({}, {"seed": 1}, {"generator": seeded()}):
         with pytest.raises(MemoryError, match="list of all 1,000,000,000 indices.*ShardedDataLoader"):
             next(iter(DataLoader(range(10**9), 2, shuffle=True, **arguments)))

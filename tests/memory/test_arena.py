@@ -18,12 +18,11 @@ import pytest
 from conftest import PROCESS_POOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from memory_samples import SHAPE, Filled
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.base.process_hooks import Fork
-from sharded_loader.base.system import Limit
+from sharded_loader.base.limits import Limit
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory import arena as arena_module
 from sharded_loader.memory.arena import FIRST_SEGMENT, HELD_LONG, PAGE, PAUSE, WINDOW, Arena, RecentSizes
@@ -92,7 +91,7 @@ def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) 
     left = 100 << 20
     arena = Arena()
     monkeypatch.setattr(
-        arena_module.system, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
+        arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
     )
     arena._max_bytes = 1 << 40
     count = 0
@@ -121,7 +120,7 @@ def test_the_bound_is_kept(max_bytes: int) -> None:
 
 
 def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module.system, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
+    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     arena = Arena()
     while arena.take(1 << 20) is not None:
@@ -170,7 +169,7 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
 
 def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = Limit(1_000_000, "the memory limit of cgroup /sys/fs/cgroup/job")
-    monkeypatch.setattr(arena_module.system, "free_bytes", lambda: limit)
+    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: limit)
     arena = Arena(1 << 30)
     with pytest.raises(MemoryError, match=r"2,002,944 bytes wanted, 0 in use.* cgroup /sys/fs/cgroup/job .*1,000,000"):
         arena.take(2_000_000)
@@ -356,23 +355,19 @@ def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak() -> None:
 # -- forks ----------------------------------------------------------------------------------------------------
 
 
-@posix
-def test_what_is_lent_at_a_fork_is_not_used_again_before_the_child_ends(arena: Arena) -> None:
-    child = Fork()
+def test_what_is_lent_at_a_fork_is_never_used_again(arena: Arena) -> None:
     before, free = take(arena, 1 << 16), take(arena, 1 << 16)
     gone = take(arena, 1 << 16)
     lent, returned = lend(arena, before), lend(arena, gone)
     del returned
-    arena.note_fork(child)
+    arena.retire_lent()
     after = lend(arena, take(arena, 1 << 16))
     del lent, after
+    arena.retire_lent()  # at a later fork nothing is lent
     arena.give(free)
-    slots = {take(arena, 1 << 16) for _ in range(20)}
+    slots = [take(arena, 1 << 16) for _ in range(200)]
+    assert len(arena.segments) > 1
     assert before not in slots and free in slots and gone in slots
-    child.close(1)  # as if it had ended
-    while before not in slots:
-        assert len(arena.segments) == 1
-        slots.add(take(arena, 1 << 16))
 
 
 @posix
@@ -381,9 +376,7 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
 
     def fork() -> None:
         while not stop.is_set():
-            child = Fork()
-            arena.note_fork(child)
-            child.close(1)
+            arena.retire_lent()
             time.sleep(1e-5)
 
     thread = threading.Thread(target=fork)
@@ -432,7 +425,7 @@ class Slots(RuleBasedStateMachine):
         self.arena = Arena(max_bytes)
         self.max_bytes = max_bytes
         self.live: list[Slot] = []
-        self.children: list[tuple[Fork, list[Slot]]] = []
+        self.shared: set[Slot] = set()
         self.out: list[Slot] = []
 
     @rule(target=filling, nbytes=st.one_of(st.integers(0, 300), st.integers(0, 100_000)))
@@ -443,7 +436,7 @@ class Slots(RuleBasedStateMachine):
             if slot is not None:
                 assert slot.nbytes >= nbytes and slot.offset % 64 == 0
                 assert slot.offset + slot.nbytes <= self.arena.segments[slot.segment].nbytes
-                for other in [*self.live, *(held for _, slots in self.children for held in slots)]:
+                for other in [*self.live, *self.shared]:
                     assert not _overlap(slot, other)
                 self.live.append(slot)
             return slot
@@ -468,17 +461,10 @@ class Slots(RuleBasedStateMachine):
             self.live.remove(batch[0])
             self.out.remove(batch[0])
 
-    @precondition(lambda self: sys.platform != "win32")
     @rule()
     def fork(self) -> None:
-        child = Fork()
-        self.arena.note_fork(child)
-        self.children.append((child, self.out[:]))
-
-    @rule(number=st.integers(0, 3))
-    def end_child(self, number: int) -> None:
-        if number < len(self.children):
-            self.children.pop(number)[0].close(1)
+        self.arena.retire_lent()
+        self.shared.update(self.out)
 
     @invariant()
     def counted(self) -> None:
@@ -488,8 +474,6 @@ class Slots(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "arena"):
-            assert all(not child.has_ended() for child, _ in self.children)
-            self.children.clear()
             self.arena.close()
 
 

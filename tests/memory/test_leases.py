@@ -11,13 +11,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from conftest import METHODS, make_pool, shared_memory_names
@@ -25,10 +23,8 @@ from memory_samples import SHAPE, DiesInTheMiddle, Filled
 from programs import without_notices
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.base import process_hooks
 from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.segments import Slot
-from sharded_loader.pools.process import resources
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 BACKENDS = ("memfd", "shm", "named") if sys.platform.startswith("linux") else (None,)
@@ -386,47 +382,6 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten(grandchild: bool) 
             os.close(end)
         assert answer == b"+"
         assert len(set(rest)) < 20  # slots were reused, but not that one
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_memory_that_children_held_is_used_again_when_they_have_ended() -> None:
-    with loader_over(make_pool("fork"), 400) as loader:
-        arena = arena_of(loader)
-        for number, batch in enumerate(loader):
-            assert is_batch(batch, 4 * number)
-            if number % 4 == 0:
-                pid = os.fork()
-                if pid == 0:
-                    os._exit(0)
-                os.waitpid(pid, 0)
-            if number == 20:
-                nbytes, descriptors = arena.nbytes, psutil.Process().num_fds()
-        assert number == 99
-        assert arena.nbytes == nbytes
-        assert psutil.Process().num_fds() <= descriptors + 2
-
-
-@linux
-@pytest.mark.parametrize("held", [False, True])
-def test_forks_beside_a_loader_that_stands_still_do_not_add_up(held: bool) -> None:
-    with loader_over(make_pool("fork"), 80) as loader:
-        iterator = iter(loader)
-        for _ in range(12):  # the first ones are in no slot
-            batch = next(iterator)
-        if not held:
-            batch = None
-        del iterator
-        deque(loader, maxlen=0)
-        arena = arena_of(loader)
-        assert arena.lent == held
-        before = psutil.Process().num_fds()
-        for _ in range(100):  # as os.fork does; a hundred forks of this process would take seconds
-            resources._before_fork()
-            process_hooks._after_fork(1)
-        assert psutil.Process().num_fds() <= before + held
-        assert len(arena._forks) == held
-        del batch
 
 
 @linux

@@ -18,7 +18,7 @@ from conftest import METHODS, SPAWNED
 from memory_samples import Diary, Large, Slow
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.base.system import Limit
+from sharded_loader.base.limits import Limit
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.publish import SHARED_BYTES, publish, share
 

@@ -15,7 +15,7 @@ from programs import run_script
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.base.process_hooks import call_after_import, forget_import
+from sharded_loader.base.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")

@@ -15,7 +15,7 @@ import torch
 import torch.utils.data as torch_data
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.base import system
+from sharded_loader.base import limits
 from sharded_loader.sampling import (
     BatchSampler,
     RandomSampler,
@@ -439,7 +439,7 @@ def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:
 def test_a_list_of_torchs_that_does_not_fit_into_memory_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
 ) -> None:
-    monkeypatch.setattr(system, "free_bytes", lambda: system.Limit(10**9, "the machine's memory"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(10**9, "the machine's memory"))
     dataset = range(10**9)
     in_batches = torch_data.BatchSampler(make(dataset), 2, drop_last=False)
     for arguments in ({"batch_size": 2, "sampler": make(dataset)}, {"batch_sampler": in_batches}):

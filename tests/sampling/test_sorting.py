@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.base import system
-from sharded_loader.base.system import Limit
+from sharded_loader.base import limits
+from sharded_loader.base.limits import Limit
 from sharded_loader.sampling import SortedSampler
 from sharded_loader.sampling.sorting import order_of_ratios, sort_order, sortable
 
@@ -31,6 +31,6 @@ def test_ratios_are_ordered_as_by_division(pairs: list[tuple[float, float]]) -> 
 
 
 def test_more_keys_than_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
     with pytest.raises(MemoryError, match="1,000,000,000 keys.*ShardShuffleSampler"):
         SortedSampler(range(10**9))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.base import system
-from sharded_loader.base.system import Limit
+from sharded_loader.base import limits
+from sharded_loader.base.limits import Limit
 from sharded_loader.sampling import WeightedRandomSampler
 from sharded_loader.sampling.tables import BLOCK
 
@@ -122,6 +122,6 @@ def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, Any], error: t
 
 
 def test_more_weights_than_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
     with pytest.raises(MemoryError, match="1,000,000,000 weights.*lengths="):
         WeightedRandomSampler(range(10**9), 5, seed=1)

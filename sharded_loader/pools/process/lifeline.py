@@ -23,8 +23,7 @@ import struct
 import sys
 from typing import Any
 
-from sharded_loader.base.process_hooks import is_readable
-from sharded_loader.base.system import can_pass_descriptors
+from sharded_loader.base.system import can_pass_descriptors, is_readable
 from sharded_loader.engine.messages import DEATH, pack_head
 from sharded_loader.pools.process.link import PORTABLE, Link
 

@@ -38,7 +38,7 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import Location, as_batch_error, as_exception
-from sharded_loader.base.system import processes_here
+from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.open_files import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping

@@ -23,8 +23,8 @@ import multiprocess
 from multiprocess import connection
 
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.base.process_hooks import Fork
-from sharded_loader.base.system import oom_kills, open_pidfd
+from sharded_loader.base.limits import oom_kills
+from sharded_loader.base.system import open_pidfd
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, new_board
 from sharded_loader.engine.messages import STACKS, Task, pack_head
 from sharded_loader.memory.arena import Arena, Register
@@ -160,13 +160,9 @@ def _live() -> list[WorkerResources]:
 
 def _before_fork() -> None:
     """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
-    if is_starting_worker():
-        return
-    arenas = [resources.arena for resources in _live() if resources.arena.segments]
-    if arenas:
-        fork = Fork()
-        for arena in arenas:
-            arena.note_fork(fork)
+    if not is_starting_worker():
+        for resources in _live():
+            resources.arena.retire_lent()
 
 
 def _after_fork_in_child() -> None:

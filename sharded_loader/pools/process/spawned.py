@@ -25,7 +25,7 @@ import sys
 import traceback
 from typing import Any
 
-from sharded_loader.base.process_hooks import call_after_import
+from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.system import ONE_THREAD
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"

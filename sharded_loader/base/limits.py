@@ -1,0 +1,196 @@
+"""How much this process may use: memory and cores of the machine, and what the cgroups around it allow (v1, v2).
+
+    free_bytes() -> Limit(nbytes, what)      the tightest limit of memory
+    check_fits(nbytes, what, instead)        a MemoryError for what would not fit
+    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+    cores_for_workers() -> number
+    warn_of_workers(workers)                 far more worker processes than cores: a `LoaderWarning`
+
+`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel does not refuse, it kills. Nothing here
+imports NumPy or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from sharded_loader.base.notices import warn
+from sharded_loader.base.system import integer
+
+SMALL = 1 << 28
+"""Bytes that are not worth a look at what is free: 0.1 ms."""
+
+FEW = 4
+"""So many processes are no burden on any machine."""
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """The number of bytes that are free, and what sets that limit, in words."""
+
+    nbytes: int
+    what: str
+
+
+def processes_here() -> int:
+    """The number of processes that share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ValueError: the variable holds no such number.
+    """
+    advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
+    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
+
+
+def free_bytes(root: Path = Path("/")) -> Limit:
+    """What is free for this process.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+    """
+    return min([_machine(root), *_cgroups(root)])
+
+
+def check_fits(nbytes: int, what: str, instead: str) -> None:
+    """Refuse what would not fit into memory, before it is made: while it grows, the kernel may kill the process.
+
+    Args:
+        nbytes: how much it takes.
+        what: what it is, and why.
+        instead: what to do.
+
+    Raises:
+        MemoryError: so much is not free.
+    """
+    if nbytes > SMALL and nbytes > (limit := free_bytes()).nbytes:
+        raise MemoryError(f"{what}. That takes {nbytes:,} bytes, and {limit.what} leaves {limit.nbytes:,}: {instead}")
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+
+    Returns:
+        None where the kernel does not say.
+    """
+    for base, group, version in groups(root):
+        for folder in (group, base):
+            try:
+                text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+                return int(dict(line.split(maxsplit=1) for line in text.splitlines())["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None
+
+
+def _machine(root: Path) -> Limit:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return Limit(int(line.split()[1]) * 1024, "the machine's memory")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return Limit(pages * size // 2, "half of the machine's memory")
+    except (AttributeError, ValueError, OSError):
+        return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+
+
+def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:
+    """This process's cgroups of a controller: where they are mounted, the group itself, version (1, 2).
+
+    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
+    container's own group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "-", "-")[:3]
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+            yield base, base / path.lstrip("/"), 2
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+            yield base, base / path.lstrip("/"), 1
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    for base, group, version in groups(root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                yield _cgroup(folder, *names)
+
+
+def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
+    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+    # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
+    # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
+    stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+    for key in ("inactive_file", "active_file"):
+        used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
+    return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")
+
+
+# -- cores ------------------------------------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by a sandbox
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def core_limit(root: Path = Path("/")) -> float | None:
+    """The processor time that the cgroups around this process allow, in cores; None: no limit.
+
+    Args:
+        root: where /proc and /sys are; another folder in tests.
+    """
+    found = []
+    for base, group, version in groups(root, "cpu"):
+        for folder in {base, *(one for one in [group, *group.parents] if base in one.parents)}:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                if version == 2:
+                    quota, period = map(float, (folder / "cpu.max").read_text().split())
+                else:
+                    quota, period = (float((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                if quota > 0 and period > 0:
+                    found.append(quota / period)
+    return min(found, default=None)
+
+
+def cores_for_workers() -> int:
+    """How many cores worker processes can share, at least 1."""
+    limit = core_limit()
+    return max(1, min(usable_cores(), usable_cores() if limit is None else math.ceil(limit)))
+
+
+def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Warn of more than two worker processes for each core.
+
+    Args:
+        workers: the processes of this loader.
+        environ: where to look for LOCAL_WORLD_SIZE: so many programs on this machine have as many.
+    """
+    cores, given = cores_for_workers(), environ.get("LOCAL_WORLD_SIZE", "").strip()
+    ranks = max(1, int(given)) if given.isdecimal() and usable_cores() == os.cpu_count() else 1
+    if workers > FEW and workers * ranks > 2 * cores:
+        each = f", in each of {ranks} ranks on this machine," if ranks > 1 else ""
+        warn(
+            f"{workers} worker processes{each} share {cores} core{'s' * (cores > 1)}. They take turns, and each takes "
+            f"memory: give num_workers={max(1, cores // ranks)}, or threads if they wait for files or the network"
+        )

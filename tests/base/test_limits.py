@@ -1,0 +1,252 @@
+"""How much memory is free, how many cores there are, and whether the workers are far more."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from sharded_loader import LoaderWarning, ShardedDataLoader
+from sharded_loader.base import limits
+from sharded_loader.base.limits import core_limit, cores_for_workers, warn_of_workers
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cgroup_whose_name_is_no_text_sets_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\xfe\n")
+    assert limits.free_bytes(tmp_path).nbytes > 0
+    assert limits.oom_kills(tmp_path) is None
+
+
+# -- what is free, read from files like those of real machines ---------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def machine(free: int = 100 * GIB) -> dict[str, str]:
+    return {"proc/meminfo": f"MemTotal:  263 kB\nMemFree:  1 kB\nMemAvailable: {free // 1024} kB\nBuffers: 3 kB\n"}
+
+
+def v2(folder: str, maximum: int | str, current: int, **stat: int) -> dict[str, str]:
+    at = f"sys/fs/cgroup/{folder}".rstrip("/")
+    lines = {"anon": 5, "file": 6, "inactive_file": 0, "active_file": 0, "slab": 7} | stat
+    return {
+        f"{at}/memory.max": f"{maximum}\n",
+        f"{at}/memory.current": f"{current}\n",
+        f"{at}/memory.stat": "".join(f"{key} {value}\n" for key, value in lines.items()),
+    }
+
+
+def v1(folder: str, limit: int, usage: int, **stat: int) -> dict[str, str]:
+    at = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
+    lines = {"cache": 5, "inactive_file": 0, "active_file": 0, "hierarchical_memory_limit": limit} | stat
+    return {
+        f"{at}/memory.limit_in_bytes": f"{limit}\n",
+        f"{at}/memory.usage_in_bytes": f"{usage}\n",
+        f"{at}/memory.stat": "".join(f"{key} {value}\n" for key, value in lines.items()),
+    }
+
+
+UNLIMITED_V1 = 9223372036854771712
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    limit = limits.free_bytes(write(tmp_path, machine()))
+    assert limit.nbytes == 100 * GIB and "machine" in limit.what
+
+
+def test_a_system_without_proc_still_has_an_answer(tmp_path: Path) -> None:
+    limit = limits.free_bytes(tmp_path)
+    assert limit.nbytes > 0 and limit.what
+
+
+def test_this_machine_has_an_answer() -> None:
+    limit = limits.free_bytes()
+    assert 0 < limit.nbytes < 1 << 60 and limit.what
+
+
+@pytest.mark.parametrize("tight", ["", "user.slice", "user.slice/job", "user.slice/job/step"])
+def test_the_tightest_of_all_enclosing_groups_of_v2_counts(tmp_path: Path, tight: str) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/user.slice/job/step\n"}
+    for folder in ("user.slice", "user.slice/job", "user.slice/job/step"):
+        files |= v2(folder, "max", 5 * GIB)
+    files |= v2(tight, 8 * GIB, 5 * GIB)
+    limit = limits.free_bytes(write(tmp_path, files))
+    assert limit.nbytes == 3 * GIB
+    assert limit.what.endswith(f"cgroup {tmp_path}/sys/fs/cgroup/{tight}".rstrip("/"))
+
+
+def test_groups_of_others_do_not_count(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/mine\n"} | v2("mine", 8 * GIB, 0) | v2("other", GIB, 0)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
+
+
+def test_in_a_container_the_root_of_the_mount_counts(tmp_path: Path) -> None:
+    # The path is the host's; the container sees its own group as the root.
+    files = machine() | {"proc/self/cgroup": "0::/kubepods/pod1/container2\n"} | v2("", 4 * GIB, GIB)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
+    files["proc/self/cgroup"] = "0::/../../elsewhere\n"
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
+
+
+@pytest.mark.parametrize("tight", ["", "slurm", "slurm/job"])
+def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
+    files = machine() | {"proc/self/cgroup": "9:name=systemd:/x\n4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n"}
+    for folder in ("", "slurm", "slurm/job"):
+        files |= v1(folder, UNLIMITED_V1, 5 * GIB)
+    files |= v1(tight, 6 * GIB, 5 * GIB)
+    limit = limits.free_bytes(write(tmp_path, files))
+    assert limit.nbytes == GIB and "sys/fs/cgroup/memory" in limit.what
+
+
+def test_v1_without_a_limit(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "4:memory:/job\n"} | v1("job", UNLIMITED_V1, GIB)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
+
+
+def test_the_page_cache_is_free(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"}
+    files |= v2("job", 10 * GIB, 9 * GIB, inactive_file=2 * GIB, active_file=5 * GIB)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
+
+
+def test_in_v1_the_page_cache_of_the_groups_below_is_free_too(tmp_path: Path) -> None:
+    # A job with its limit, and a step below it that has read the dataset's files.
+    files = machine() | {"proc/self/cgroup": "4:memory:/job/step\n"}
+    files |= v1("job", 10 * GIB, 9 * GIB, total_inactive_file=7 * GIB, total_active_file=GIB)
+    files |= v1("job/step", UNLIMITED_V1, 9 * GIB, inactive_file=7 * GIB, total_inactive_file=7 * GIB)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 9 * GIB
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 2 * GIB)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 0
+
+
+def test_cache_that_was_counted_later_than_the_usage_frees_no_more_than_the_limit(tmp_path: Path) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 1000, inactive_file=5000)
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == GIB
+
+
+@pytest.mark.parametrize("broken", ["", "nonsense\n", "12 34 56\n"])
+def test_files_that_cannot_be_read_do_not_count(tmp_path: Path, broken: str) -> None:
+    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 0)
+    for name in ("memory.max", "memory.current"):
+        files[f"sys/fs/cgroup/job/{name}"] = broken
+    assert limits.free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
+
+
+EVENTS = "low 0\nhigh 3\nmax 41\noom 5\noom_kill {}\noom_group_kill 9\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "count"),
+    [
+        ("0::/job/step\n", {"job/step/memory.events": EVENTS.format(2), "job/memory.events": EVENTS.format(7)}, 2),
+        ("0::/of/the/host\n", {"memory.events": EVENTS.format(4)}, 4),  # in a container
+        ("4:memory:/job\n0::/\n", {"memory/job/memory.oom_control": CONTROL.format(3)}, 3),
+        ("4:cpu,memory:/x\n", {"memory/memory.oom_control": CONTROL.format(1)}, 1),
+        ("4:memory:/\n", {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # before 4.13
+        ("0::/\n", {"memory.events": "oom_kill many\n"}, None),
+        ("0::/\n", {"memory.events": "\n\noom_kill\n"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_what_the_kernel_has_killed_is_read_from_the_own_group(
+    tmp_path: Path, cgroup: str, files: dict[str, str], count: int | None
+) -> None:
+    write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert limits.oom_kills(tmp_path) == count
+
+
+def test_without_cgroups_nobody_knows_what_the_kernel_has_killed(tmp_path: Path) -> None:
+    assert limits.oom_kills(tmp_path) is None
+    write(tmp_path, {"proc/self/cgroup": "nonsense\n"})
+    assert limits.oom_kills(tmp_path) is None
+    assert limits.free_bytes(tmp_path).nbytes > 0
+
+
+# -- what would not fit -----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(GIB, "the machine's memory"))
+    with pytest.raises(MemoryError, match="it is a list. That takes 2,147,483,648 bytes.*1,073,741,824: take less"):
+        limits.check_fits(2 * GIB, "it is a list", "take less")
+    limits.check_fits(GIB, "it fits", "take less")
+
+
+def test_small_things_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(0, "the machine's memory"))
+    limits.check_fits(1000, "it is small", "take less")
+
+
+# -- cores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 0.5),
+        ({"sys/fs/cgroup/job/cpu.max": "nonsense\n"}, None),
+    ],
+)
+def test_the_tightest_limit_of_processor_time_counts(
+    files: dict[str, str], limit: float | None, tmp_path: Path
+) -> None:
+    assert core_limit(write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | files)) == limit
+
+
+@pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
+def test_the_first_kind_of_cgroups_is_read_too(quota: str, limit: float | None, tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/job\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": quota,
+        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+    }
+    assert core_limit(write(tmp_path, files)) == limit
+
+
+def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "usable_cores", lambda: 8)
+    for limit, number in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
+        monkeypatch.setattr(limits, "core_limit", lambda limit=limit: limit)
+        assert cores_for_workers() == number
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "warns"), [(16, "", False), (17, "", True), (16, "2", True), (4, "8", False), (16, "x", False)]
+)
+def test_far_more_worker_processes_than_cores_are_a_warning(
+    workers: int, ranks: str, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "cores_for_workers", lambda: 8)
+    monkeypatch.setattr(limits, "usable_cores", lambda: 8)
+    monkeypatch.setattr(limits.os, "cpu_count", lambda: 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_workers(workers, {"LOCAL_WORLD_SIZE": ranks})
+    assert [one.category for one in caught] == [LoaderWarning] * warns
+    assert all("share 8 cores" in str(one.message) for one in caught)
+
+
+def test_the_loader_warns_when_it_is_made_and_threads_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "cores_for_workers", lambda: 2)
+    with pytest.warns(LoaderWarning, match="64 worker processes share 2 cores") as caught:
+        ShardedDataLoader(range(8), 2, num_workers=64)
+    assert caught[0].filename == __file__
+    ShardedDataLoader(range(8), 2, num_workers=64, thread_pool=True)
