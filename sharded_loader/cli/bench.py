@@ -16,18 +16,10 @@ from typing import Any
 import click
 
 from sharded_loader.base.limits import cores_for_workers
+from sharded_loader.cli import output
 from sharded_loader.cli.facts import busy_text, cores_of_others
 from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, Row, measure, ms_text, recommend, rows_of
-from sharded_loader.cli.output import (
-    POOLS,
-    CannotRun,
-    Steps,
-    complain,
-    json_option,
-    quiet_option,
-    show_json,
-    show_table,
-)
+from sharded_loader.cli.output import POOLS, CannotRun, Steps, complain
 from sharded_loader.cli.target import find_dataset, find_function, kind_of
 
 
@@ -53,7 +45,7 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
 @click.option("--collate", metavar="MODULE:FUNCTION", help="Your collate function. Default: the loader's own.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, help="Time for each row of the table.")
 @click.option(
-    "--workers", callback=_listed_numbers, metavar="LIST", help="Numbers, such as 1,2,4. Default: up to that of cores."
+    "--workers", callback=_listed_numbers, metavar="LIST", help="Such as 1,2,4. Default: up to the number of cores."
 )
 @click.option(
     "--pools",
@@ -63,8 +55,8 @@ def _listed_pools(context: click.Context, parameter: click.Parameter, text: str)
     help="Who reads: inline is the main process.",
 )
 @click.option("--shuffle/--no-shuffle", default=None, help="Read in random order. Default: random if possible.")
-@json_option
-@quiet_option
+@output.json_option
+@output.quiet_option
 def bench(
     dataset: str,
     batch_size: int,
@@ -133,8 +125,8 @@ def times_inline(row: Measurement, measured: list[Measurement]) -> float | None:
 
 def _show_json(asked: dict[str, Any], measured: list[Measurement], others: float) -> None:
     rows = [dataclasses.asdict(row) | {"times_inline": times_inline(row, measured)} for row in measured]
-    found = {"rounds": ROUNDS, "cores_of_others": others, "rows": rows}
-    show_json(asked | found | {"recommendation": recommend(measured, cores_for_workers())})
+    result = {"rounds": ROUNDS, "cores_of_others": others, "rows": rows}
+    output.show_json(asked | result | {"recommendation": recommend(measured, cores_for_workers())})
 
 
 def _show(asked: dict[str, Any], measured: list[Measurement], others: float) -> None:
@@ -144,7 +136,7 @@ def _show(asked: dict[str, Any], measured: list[Measurement], others: float) -> 
         shown = [f"{row.samples_per_second:,.0f}", ms_text(row.ms_per_batch), f"±{row.spread:.0%}"]
         shown = ["failed", "-", "-"] if row.error else shown
         cells.append([row.pool, str(row.workers), *shown, "-" if times is None else f"{times:.2f}"])
-    show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
+    output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
     if (busy := busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
         click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
     click.echo(recommend(measured, cores_for_workers()))

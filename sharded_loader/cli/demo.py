@@ -30,10 +30,7 @@ DEFAULT_WORKERS = 2
 @click.option("--devices", default="auto", metavar="LIST", help="Such as cuda:0,cuda:1. auto: all GPUs, or cpu,cpu.")
 @click.option("--pool", type=click.Choice(POOLS), default="process", help="Who reads the samples.")
 @click.option(
-    "--workers",
-    type=click.IntRange(1),
-    metavar="N",
-    help=f"How many. Default: {DEFAULT_WORKERS}; inline has none.",
+    "--workers", type=click.IntRange(1), metavar="N", help=f"How many. Default: {DEFAULT_WORKERS}; inline has none."
 )
 @click.option("--epochs", type=click.IntRange(1), metavar="N", default=20, help="Passes over the digits.")
 @click.option(  # torch takes such seeds
@@ -43,28 +40,21 @@ DEFAULT_WORKERS = 2
 @click.option("--kill", is_flag=True, help="Train again while workers are killed at random, and compare.")
 @quiet_option
 def demo(
-    devices: str,
-    pool: str,
-    workers: int | None,
-    epochs: int,
-    seed: int,
-    stop_resume: bool,
-    kill: bool,
-    quiet: bool,
+    devices: str, pool: str, workers: int | None, epochs: int, seed: int, stop_resume: bool, kill: bool, quiet: bool
 ) -> int:
     """Train a small convolutional network on 1,797 handwritten digits, on several devices from one process."""
     _check(pool, workers, kill)
     from sharded_loader.demo import disturbed, train
 
     try:
-        found = train.find_devices(devices)
+        chosen = train.find_devices(devices)
     except ValueError as error:
         raise CannotRun(f"--devices {devices}: {error}") from None
     count = 0 if pool == "inline" else workers or DEFAULT_WORKERS
-    options = train.Options(found, pool, count, epochs, seed)
+    options = train.Options(chosen, pool, count, epochs, seed)
     if not quiet:
         readers = "the training loop" if count == 0 else f"{count} {pool} workers"
-        shards = f"a shard of each batch on {', '.join(map(str, found))}"
+        shards = f"a shard of each batch on {', '.join(map(str, chosen))}"
         click.echo(f"Training on handwritten digits: {shards}; read by {readers}; seed {seed}.")
 
     def on_batch(epoch: int, loss: float) -> None:

@@ -93,7 +93,7 @@ def examine(
     """
     from sharded_loader.recordio import MXRecordIO, RecordIOError
 
-    found = Examination(str(path), path.stat().st_size)
+    result = Examination(str(path), path.stat().st_size)
     offsets, sizes = array("q"), array("q")
     labels: Counter[str] = Counter()
     contents: Counter[str] = Counter()
@@ -102,22 +102,28 @@ def examine(
             offset = 0
             while (content := file.read()) is not None:
                 record = describe(offset, content)
-                found.first += [record] * (len(sizes) < first)
+                if len(sizes) < first:
+                    result.first.append(record)
                 offsets.append(offset)
                 sizes.append(record.nbytes)
                 contents[record.content] += 1
-                labels.update([record.label] * (record.id is not None))
+                if record.id is not None:
+                    labels[record.label] += 1
                 on_bytes(offset)
                 offset = file.tell()
     except RecordIOError as error:  # what is wrong, without the advice for programs, which is worth reading at offset 0
-        found.damage = error.problem.partition(". ")[0] if error.offset else error.problem
-        found.damage_offset = error.offset
-    found.records, found.headers = len(sizes), labels.total()
+        result.damage = error.problem.partition(". ")[0] if error.offset else error.problem
+        result.damage_offset = error.offset
+    result.records, result.headers = len(sizes), labels.total()
     if sizes:
-        found.smallest, found.median, found.largest = min(sizes), statistics.median_high(sizes), max(sizes)
-    found.labels, found.contents = dict(labels.most_common()), dict(contents.most_common())
-    found.index, found.index_is_wrong = _check_index(index_of(path), offsets)
-    return found, offsets
+        result.smallest, result.median, result.largest = (
+            min(sizes),
+            statistics.median_high(sizes),
+            max(sizes),
+        )
+    result.labels, result.contents = dict(labels.most_common()), dict(contents.most_common())
+    result.index, result.index_is_wrong = _check_index(index_of(path), offsets)
+    return result, offsets
 
 
 def describe(offset: int, record: bytes) -> First:

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ def collect() -> Facts:
     shared_memory, shared_memory_error = _shared_memory()
     start_methods, start_method = _start_methods()
     free, limit = free_bytes()
-    found: dict[str, Any] = {}
+    with_torch: dict[str, Any] = {}
     descriptors = _descriptors()
     required = {name: version_of(name) for name in REQUIRED}
     torch_error = None
@@ -132,7 +133,7 @@ def collect() -> Facts:
         torch_error = one_line(error)
     else:
         required["torch"] = torch.__version__
-        found = _gpus(torch) | _trial()
+        with_torch = _gpus(torch) | _trial()
     return Facts(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         platform=platform.platform(),
@@ -158,7 +159,7 @@ def collect() -> Facts:
         start_method=start_method,
         nvidia_driver=os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None,
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        **{"trial": None, **found},
+        **{"trial": None, **with_torch},
     )
 
 
@@ -209,8 +210,6 @@ def busy_text(others: float, cores: int, usable: int) -> str | None:
 
 
 def _room(path: str | None) -> Room | None:
-    import tempfile
-
     try:
         path = path or tempfile.gettempdir()
         usage = shutil.disk_usage(path)

@@ -8,7 +8,7 @@
 `Steps` prints nothing in the first two seconds. It starts no thread: the bar moves when `update` is called. So it may
 run while workers are forked and while speed is measured. It owns the bar, and takes it away at the end.
 
-What can go wrong: the reader of a pipe goes away. That is an OSError (EPIPE), and click ends the command.
+What can go wrong: the reader of a pipe goes away. Then click, or rich in a table, ends the command: exit code 1.
 """
 
 from __future__ import annotations
@@ -106,13 +106,11 @@ def size_text(nbytes: float) -> str:
         >>> size_text(64), size_text(1536), size_text(64 << 20), size_text(3 << 40)
         ('64 bytes', '1.5 KiB', '64.0 MiB', '3,072.0 GiB')
     """
-    if nbytes < 1024:
-        return f"{nbytes:,.0f} bytes"
-    for unit in ("KiB", "MiB", "GiB"):
-        nbytes /= 1024
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             break
-    return f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 class Steps:

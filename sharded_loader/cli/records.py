@@ -71,9 +71,8 @@ def pack(
             packing.write_labels(labels, listing.names)
     if quiet:
         return
-    click.echo(
-        f"{out}: {counted(len(listing.entries), 'record')}, {size_text(nbytes)}; index in {packing.index_of(out).name}"
-    )
+    count = counted(len(listing.entries), "record")
+    click.echo(f"{out}: {count}, {size_text(nbytes)}; index in {packing.index_of(out).name}")
     kinds = Counter(entry.path.suffix.lower() or "no suffix" for entry in listing.entries)
     if len(kinds) > 1:
         shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(10)]
@@ -95,17 +94,17 @@ def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
 
     With --quiet it prints only what is wrong.
     """
-    found, _ = _examine(file, first, quiet)
+    result, _ = _examine(file, first, quiet)
     if as_json:
-        output.show_json(dataclasses.asdict(found))
+        output.show_json(dataclasses.asdict(result))
     elif not quiet:
-        _show(found)
-    if found.damage is not None:
-        complain(f"{file} is damaged at offset {found.damage_offset:,}: {found.damage}")
-        complain(f"{counted(found.records, 'whole record')} before that can be read: pack or copy the file again")
-    elif found.index_is_wrong:
-        complain(f"the index is wrong: {found.index}. Write it again: sharded-loader records index {file} --force")
-    return DAMAGED if found.damage is not None or found.index_is_wrong else 0
+        _show(result)
+    if result.damage is not None:
+        complain(f"{file} is damaged at offset {result.damage_offset:,}: {result.damage}")
+        complain(f"{counted(result.records, 'whole record')} before that can be read: pack or copy the file again")
+    elif result.index_is_wrong:
+        complain(f"the index is wrong: {result.index}. Write it again: sharded-loader records index {file} --force")
+    return DAMAGED if result.damage is not None or result.index_is_wrong else 0
 
 
 @records.command(short_help="Write the index of a record file.")
@@ -116,9 +115,9 @@ def index(file: Path, force: bool, quiet: bool) -> int:
     """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
     idx = packing.index_of(file)
     _check_output(idx, force=force)
-    found, offsets = _examine(file, 0, quiet)
-    if found.damage is not None:
-        complain(f"{file} is damaged at offset {found.damage_offset:,}, no index was written: {found.damage}")
+    result, offsets = _examine(file, 0, quiet)
+    if result.damage is not None:
+        complain(f"{file} is damaged at offset {result.damage_offset:,}, no index was written: {result.damage}")
         return DAMAGED
     with _os_errors_in_one_line(idx):
         packing.write_index(file, offsets)
@@ -144,7 +143,7 @@ def _listing(source: Path, suffix: tuple[str, ...], root: Path | None, names: di
     if source.is_dir():
         if root is not None:
             raise CannotRun(f"--root is for lists, and {source} is a folder: leave out --root")
-        return packing.find_folder(source, [f".{one.lower().lstrip('.')}" for one in suffix], names)
+        return packing.find_folder(source, [f".{end.lower().lstrip('.')}" for end in suffix], names)
     if suffix:
         raise CannotRun(f"--suffix is for folders, and {source} is a list: leave out --suffix")
     return packing.find_list(source, root, names)
@@ -161,21 +160,21 @@ def _check_output(*files: Path, force: bool) -> None:
         raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
 
-def _show(found: Examination) -> None:
+def _show(result: Examination) -> None:
     def listed(counts: dict[str, int]) -> str:
         shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:10]]
         return ", ".join(shown) + (", ..." if len(counts) > 10 else "") or "none"
 
-    sizes = [size_text(nbytes) for nbytes in (found.smallest, found.median, found.largest)]
-    click.echo(f"file      {found.path}, {size_text(found.nbytes)}")
-    click.echo(f"records   {found.records:,}; {found.headers:,} with a label header")
-    if found.records:
+    sizes = [size_text(nbytes) for nbytes in (result.smallest, result.median, result.largest)]
+    click.echo(f"file      {result.path}, {size_text(result.nbytes)}")
+    click.echo(f"records   {result.records:,}; {result.headers:,} with a label header")
+    if result.records:
         click.echo("sizes     smallest {}, median {}, largest {}".format(*sizes))
-    click.echo(f"contents  {listed(found.contents)}")
-    click.echo(f"labels    {listed(found.labels)}")
-    click.echo(f"index     {found.index}")
+    click.echo(f"contents  {listed(result.contents)}")
+    click.echo(f"labels    {listed(result.labels)}")
+    click.echo(f"index     {result.index}")
     rows = []
-    for number, record in enumerate(found.first):
+    for number, record in enumerate(result.first):
         key = "-" if record.id is None else str(record.id)
         rows.append([str(number), f"{record.offset:,}", f"{record.nbytes:,}", record.label or "-", key, record.content])
     if rows:

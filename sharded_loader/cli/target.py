@@ -54,12 +54,12 @@ def find_function(target: str) -> Callable[..., Any]:
         >>> find_function("operator:add")(1, 2)
         3
     """
-    found = _find(target, "function")
-    if not callable(found):
+    named = _find(target, "function")
+    if not callable(named):
         from sharded_loader.base.described import an  # imports NumPy, which --help does not wait for
 
-        raise CannotRun(f"{target} is {an(type(found))}, not a function: name a function")
-    return found  # type: ignore[no-any-return]
+        raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
+    return named  # type: ignore[no-any-return]
 
 
 def _find(target: str, what: str) -> Any:
@@ -70,13 +70,13 @@ def _find(target: str, what: str) -> Any:
     if not place:
         raise CannotRun(f"{target!r} does not name a module: write module{target} or path/to/file.py{target}")
     module = _import(place)
-    found: Any = module
+    named: Any = module
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            named = getattr(named, part)
         except AttributeError:
-            raise CannotRun(f"{place} has no {name!r}{_similar(part, found)}") from None
-    return found
+            raise CannotRun(f"{place} has no {name!r}{_similar(part, named)}") from None
+    return named
 
 
 def kind_of(dataset: Any) -> str:
@@ -147,21 +147,21 @@ def _where(error: BaseException) -> str:
     return say_error(error) + (f" ({os.path.basename(frames[-1][0])}, line {frames[-1][1]})" if frames else "")
 
 
-def _made(found: Any, target: str) -> Any:
+def _made(named: Any, target: str) -> Any:
     """The dataset itself, or what a function or a class makes."""
     from sharded_loader.data.inspection import has_own, takes_part
 
-    is_class = isinstance(found, type)
-    is_dataset = not is_class and any(has_own(type(found), name) for name in ("__getitem__", "__iter__"))
-    if is_dataset or not callable(found) or (not is_class and takes_part(found)):
-        return found  # takes_part: a function that gives a part of iterable data
+    is_class = isinstance(named, type)
+    is_dataset = not is_class and any(has_own(type(named), name) for name in ("__getitem__", "__iter__"))
+    if is_dataset or not callable(named) or (not is_class and takes_part(named)):
+        return named  # takes_part: a function that gives a part of iterable data
     try:
-        made = found()
+        made = named()
     except Exception as error:
         lacks = isinstance(error, TypeError) and "argument" in str(error)
         hint = ": write a function without arguments that returns the dataset, and name that function" if lacks else ""
         raise CannotRun(f"calling {target} failed: {_where(error)}{hint}") from None
-    return found if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
+    return named if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
 
 
 def _checked(dataset: Any, target: str) -> Any:
