@@ -38,7 +38,6 @@ from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.pools.readers import reader_for
 from sharded_loader.pools.supervision import Watch, timed_out
-from sharded_loader.randomness.global_generators import free_globals_of, holder_before
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""
@@ -76,14 +75,9 @@ class _Shared:
             tasks.put(None)
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
-        # Again for those that waited for the generators, which one that hangs had: now they finish their sample.
-        while left:
-            deadline = time.monotonic() + CLOSING_GRACE
-            for thread in left:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            left = [one for one in left if one.is_alive()]
-            freed = [one for one in left if free_globals_of(one.ident)]
-            left = [one for one in left if one not in freed] if freed else []
+        deadline = time.monotonic() + CLOSING_GRACE
+        for thread in left:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.threads.clear()
 
 
@@ -217,12 +211,7 @@ class ThreadPool(Pool):
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
         """Errors for the batches over which threads stand still; others take their places."""
-        idents = {thread.ident for thread in shared.threads}
-        busy = []
-        for thread in shared.threads:
-            # One that waits for another of them is not watched: the other one is.
-            if thread.task is not None and holder_before(thread.ident) not in idents:
-                busy.append((thread, thread.board))
+        busy = [(thread, thread.board) for thread in shared.threads if thread.task is not None]
         for thread in self._watch.late(busy):
             task, words = thread.task, list(thread.board)
             if task is None:
@@ -234,7 +223,6 @@ class ThreadPool(Pool):
                 if task.part is not None:
                     shared.given_up.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
-                free_globals_of(thread.ident)
             another = _Thread(shared, self._name, thread.number, self.worker_init_fn)
             shared.threads = [another if one is thread else one for one in shared.threads]
             another.start()

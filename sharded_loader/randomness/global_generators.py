@@ -1,23 +1,16 @@
 """The generators that all threads of a process share: ``random``, ``numpy.random``, torch's default one.
 
     seed_globals(key)                     seeded, and left so: a worker process has them to itself
-    with seeded_globals(key):             seeded for one thread, and put back: the others wait for their turn
+    with seeded_globals(key):             seeded for one thread, and put back: the others wait
     seed_torch(generator, key)            the same seed for a torch generator of one's own
-    holder_before(thread) -> thread       who has the turn that this thread waits for
-    free_globals_of(thread)               its turn ends now, whatever it is doing
-
-A turn lasts as long as the user's code that runs in it, which may hang. So it is no lock, which only its holder could
-give back: what the generators are put back to is kept here, and whoever gives up a thread (`ThreadPool`: its
-``timeout``, `close`) ends its turn for it. What that thread does later in its block disturbs nobody's seeds but those
-of the turn it happens to fall in.
 
 Every generator is seeded with all 128 bits of the key, with one exception. For each batch, a process worker seeds
 NumPy's and torch's with 32 bits: 14 us for all three. So of a million batches about 116 pairs draw the same numbers.
 All of the generators are Mersenne Twisters, which draw the same numbers if they get the same seed. So each gets bits of
 its own.
 
-What can go wrong: a thread that hangs in its turn and that nobody gives up. Who waits for it says so on stderr after
-`PATIENCE` seconds. Nothing here imports torch: where it is not loaded there is nothing of torch's to seed.
+What can go wrong: a thread hangs in the user's code while the generators are seeded for it. Every other thread that
+wants to seed them waits for it. Nothing here imports torch: where it is not loaded there is nothing of torch's to seed.
 """
 
 from __future__ import annotations
@@ -42,53 +35,17 @@ if TYPE_CHECKING:
 FOR_NUMPY, FOR_TORCH = 1, 2
 """A fifth word after the four words of the key. ``random`` has none."""
 
-PATIENCE = 10.0
-"""Seconds of waiting for a turn before it is said for whom."""
+_lock = threading.RLock()
 
 
-class _Turn:
-    """One thread's use of the generators; the turns of one thread nest."""
+def _begin_afresh() -> None:
+    """In a forked child: another thread, which is gone there, may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.name = threading.current_thread().name
-
-    def note_states(self) -> None:
-        """Keep the present states of the generators."""
-        self.python_state = random.getstate()
-        self.numpy_state = np.random.get_state()
-        self.generator = getattr(sys.modules.get("torch"), "default_generator", None)
-        self.torch_state = self.generator and self.generator.get_state()
-
-    def put_back(self) -> None:
-        """Give the generators the states that were noted."""
-        random.setstate(self.python_state)
-        np.random.set_state(self.numpy_state)
-        if self.generator is not None:
-            self.generator.set_state(self.torch_state)
-
-
-class _State:
-    """Everything is done under ``changed``, never the user's code. Reentrant: a finalizer may come in between."""
-
-    def __init__(self) -> None:
-        self.begin_afresh()
-
-    def begin_afresh(self) -> None:
-        """Also in a forked child: the other threads are gone, and one of them may have held the lock."""
-        self.changed = threading.Condition()
-        self.turns: list[_Turn] = []  # all of one thread, the innermost last
-        self.waiting: set[int] = set()
-
-    def holder(self) -> int | None:
-        """The thread that has the turn."""
-        return self.turns[0].thread if self.turns else None
-
-
-_state = _State()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_state.begin_afresh)
+    os.register_at_fork(after_in_child=_begin_afresh)
 
 
 def seed_as_torch(base_seed: int, worker: int) -> None:
@@ -190,72 +147,21 @@ def seeded_globals(key: int) -> Iterator[None]:
     Args:
         key: any integer; see `sharded_loader.randomness.rng.derive_key`.
     """
-    turn = _Turn()
-    try:
-        _begin_turn(turn)
-        seed_globals(key)
-        yield
-        _end_turn(turn)
-    except BaseException:  # also a Ctrl-C that comes while they are restored
-        _end_turn(turn)
-        raise
+    with _lock:
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        generator = getattr(sys.modules.get("torch"), "default_generator", None)
+        torch_state = generator and generator.get_state()
 
+        def put_back() -> None:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            if generator is not None:
+                generator.set_state(torch_state)
 
-def holder_before(thread: int | None) -> int | None:
-    """The thread that has the turn for which this one waits; None if it waits for none.
-
-    Args:
-        thread: ``ident`` of the one that may wait.
-    """
-    with _state.changed:
-        return _state.holder() if thread in _state.waiting else None
-
-
-def free_globals_of(thread: int | None) -> bool:
-    """End the turn of a thread that may never end it, if it has one: the generators are put back.
-
-    Args:
-        thread: ``ident`` of it.
-
-    Returns:
-        Whether it had the turn.
-    """
-    with _state.changed:
-        if not _state.turns or _state.holder() != thread:
-            return False
-        _end_turn(_state.turns[0])
-        return True
-
-
-def _begin_turn(turn: _Turn) -> None:
-    """Wait for the turn and begin it; say for whom, if that takes longer than `PATIENCE`."""
-
-    def is_free() -> bool:
-        return _state.holder() in (None, turn.thread)
-
-    with _state.changed:
         try:
-            _state.waiting.add(turn.thread)
-            if not _state.changed.wait_for(is_free, PATIENCE):
-                print(
-                    f"sharded_loader: {turn.name} has waited {PATIENCE:g} s for the global random generators, which "
-                    f"{_state.turns[0].name} has seeded for itself (sample_seed, transform(seeded=True), the start of "
-                    "a sampler). If that hangs: Ctrl-C and loader.close(), and find the sample with "
-                    "ThreadPool(timeout=)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                _state.changed.wait_for(is_free)
-        finally:
-            _state.waiting.discard(turn.thread)
-        turn.note_states()
-        _state.turns.append(turn)
-
-
-def _end_turn(turn: _Turn) -> None:
-    """End a turn, and those inside it; nothing if it has been ended, or never began."""
-    with _state.changed:
-        if turn in _state.turns:
-            turn.put_back()
-            del _state.turns[_state.turns.index(turn) :]
-            _state.changed.notify_all()
+            seed_globals(key)
+            yield
+            put_back()
+        except BaseException:  # also a Ctrl-C that comes while they are restored
+            put_back()
+            raise

@@ -12,8 +12,6 @@ import torch
 
 from sharded_loader.randomness import global_generators
 from sharded_loader.randomness.global_generators import (
-    free_globals_of,
-    holder_before,
     seed_globals,
     seed_torch,
     seeded_globals,
@@ -117,35 +115,19 @@ class Holder(threading.Thread):
             self.go_on.wait()
 
 
-def test_one_thread_at_a_time_and_who_waits_for_whom_is_known() -> None:
-    holder, waiter = Holder(), Holder()
-    holder.start()
-    assert holder.has_them.wait(300)
-    waiter.start()
-    while holder_before(waiter.ident) is None:
-        assert not waiter.has_them.is_set()
-    assert holder_before(waiter.ident) == holder.ident
-    assert holder_before(holder.ident) is None
-    holder.go_on.set()
-    assert waiter.has_them.wait(300)
-    waiter.go_on.set()
-    holder.join()
-    waiter.join()
-
-
-def test_the_turn_of_a_thread_that_hangs_is_ended_for_it() -> None:
-    before, holder = states(), Holder()
-    holder.start()
-    assert holder.has_them.wait(300)
-    assert not free_globals_of(threading.get_ident())
-    assert holder_before(holder.ident) is None and states() != before
-    assert free_globals_of(holder.ident)
-    assert states() == before
-    with seeded_globals(4):
-        inside = states()
-        holder.go_on.set()
-        holder.join()
-        assert states() == inside  # what it would put back is not its affair any more
+def test_the_generators_are_seeded_for_one_thread_at_a_time() -> None:
+    before, first, second = states(), Holder(), Holder()
+    first.start()
+    assert first.has_them.wait(300)
+    inside = states()
+    second.start()
+    assert not second.has_them.wait(0.01)
+    assert states() == inside != before
+    first.go_on.set()
+    assert second.has_them.wait(300)
+    second.go_on.set()
+    first.join()
+    second.join()
     assert states() == before
 
 
@@ -161,26 +143,3 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_is_gone() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     holder.go_on.set()
     holder.join()
-
-
-def test_who_waits_for_the_global_generators_says_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(global_generators, "PATIENCE", 0.01)
-    told = threading.Event()
-    monkeypatch.setattr(global_generators, "print", lambda *args, **to: (print(*args, **to), told.set()), raising=False)
-
-    def wait_for_it() -> None:
-        with seeded_globals(2):
-            pass
-
-    waits = threading.Thread(target=wait_for_it, name="impatient")
-    with seeded_globals(1):
-        waits.start()
-        assert told.wait(300)
-    waits.join(300)
-    assert not waits.is_alive()
-    said = capsys.readouterr().err
-    assert (
-        "impatient has waited 0.01 s" in said and threading.current_thread().name in said and "loader.close()" in said
-    )
