@@ -10,6 +10,7 @@ Owns nothing. What can go wrong: a driver that hangs when it is asked for its GP
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,47 +121,46 @@ def collect() -> Facts:
     """Look at this machine. It takes a second or two, most of it for torch."""
     import psutil
 
-    shared_memory, shared_memory_error = _shared_memory()
-    start_methods, start_method = _start_methods()
-    free, limit = free_bytes()
-    with_torch: dict[str, Any] = {}
-    descriptors = _descriptors()
     required = {name: version_of(name) for name in REQUIRED}
-    torch_error = None
-    try:
+    found: dict[str, Any] = {"shared_memory": None, "trial": None}
+    with _noting_error(found, "shared_memory_error"):
+        found["shared_memory"] = _shared_memory()
+    with _noting_error(found, "torch_error"):
         import torch
-    except Exception as error:
-        torch_error = one_line(error)
-    else:
+
         required["torch"] = torch.__version__
-        with_torch = _gpus(torch) | _trial()
+        _gpus(torch, found)
+        with _noting_error(found, "trial_error"):
+            found["trial"] = _trial()
+    found["descriptors"], found["most_descriptors"] = _descriptors()
+    found["start_methods"], found["start_method"] = _start_methods()
+    found["free_memory"], found["memory_limit"] = free_bytes()
     return Facts(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         platform=platform.platform(),
         system=sys.platform,
         required=required,
         optional={name: version_of(name) for name in OPTIONAL},
-        torch_error=torch_error,
         cores=os.cpu_count() or 1,
         usable_cores=usable_cores(),
         core_limit=core_limit(),
         others=cores_of_others(0.3),
         memory=psutil.virtual_memory().total,
-        free_memory=free,
-        memory_limit=limit,
-        shared_memory=shared_memory,
-        shared_memory_error=shared_memory_error,
         shm=_room("/dev/shm") if sys.platform != "win32" else None,
         temporary=_room(None),
-        descriptors=descriptors[0],
-        most_descriptors=descriptors[1],
         passes_descriptors=can_pass_descriptors(),
-        start_methods=start_methods,
-        start_method=start_method,
         nvidia_driver=os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None,
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        **{"trial": None, **with_torch},
+        **found,
     )
+
+
+@contextlib.contextmanager
+def _noting_error(found: dict[str, Any], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        found[name] = one_line(error)
 
 
 def one_line(error: BaseException) -> str:
@@ -218,19 +218,16 @@ def _room(path: str | None) -> Room | None:
     return Room(path, usage.total, usage.free)
 
 
-def _shared_memory() -> tuple[str | None, str | None]:
-    """The kind of memory that batches will lie in, and why there is none."""
-    if sys.platform == "win32":
-        return "named", None
-    try:
-        from sharded_loader.memory.segments import chosen_backend
+def _shared_memory() -> str:
+    """The kind of memory that batches will lie in."""
+    from sharded_loader.memory.segments import chosen_backend
 
-        chosen = chosen_backend()
-        descriptor, folder = open_memory("sharded_loader-doctor", None if chosen == "named" else chosen)
-    except Exception as error:
-        return None, one_line(error)
+    if sys.platform == "win32":
+        return "named"
+    chosen = chosen_backend()
+    descriptor, folder = open_memory("sharded_loader-doctor", None if chosen == "named" else chosen)
     os.close(descriptor)
-    return {None: "memfd", "/dev/shm": "shm"}.get(folder, "file"), None
+    return {None: "memfd", "/dev/shm": "shm"}.get(folder, "file")
 
 
 def _start_methods() -> tuple[list[str], str | None]:
@@ -254,18 +251,15 @@ def _descriptors() -> tuple[int | None, int | None]:
     return (None if soft == unlimited else soft), (None if hard == unlimited else hard)
 
 
-def _gpus(torch: Any) -> dict[str, Any]:
+def _gpus(torch: Any, found: dict[str, Any]) -> None:
     from sharded_loader.devices.names import accelerators
 
-    found: dict[str, Any] = {"torch_cuda": torch.version.cuda or getattr(torch.version, "hip", None)}
-    try:
+    found["torch_cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    with _noting_error(found, "pinned_error"):
         devices = accelerators()
         found["gpus"] = [_gpu(torch, device) for device in devices]
-    except Exception as error:
-        return found | {"pinned_error": one_line(error)}
-    if devices and devices[0].type != "mps":
-        found["pinned_error"] = _pin(torch, devices[0])
-    return found
+        if devices and devices[0].type != "mps":
+            found["pinned_error"] = _pin(torch, devices[0])
 
 
 def _gpu(torch: Any, device: Any) -> Gpu:
@@ -276,35 +270,29 @@ def _gpu(torch: Any, device: Any) -> Gpu:
 
 
 def _pin(torch: Any, device: Any) -> str | None:
-    """Pin memory of torch's, and page-lock memory as the loader does. Why it fails; None if it works."""
+    """Pin memory of torch's, and page-lock memory as the loader does. The warning if that fails."""
     import mmap
 
     from sharded_loader.devices.pinning import Registrar
     from sharded_loader.devices.streams import Streams
 
-    try:
-        torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            mapping = mmap.mmap(-1, 1 << 20)
-            undo = Registrar(Streams(device), lambda: None).register(mapping)
-            if undo is not None:
-                undo()
-            mapping.close()
-        return str(said[0].message) if said else None
-    except Exception as error:
-        return one_line(error)
+    torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mapping = mmap.mmap(-1, 1 << 20)
+        undo = Registrar(Streams(device), lambda: None).register(mapping)
+        if undo is not None:
+            undo()
+        mapping.close()
+    return str(caught[0].message) if caught else None
 
 
-def _trial() -> dict[str, Any]:
-    """Read a few batches with two worker processes."""
+def _trial() -> float:
+    """The seconds that two new worker processes take for a few batches."""
     from sharded_loader import ShardedDataLoader
 
     begin = time.perf_counter()
-    try:
-        with ShardedDataLoader(range(64), 8, num_workers=2) as loader:
-            if [row for batch in loader for row in batch.tolist()] != list(range(64)):
-                return {"trial": None, "trial_error": "the batches differ from those of the main process"}
-    except Exception as error:
-        return {"trial": None, "trial_error": one_line(error)}
-    return {"trial": time.perf_counter() - begin}
+    with ShardedDataLoader(range(64), 8, num_workers=2) as loader:
+        if [number for batch in loader for number in batch.tolist()] != list(range(64)):
+            raise RuntimeError("the batches differ from those of the main process")
+    return time.perf_counter() - begin

@@ -58,7 +58,7 @@ def test_the_kind_of_shared_memory_is_what_the_system_gives(monkeypatch: pytest.
     for folder, kind in ((None, "memfd"), ("/dev/shm", "shm"), (str(tmp_path), "file")):
         opened = lambda label, kind, folder=folder: (os.open(os.devnull, os.O_RDONLY), folder)  # noqa: E731
         monkeypatch.setattr(facts, "open_memory", opened)
-        assert facts._shared_memory() == (kind, None)
+        assert facts._shared_memory() == kind
 
 
 def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +83,21 @@ def test_a_gpu_is_described_and_memory_is_pinned_for_it(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr("sharded_loader.devices.names.accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(facts, "_pin", lambda torch, device: f"no room for {device}")
-    found = facts._gpus(pretended)
+    found: dict[str, Any] = {}
+    facts._gpus(pretended, found)
     assert found["gpus"] == [facts.Gpu("cuda:0", "H100", 80 << 30)]
     assert (found["torch_cuda"], found["pinned_error"]) == ("13.0", "no room for cuda:0")
 
 
-def test_memory_that_cannot_be_pinned_is_told_in_one_line() -> None:
-    def refuses(*arguments: Any, **options: Any) -> Any:
+def test_memory_that_cannot_be_pinned_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("CUDA error:\nout of memory")
 
-    pretended = SimpleNamespace(empty=refuses, uint8=torch.uint8)
-    assert facts._pin(pretended, torch.device("cpu")) == "RuntimeError: CUDA error: out of memory"
+    version = SimpleNamespace(cuda=None, hip=None)
+    monkeypatch.setattr("sharded_loader.devices.names.accelerators", lambda: [torch.device("cpu")])
+    found: dict[str, Any] = {}
+    facts._gpus(SimpleNamespace(version=version, empty=fails, uint8=torch.uint8), found)
+    assert found["pinned_error"] == "RuntimeError: CUDA error: out of memory"
 
 
 @pytest.mark.gpu

@@ -98,7 +98,12 @@ def test_the_module_is_the_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"sharded-loader {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["records"], ["records", "inspect", "letters.rec"]], ids=" ".join)
+TABLE = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01", "-q"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["records"], ["records", "inspect", "letters.rec"], TABLE], ids=" ".join
+)
 def test_a_closed_pipe_ends_the_command_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
     with MXRecordIO(tmp_path / "letters.rec", "w") as file:
         file.write(b"a")
