@@ -19,19 +19,31 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from sharded_loader.base.checks import refuse_arguments, refuse_class
 from sharded_loader.base.described import an, brief
+from sharded_loader.base.entries import (
+    anything,
+    dict_of,
+    differing,
+    entry,
+    integer,
+    list_of,
+    parsed,
+    string,
+    written,
+)
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset
 from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
-from sharded_loader.data.source import BEGINNING, END, Source, is_divided, this_worker
+from sharded_loader.data.source import BEGINNING, END, Source, SourcePoint, is_divided, this_worker
 from sharded_loader.data.wrappers import View
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -201,6 +213,24 @@ def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
 # -- in order ----------------------------------------------------------------------------------------------------------
 
 
+_ADVICE = "give what state_dict() of a mixture returned"
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
+
+    schedule: int = entry(integer(), "the datasets took turns by another schedule")
+    weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
+    seed: int = entry(integer(), "seed was {was}, and is {now}")
+    stop: str = entry(string, "stop was {was!r}, and is {now!r}")
+    epoch: Any = entry(anything)  # noqa: RUF009 - it makes a field
+    position: int = entry(integer(0))
+    sources: tuple[SourcePoint, ...] = entry(
+        list_of(dict_of(SourcePoint)), write=lambda points: list(map(written, points))
+    )
+
+
 class InterleavedIterable:
     """Datasets that are read in order, mixed by a schedule; made by `interleave`.
 
@@ -215,7 +245,7 @@ class InterleavedIterable:
         self._schedule = schedule
         self._stop = stop
         self._epoch: Any = 0
-        self._loaded: Mapping[str, Any] | None = None  # where the next iteration begins
+        self._loaded: _Position | None = None  # where the next iteration begins
         self._last: _Reading | None = None  # the one that began or yielded last
         iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
         shards = [number for number in map(known_parts, iterable) if number is not None]
@@ -262,9 +292,8 @@ class InterleavedIterable:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the iterator that began or yielded last; see `interleave`."""
-        if self._last is not None:
-            return self._last.state()
-        return dict(self._beginning() if self._loaded is None else self._loaded)
+        position = self._loaded or self._beginning()
+        return written(position if self._last is None else self._last.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue where `state_dict` was taken.
@@ -272,31 +301,25 @@ class InterleavedIterable:
         Raises:
             ValueError, TypeError: no state, or one of another mixture; says what differs. Nothing has changed then.
         """
-        here = self._beginning()
-        wrong = TypeError(f"interleave: {state!r} is no state of a mixture: give what state_dict() returned")
-        if not isinstance(state, Mapping) or not here.keys() - {"schedule"} <= state.keys():
-            raise wrong
-        if state.get("schedule") != self._schedule.step:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
+        position = parsed(_Position, state, _ADVICE, "interleave: the state")
+        differences = list(differing(position, self._beginning()).values())
+        if not differences and len(position.sources) != len(self._schedule.sources):
+            differences.append(f"it was one of {len(position.sources)} datasets")
+        if differences:
             raise ValueError(
-                "interleave: the state was saved by an earlier version, which mixed in another order: begin the epoch "
-                "again, or finish it with that version"
+                f"interleave: the state is that of another mixture: {', '.join(differences)}. Make the mixture with "
+                "the same arguments"
             )
-        for name in ("weights", "seed", "stop"):
-            if state[name] != here[name]:
-                raise ValueError(
-                    f"interleave: the state was saved with {name}={state[name]!r}, and this mixture has "
-                    f"{name}={here[name]!r}: make the mixture with the same arguments"
-                )
-        if not _has_counts(state, len(self._schedule.sources)):
-            raise wrong
-        if state["epoch"] != self._epoch:
-            self.set_epoch(state["epoch"])
-        self._loaded, self._last = dict(state), None
+        if position.epoch != self._epoch:
+            self.set_epoch(position.epoch)
+        self._loaded, self._last = position, None
 
-    def _beginning(self) -> dict[str, Any]:
+    def _beginning(self) -> _Position:
         schedule = self._schedule
-        facts = {"schedule": schedule.step, "weights": [*schedule.weights], "seed": schedule.seed, "stop": self._stop}
-        return facts | {"epoch": self._epoch, "position": 0, "sources": [{**BEGINNING} for _ in schedule.sources]}
+        sources = (BEGINNING,) * len(schedule.sources)
+        return _Position(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
@@ -307,27 +330,18 @@ def _tell_torch() -> None:
     sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
 
 
-def _has_counts(state: Mapping[str, Any], sources: int) -> bool:
-    try:
-        counts = [state["position"], *(entry[name] for entry in state["sources"] for name in BEGINNING)]
-    except (TypeError, KeyError):
-        return False
-    return len(counts) == 1 + 2 * sources and all(isinstance(count, int) and count >= 0 for count in counts)
-
-
 class _Reading:
     """One iteration: how far it is in the mixture and in each source."""
 
-    def __init__(self, state: Mapping[str, Any], datasets: Sequence[Any], numbers: Sequence[int]) -> None:
-        self._facts = state
-        self.position = state["position"]
+    def __init__(self, begin: _Position, datasets: Sequence[Any], numbers: Sequence[int]) -> None:
+        self._begin, self.position = begin, begin.position
         # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
         worker = this_worker() if any(map(is_divided, datasets)) else None
         times = Counter(map(id, datasets))  # two iterators of one object share its state
         self.sources = [
-            Source(number, datasets[number], entry, worker, times[id(datasets[number])] == 1)
-            for number, entry in zip(numbers, state["sources"], strict=True)
+            Source(number, datasets[number], point, worker, times[id(datasets[number])] == 1)
+            for number, point in zip(numbers, begin.sources, strict=True)
         ]
 
-    def state(self) -> dict[str, Any]:
-        return {**self._facts, "position": self.position, "sources": [source.state() for source in self.sources]}
+    def state(self) -> _Position:
+        return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))

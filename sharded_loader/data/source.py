@@ -1,11 +1,10 @@
 """`Source`: one dataset of a mixture, read in order, from any position.
 
     this_worker()                    which of how many workers reads here, or which part of iterable data is read
-    Source(number, dataset, entry)   .read() -> sample | END      .start_over()      .state() -> entry
+    Source(number, dataset, point)   .read() -> sample | END      .start_over()      .state() -> SourcePoint
 
-An entry says how often the dataset has been read to its end, and how many samples of this pass were read. A dataset
-with ``state_dict`` and ``load_state_dict`` continues by its own state, which is part of the entry. So does one whose
-iterator has both. Other iterable datasets are read again up to the position.
+A dataset with ``state_dict`` and ``load_state_dict`` continues by its own state. So does one whose iterator has both.
+Other iterable datasets are read again up to the point.
 
 A source opens its dataset when the first sample is asked for. A state is loaded into a shallow copy of the dataset:
 some datasets keep it for later passes, and those start at the beginning.
@@ -21,11 +20,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from sharded_loader.base.described import an
+from sharded_loader.base.entries import anything, entry, integer
 from sharded_loader.data.inspection import is_indexed, is_stateful, takes_part
 
 END: Any = object()
@@ -62,6 +63,27 @@ def is_divided(dataset: Any) -> bool:
     return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_part(dataset))
 
 
+@dataclass(frozen=True)
+class SourcePoint:
+    """How far one dataset of a mixture has been read.
+
+    Attributes:
+        passes: how often it has been read to its end: the entry ``pass``.
+        taken: how many samples of this pass were read.
+        dataset: its own state; None: it has none, or its iterator has one.
+        iterator: the state of its iterator; None: it has none.
+    """
+
+    passes: int = entry(integer(0), name="pass")
+    taken: int = entry(integer(0))
+    dataset: Any = entry(anything, default=None)  # noqa: RUF009 - it makes a field
+    iterator: Any = entry(anything, default=None)  # noqa: RUF009
+
+
+BEGINNING = SourcePoint(0, 0)
+"""Of a dataset that has not been read."""
+
+
 class Source:
     """One dataset in one iteration over a mixture.
 
@@ -69,7 +91,7 @@ class Source:
         number: which of the datasets of the mixture it is, for errors.
         dataset: an object with ``__getitem__`` and ``__len__``, one with ``__iter__``, or a function that returns an
             iterator.
-        entry: what `state` returned; `BEGINNING` at the beginning.
+        point: what `state` returned; `BEGINNING` at the beginning.
         worker: what `this_worker` returned when the iteration began.
         has_own_state: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
 
@@ -79,8 +101,8 @@ class Source:
 
     Example:
         >>> source = Source(0, "abc", BEGINNING)
-        >>> source.read(), source.read(), source.state()
-        ('a', 'b', {'pass': 0, 'taken': 2})
+        >>> source.read(), source.read(), source.state().taken
+        ('a', 'b', 2)
         >>> Source(0, "abc", source.state()).read()
         'c'
     """
@@ -89,13 +111,13 @@ class Source:
         self,
         number: int,
         dataset: Any,
-        entry: Mapping[str, Any],
+        point: SourcePoint,
         worker: tuple[int, int] | None = None,
         has_own_state: bool = True,
     ) -> None:
         self.number, self.dataset = number, dataset
-        self.passes, self.taken = entry["pass"], entry["taken"]
-        self._entry = entry
+        self.passes, self.taken = point.passes, point.taken
+        self._point = point
         self._worker = worker
         self._has_own_state = has_own_state
         self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
@@ -113,35 +135,33 @@ class Source:
     def start_over(self) -> None:
         """Begin the next pass."""
         self.passes, self.taken = self.passes + 1, 0
-        self._entry, self._iterator = {"pass": self.passes, "taken": 0}, None
+        self._point, self._iterator = SourcePoint(self.passes, 0), None
 
-    def state(self) -> dict[str, Any]:
-        """An entry from which another source continues."""
+    def state(self) -> SourcePoint:
+        """A point from which another source continues."""
         if self._iterator is None:
-            return dict(self._entry)
-        entry = {"pass": self.passes, "taken": self.taken}
+            return self._point
+        point = SourcePoint(self.passes, self.taken)
         if is_indexed(self._opened):
-            return entry
+            return point
         if self._iterator is not self._opened and is_stateful(self._iterator):
-            return {**entry, "iterator": self._iterator.state_dict()}
-        if self._is_stateful:
-            return {**entry, "dataset": self._opened.state_dict()}
-        return entry
+            return replace(point, iterator=self._iterator.state_dict())
+        return replace(point, dataset=self._opened.state_dict()) if self._is_stateful else point
 
     def _open(self) -> None:
-        entry, dataset, skipped = self._entry, self.dataset, self.taken
-        if "dataset" in entry:
+        point, dataset, skipped = self._point, self.dataset, self.taken
+        if point.dataset is not None:
             dataset = _copy(dataset)
-            dataset.load_state_dict(entry["dataset"])
+            dataset.load_state_dict(point.dataset)
         if is_indexed(dataset):
             first, step = self._worker or (0, 1)
             places = range(first + self.taken * step, len(dataset), step)
             iterator: Any = (dataset[index] for index in places)
         else:
             iterator = iter(self._items(dataset))
-            if "iterator" in entry:
-                iterator.load_state_dict(entry["iterator"])
-            elif "dataset" not in entry:
+            if point.iterator is not None:
+                iterator.load_state_dict(point.iterator)
+            elif point.dataset is None:
                 skipped = sum(1 for _ in islice(iterator, self.taken))
         if skipped < self.taken:
             raise ValueError(
@@ -157,10 +177,6 @@ class Source:
         if not is_function:
             return dataset
         return dataset(*worker) if takes_part(dataset) else dataset()
-
-
-BEGINNING = {"pass": 0, "taken": 0}
-"""The entry of a dataset that has not been read."""
 
 
 def _copy(dataset: Any) -> Any:

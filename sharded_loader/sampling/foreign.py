@@ -240,7 +240,7 @@ class ReplayTable(Streamed):
         self._checksum = 0
         self._head: list[Any] = []
         self._stateful: Any = None
-        mark = checkpoint or Checkpoint(epoch, 0, 0)
+        mark = checkpoint or Checkpoint(epoch, 0, 0, None, False, None)
         if mark.finished and mark.state is not None and mark.epoch <= epoch:
             # To the end of its epoch by way of the sampler itself, so that it goes on from there to the next one.
             deque(start(sampler, mark.epoch, seed, copy.deepcopy(mark.state))[0], maxlen=0)

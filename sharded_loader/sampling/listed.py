@@ -59,7 +59,7 @@ class Listed:
     def checkpoint(self, epoch: int, items: int) -> Checkpoint:
         """The position after so many items, or after all of them."""
         items = min(items, len(self._items))
-        return Checkpoint(epoch, items, self._checksum(items), finished=items == len(self._items))
+        return Checkpoint(epoch, items, self._checksum(items), None, items == len(self._items), None)
 
     def _checksum(self, items: int) -> int:
         count, checksum = self._passed if self._passed[0] <= items else (0, 0)

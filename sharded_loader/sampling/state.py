@@ -3,10 +3,8 @@
     Position (where) + Signature (in what)  --dump-->  dict  --parse-->  Position, Signature
     differences(saved, own, strict)         why a state does not fit a loader, in words
 
-A state is a flat dict of ints, strings and lists of ints, so that JSON, pickle and ``torch.save`` keep it. Its entries
-are ``version``, the fields of `Position` and those of `Signature`. Each field says how it is read from a dict, how it
-is written into one, and how it is compared: a new entry is one line. The position counts in the global order. Nothing
-of the rank, the pool, the workers or the devices is in it.
+A state has the entries ``version``, the fields of `Position` and those of `Signature`; see `base.entries`. The position
+counts in the global order. Nothing of the rank, the pool, the workers or the devices is in it.
 
 What can go wrong: a dict that is no state, one of a newer version, one of another loader. The error names the entry.
 """
@@ -14,67 +12,46 @@ What can go wrong: a dict that is no state, one of a newer version, one of anoth
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an, brief
+from sharded_loader.base.described import brief
+from sharded_loader.base.entries import (
+    VERSION,
+    anything,
+    check_version,
+    dict_of,
+    differing,
+    entry,
+    instance,
+    integer,
+    list_of,
+    optional,
+    parsed,
+    read_entry,
+    string,
+    true_or_false,
+    written,
+)
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
-
-VERSION = 1
 
 SUM = "crc32 "
 """How the checksum of an array among the ``sampler_arguments`` begins."""
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader returned"
 
-Reader = Callable[[str, Any], Any]
-T = TypeVar("T")
 
-
-def _optional(read: Reader) -> Reader:
-    return lambda what, value: None if value is None else read(what, value)
-
-
-def _integer(least: float = -math.inf) -> Reader:
-    return lambda what, value: check_int(what, value, least, _ADVICE, ValueError)
-
-
-def _is(kind: Any, must: str) -> Reader:
-    def read(what: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise _wrong(what, value, must)
-        return value
-
-    return read
-
-
-def _seeds(what: str, value: Any) -> tuple[int | None, ...]:
-    seeds = _is(list | tuple, "a list of integers")(what, value)
-    return tuple(_optional(_integer())(what, seed) for seed in seeds)
-
-
-def _arguments(what: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    for name, one in _is(Mapping, "a dict")(what, value).items():
-        if not isinstance(name, str) or not isinstance(one, bool | int | float | str | None):
+def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...]:
+    for name, argument in instance(Mapping, "a dict")(what, value, advice).items():
+        if not isinstance(name, str) or not isinstance(argument, bool | int | float | str | None):
             raise ValueError(
-                f"{what} has {brief(name)}: {brief(one)}; it must have names, and numbers or strings: {_ADVICE}"
+                f"{what} has {brief(name)}: {brief(argument)}; it must have names, and numbers or strings: {advice}"
             )
     return tuple(value.items())
-
-
-def _entry(read: Reader, differs: str | None = None, write: Callable[[Any], Any] | None = None, **other: Any) -> Any:
-    """A field that is an entry of a state.
-
-    ``read`` checks and converts what a dict has. ``write`` makes what a dict gets (None: the value as it is).
-    ``differs`` is what to say of a loader with another value (None: they are not compared).
-    """
-    return field(metadata={"read": read, "differs": differs, "write": write}, **other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +67,12 @@ class Checkpoint:
         state: its own, or None; of one that is finished, some state before that.
     """
 
-    epoch: int = _entry(_integer(0))
-    items: int = _entry(_integer(0))
-    checksum: int = _entry(_integer(0))
-    rank: int | None = _entry(_optional(_integer(0)), default=None)
-    finished: bool = _entry(_is(bool, "true or false"), default=False)
-    state: Any = _entry(_is(object, "anything"), write=copy.deepcopy, default=None)  # noqa: RUF009 - it makes a field
+    epoch: int = entry(integer(0))
+    items: int = entry(integer(0))
+    checksum: int = entry(integer(0))
+    rank: int | None = entry(optional(integer(0)))
+    finished: bool = entry(true_or_false)
+    state: Any = entry(anything, write=copy.deepcopy)  # noqa: RUF009 - it makes a field
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +105,19 @@ class Signature:
         batch_size, last_batch: None with a given batch sampler.
         sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
         steps_per_epoch: batches in an epoch, if the loader was told.
-        num_replicas: the number of ranks; None: one rank that was not told, or a state of an earlier version.
+        num_replicas: the number of ranks; None: one rank that was not told.
     """
 
-    seed: int = _entry(_integer())
-    dataset_length: int | None = _entry(_optional(_integer(0)), "the dataset had {was} samples, and has {now}")
-    sampler: str = _entry(_is(str, "a string"), "the sampler was {was}, and is {now}")
-    sampler_length: int | None = _entry(
-        _optional(_integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}"
-    )
-    sampler_seeds: tuple[int | None, ...] = _entry(_seeds, write=list)
-    batch_size: int | None = _entry(_optional(_integer(1)), "batch_size was {was}, and is {now}")
-    last_batch: str | None = _entry(_optional(_is(str, "a string")), "last_batch was {was!r}, and is {now!r}")
-    sampler_arguments: tuple[tuple[str, Any], ...] = _entry(_arguments, write=dict, default=())
-    steps_per_epoch: int | None = _entry(
-        _optional(_integer(1)), "an epoch had {was} steps, and has {now}", default=None
-    )
-    num_replicas: int | None = _entry(_optional(_integer(1)), "there were {was} ranks, and are {now}", default=None)
+    seed: int = entry(integer())
+    dataset_length: int | None = entry(optional(integer(0)), "the dataset had {was} samples, and has {now}")
+    sampler: str = entry(string, "the sampler was {was}, and is {now}")
+    sampler_length: int | None = entry(optional(integer(0)), "the sampler had {was} {unit} in the epoch, and has {now}")
+    sampler_seeds: tuple[int | None, ...] = entry(list_of(optional(integer()), "a list of integers"), write=list)
+    batch_size: int | None = entry(optional(integer(1)), "batch_size was {was}, and is {now}")
+    last_batch: str | None = entry(optional(string), "last_batch was {was!r}, and is {now!r}")
+    sampler_arguments: tuple[tuple[str, Any], ...] = entry(_arguments, write=dict, default=())
+    steps_per_epoch: int | None = entry(optional(integer(1)), "an epoch had {was} steps, and has {now}", default=None)
+    num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
 
     @property
     def unit(self) -> str:
@@ -161,11 +134,9 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         >>> state["epoch"], state["samples"], parse(state) == (Position(3, 40), signature)
         (3, 40, True)
     """
-    state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **_written(signature)}
-    for name in [one for one in ("sampler_arguments", "steps_per_epoch", "num_replicas") if not state[one]]:
-        del state[name]
+    state = {"version": VERSION, "epoch": position.epoch, signature.unit: position.done, **written(signature)}
     if position.mark is not None:
-        state["passed"] = _written(position.mark)
+        state["passed"] = written(position.mark)
     return state
 
 
@@ -185,62 +156,25 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ...
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
-    if "version" not in state:
-        raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
-    version = _read(state, "version", _integer(1))
-    if version > VERSION:
-        raise ValueError(
-            f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update "
-            f"sharded_loader, or begin with set_epoch({brief(state.get('epoch', '...'))})"
-        )
-    signature = _parsed(Signature, state)
+    check_version(state, _ADVICE)
+    signature = parsed(Signature, state, _ADVICE)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
-    epoch = _read(state, "epoch", _integer(0))
-    done = _read(state, unit, _integer(-math.inf))
+    epoch, done = read_entry(state, "epoch", integer(0), _ADVICE), read_entry(state, unit, integer(), _ADVICE)
     if done < 0 and signature.last_batch != "rollover":
         raise ValueError(
             f"the state's {unit!r} must be at least 0, got {brief(done)}: only with 'last_batch' \"rollover\" "
             f"it may be less: {_ADVICE}"
         )
-    if (found := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
-        raise ValueError(f"the state has {found}: {_ADVICE}")
-    passed = state.get("passed")
-    if passed is None:
+    if (outside := out_of_epoch(signature, signature.sampler_length, epoch, done)) is not None:
+        raise ValueError(f"the state has {outside}: {_ADVICE}")
+    if state.get("passed") is None:
         return Position(epoch, done), signature
-    mark = _parsed(Checkpoint, _is(Mapping, "a dict")("the state's 'passed'", passed), "'passed'")
+    mark: Checkpoint = read_entry(state, "passed", dict_of(Checkpoint), _ADVICE)
     if mark.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
     return Position(epoch, done, mark), signature
-
-
-def _written(entries: Any) -> dict[str, Any]:
-    found = {}
-    for one in fields(entries):
-        value, write = getattr(entries, one.name), one.metadata["write"]
-        found[one.name] = value if write is None else write(value)
-    return found
-
-
-def _parsed(kind: type[T], state: Mapping[str, Any], inside: str = "") -> T:
-    found = {}
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.name in state or inside or one.default is MISSING:
-            found[one.name] = _read(state, one.name, one.metadata["read"], inside)
-    return kind(**found)
-
-
-def _read(state: Mapping[str, Any], name: str, read: Reader, inside: str = "") -> Any:
-    if name not in state:
-        raise ValueError(f"the state{inside and chr(39) + 's ' + inside} has no {name!r}: {_ADVICE}")
-    return read(f"the state's {inside and inside + ' is wrong: its '}{name!r}", state[name])
-
-
-def _wrong(what: str, value: Any, must: str) -> ValueError:
-    return ValueError(f"{what} is {brief(value)}; it must be {must}: {_ADVICE}")
 
 
 def differences(saved: Signature, own: Signature, strict: bool = True) -> list[str]:
@@ -258,23 +192,17 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
         the dataset had 100 samples, and has 90
         batch_size was 8, and is 4
     """
-    other = [one for one in fields(Signature) if getattr(saved, one.name) != getattr(own, one.name)]
-    names = {one.name for one in other}
-    if names & {"dataset_length", "sampler"}:
-        names.discard("sampler_length")  # it follows from them
+    phrases = differing(saved, own, unit=own.unit)
+    if phrases.keys() & {"dataset_length", "sampler"}:
+        phrases.pop("sampler_length", None)  # it follows from them
     same_step = [one.batch_size and one.batch_size * (one.num_replicas or 1) for one in (saved, own)]
     if saved.unit == own.unit and (not strict or same_step[0] == same_step[1]):
-        names.discard("batch_size")
+        phrases.pop("batch_size", None)
     if own.steps_per_epoch is None:
-        names.discard("num_replicas")  # otherwise where an epoch begins depends on it
-    found = []
-    for one in other:
-        if one.name in names and (text := one.metadata["differs"]) is not None:
-            was, now = (getattr(side, one.name) for side in (saved, own))
-            if one.name.endswith("_length"):
-                was, now = ("an unknown number of" if length is None else length for length in (was, now))
-            found.append(text.format(was=was, now=now, unit=own.unit))
-    return found
+        phrases.pop("num_replicas", None)  # otherwise where an epoch begins depends on it
+    for name in phrases.keys() & {"dataset_length", "sampler_length"}:
+        phrases[name] = phrases[name].replace("None", "an unknown number of")
+    return list(phrases.values())
 
 
 def out_of_epoch(saved: Signature, length: int | None, epoch: int, done: int) -> str | None:

@@ -17,15 +17,45 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an, brief
+from sharded_loader.base.entries import (
+    VERSION,
+    anything,
+    check_version,
+    dict_of,
+    differing,
+    entry,
+    integer,
+    list_of,
+    optional,
+    parsed,
+    read_entry,
+    string,
+    true_or_false,
+    written,
+)
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.sampling.state import VERSION
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"
 
-_SAVED = PartPoint._fields[: PartPoint._fields.index("state")]
-"""The fields of a point in ``parts``, in the order of its arguments; ``state`` comes after them."""
+_COUNTS = list_of(integer(0))
+
+
+def _copies(states: Iterable[Any]) -> list[Any]:
+    return copy.deepcopy(list(states))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The entry ``parts``: of each part its number, how many batches it has given, and the fields of a `PartPoint`."""
+
+    number: tuple[int, ...] = entry(_COUNTS, write=list)
+    given: tuple[int, ...] = entry(_COUNTS, write=list)
+    batches: tuple[int, ...] = entry(_COUNTS, write=list)
+    passes: tuple[int, ...] = entry(_COUNTS, write=list)
+    samples: tuple[int, ...] = entry(_COUNTS, write=list)
+    checksum: tuple[int, ...] = entry(_COUNTS, write=list)
+    ended: tuple[bool, ...] = entry(list_of(true_or_false), write=list)
+    state: tuple[Any, ...] | None = entry(optional(list_of(anything)), write=_copies, default=None)
 
 
 @dataclass(frozen=True)
@@ -51,27 +81,19 @@ class StreamSignature:
 
     dataset_length: ClassVar[None] = None
 
-    seed: int
-    dataset: str
-    streams: int
-    batch_size: int
-    last_batch: str
-    steps_per_epoch: int | None
-    num_replicas: int
-    rank: int
+    seed: int = entry(integer())
+    dataset: str = entry(string, "the dataset was a {was}, and is a {now}")
+    streams: int = entry(integer(1), "there were {was} parts (streams), and are {now}")
+    batch_size: int = entry(integer(1), "batch_size was {was}, and is {now}")
+    last_batch: str = entry(string, "last_batch was {was!r}, and is {now!r}")
+    steps_per_epoch: int | None = entry(optional(integer(1)), "steps_per_epoch was {was}, and is {now}")
+    num_replicas: int = entry(integer(1))
+    rank: int = entry(integer(0))
 
     def parts_of_rank(self) -> range:
         """The numbers of the parts that this rank reads."""
         return range(self.rank, self.streams, self.num_replicas)
 
-
-_COMPARED = {
-    "dataset": "the dataset was a {was}, and is a {now}",
-    "streams": "there were {was} parts (streams), and are {now}",
-    "batch_size": "batch_size was {was}, and is {now}",
-    "last_batch": "last_batch was {was!r}, and is {now!r}",
-    "steps_per_epoch": "steps_per_epoch was {was}, and is {now}",
-}
 
 _STAYS = (
     " (within an epoch{steps} it must stay {was}, because all samples of a batch come from one part of the iterable "
@@ -95,15 +117,13 @@ def differences(
     same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
         found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
-    for name, text in _COMPARED.items():
-        was, now = getattr(saved, name), getattr(own, name)
-        if was == now or (name == "batch_size" and begins and (same_step or not strict)):
-            continue
-        found.append(text.format(was=was, now=now))
-        if name == "batch_size" and not begins:
-            found[-1] += _STAYS.format(
-                was=was, steps="" if own.steps_per_epoch is None else " and with steps_per_epoch=,"
-            )
+    phrases = differing(saved, own)
+    if begins and (same_step or not strict):
+        phrases.pop("batch_size", None)
+    elif not begins and "batch_size" in phrases:
+        steps = "" if own.steps_per_epoch is None else " and with steps_per_epoch=,"
+        phrases["batch_size"] += _STAYS.format(was=saved.batch_size, steps=steps)
+    found += phrases.values()
     missing = [part for part in own.parts_of_rank() if part not in position.counts]
     if not found and position.counts and missing:
         found.append(
@@ -123,18 +143,14 @@ def dump(position: StreamPosition, signature: StreamSignature) -> dict[str, Any]
         >>> parse(dump(position, signature), (1, 0)) == (position, signature)
         True
     """
-    points = [position.points.get(part, PartPoint()) for part in position.counts]
-    state: dict[str, Any] = {"version": VERSION, "epoch": position.epoch, "batches": position.batches}
-    state.update(vars(signature))
-    state["parts"] = {
-        "number": list(position.counts),
-        "given": list(position.counts.values()),
-        **{name: [getattr(point, name) for point in points] for name in _SAVED},
-    }
-    states = [copy.deepcopy(point.state) for point in points]
-    if any(one is not None for one in states):
-        state["parts"]["state"] = states
-    return state
+    rows = [(part, given, *position.points.get(part, PartPoint())[:-1]) for part, given in position.counts.items()]
+    names = [one.name for one in fields(_Parts)]
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(names)
+    if all(state is None for state in columns[-1]):
+        columns[-1] = None
+    parts = _Parts(**dict(zip(names, columns, strict=True)))
+    state = {"version": VERSION, "epoch": position.epoch, "batches": position.batches}
+    return {**state, **written(signature), "parts": written(parts)}
 
 
 def parse(state: Any, replicas: tuple[int, int]) -> tuple[StreamPosition, StreamSignature]:
@@ -156,30 +172,17 @@ def parse(state: Any, replicas: tuple[int, int]) -> tuple[StreamPosition, Stream
 
 
 def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
-    if "version" not in state or "parts" not in state:
-        raise ValueError(f"the state has no 'parts', its keys are {brief(sorted(map(str, state)))}: {_ADVICE}")
-    version = check_int("the state's 'version'", state["version"], 1, _ADVICE, ValueError)
-    if version > VERSION:
-        raise ValueError(
-            f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update it"
-        )
-    try:
-        signature = StreamSignature(**{one.name: state[one.name] for one in fields(StreamSignature)})
-        parts = state["parts"]
-        numbers = [check_int("a part", part, 0, _ADVICE, ValueError) for part in parts["number"]]
-        columns = [parts[name] for name in _SAVED]
-        states = copy.deepcopy(parts.get("state")) or [None] * len(numbers)
-        points = [PartPoint(*one) for one in zip(*columns, states, strict=True)]
-        counts = {part: int(count) for part, count in zip(numbers, parts["given"], strict=True)}
-        by_part = dict(zip(numbers, points, strict=True))
-        epoch, batches = state["epoch"], state["batches"]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"the state is damaged ({type(error).__name__}: {error}): {_ADVICE}") from None
-    epoch = check_int("the state's 'epoch'", epoch, 0, _ADVICE, ValueError)
-    batches = check_int("the state's 'batches'", batches, 0, _ADVICE, ValueError)
-    return StreamPosition(epoch, batches, counts, by_part), signature
+    check_version(state, _ADVICE)
+    signature = parsed(StreamSignature, state, _ADVICE)
+    epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
+    parts: _Parts = read_entry(state, "parts", dict_of(_Parts), _ADVICE)
+    numbers, given, *columns, _ = (getattr(parts, one.name) for one in fields(parts))
+    columns.append(copy.deepcopy(parts.state) or [None] * len(numbers))
+    if any(len(column) != len(numbers) for column in (given, *columns)):
+        raise ValueError(f"the state's 'parts' is wrong: its lists have different lengths: {_ADVICE}")
+    counts = dict(zip(numbers, given, strict=True))
+    points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
+    return StreamPosition(epoch, batches, counts, points), signature
 
 
 def _merged(
@@ -189,7 +192,7 @@ def _merged(
     positions, signatures = zip(*found, strict=True)
     first = signatures[0]
     for one in signatures:
-        if any(getattr(one, name) != getattr(first, name) for name in ("seed", *_COMPARED)):
+        if one.seed != first.seed or differing(one, first):
             raise ValueError(f"the states are those of different runs: {_ADVICE}, one of each rank")
     if len({position.epoch for position in positions}) > 1:
         epochs = ", ".join(str(position.epoch) for position in positions)

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from sharded_loader.data.source import BEGINNING, END, Source
+from sharded_loader.base.entries import parsed, written
+from sharded_loader.data.source import BEGINNING, END, Source, SourcePoint
 
 
 class Again:
@@ -93,7 +94,7 @@ def rest(source):
 def test_a_dataset_continues_at_any_position(make, taken):
     source = Source(0, make(), BEGINNING)
     assert [source.read() for _ in range(taken)] == list(range(taken))
-    state = json.loads(json.dumps(source.state()))
+    state = parsed(SourcePoint, json.loads(json.dumps(written(source.state()))), "")
     assert rest(Source(0, make(), state)) == rest(source) == list(range(taken, 5))
 
 
@@ -104,7 +105,7 @@ def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
     resumed = Source(0, make(), source.state())
     assert rest(resumed) == [2, 3, 4]
     resumed.start_over()
-    assert resumed.state() == {"pass": 1, "taken": 0}
+    assert written(resumed.state()) == {"pass": 1, "taken": 0}
     assert rest(resumed) == [0, 1, 2, 3, 4]
     assert (resumed.passes, resumed.taken) == (1, 5)
 
@@ -112,7 +113,7 @@ def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
 @pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
 def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
     dataset = OwnState()
-    assert Source(0, dataset, {"pass": 0, "taken": 3, **entry}).read() == 3
+    assert Source(0, dataset, SourcePoint(0, 3, **entry)).read() == 3
     assert dataset.made == made
     assert dataset.begin == 0  # the state went into a copy
 
@@ -126,12 +127,12 @@ def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
             return super().__getitem__(index)
 
     dataset = Counted("abcde")
-    assert rest(Source(0, dataset, {"pass": 0, "taken": 3})) == ["d", "e"]
+    assert rest(Source(0, dataset, SourcePoint(0, 3))) == ["d", "e"]
     assert dataset.asked == (3, 4)
 
 
 def test_a_state_of_a_dataset_that_was_not_opened_yet_is_kept():
-    state = {"pass": 2, "taken": 3, "dataset": {"at": 3}}
+    state = SourcePoint(2, 3, {"at": 3})
     source = Source(0, OwnState(), state)
     assert source.state() == state
     assert rest(source) == [3, 4]
@@ -141,12 +142,12 @@ def test_a_dataset_that_a_mixture_has_twice_is_resumed_by_counting():
     one = OwnState()
     source = Source(0, one, BEGINNING, has_own_state=False)
     source.read()
-    assert source.state() == {"pass": 0, "taken": 1}
+    assert source.state() == SourcePoint(0, 1)
 
 
 def test_a_dataset_that_has_become_shorter_is_an_error():
     with pytest.raises(ValueError, match=r"datasets\[3\], an Again, has 5 samples, and the state was saved after 6"):
-        Source(3, Again(), {"pass": 0, "taken": 6}).read()
+        Source(3, Again(), SourcePoint(0, 6)).read()
 
 
 def test_an_exception_passes_as_it_is_and_leaves_a_state():
@@ -158,11 +159,11 @@ def test_an_exception_passes_as_it_is_and_leaves_a_state():
     source.read()
     with pytest.raises(OSError, match="disk"):
         source.read()
-    assert source.state() == {"pass": 0, "taken": 1}
+    assert source.state() == SourcePoint(0, 1)
 
 
 def test_entries_are_not_changed():
-    entry = {"pass": 0, "taken": 1, "dataset": {"at": 1}}
+    entry = SourcePoint(0, 1, {"at": 1})
     before = copy.deepcopy(entry)
     source = Source(0, OwnState(), entry)
     rest(source)

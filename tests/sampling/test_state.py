@@ -9,11 +9,9 @@ import itertools
 import json
 import math
 import pickle
-import random
 import re
 import timeit
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,9 +29,7 @@ from sharded_loader import (
     RandomSampler,
     SequentialSampler,
     ShardedDataLoader,
-    SortedBucketSampler,
     SortedSampler,
-    SplitSampler,
     WeightedRandomSampler,
 )
 from sharded_loader.sampling.state import Checkpoint, Position, Signature, differences, dump, parse
@@ -402,73 +398,6 @@ def test_a_place_outside_of_its_epoch_is_refused_with_rollover_too(kind: str, do
     with pytest.raises(ValueError, match="samples"):
         loader.load_state_dict({**before, "samples": done, "epoch": epoch})
     assert loader.state_dict() == before
-
-
-class Shuffled:
-    """A sampler of another library that draws from the global generators."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(10))
-        random.shuffle(order)
-        return iter(order)
-
-    def __len__(self) -> int:
-        return 10
-
-
-class Backwards:
-    """A sampler of another library that goes on by a state of its own."""
-
-    at = 0
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 10:
-            self.at += 1
-            yield 10 - self.at
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-Shuffled.__name__, Backwards.__name__ = "GluonStyle", "Stateful"
-KEYS = [5, 3, 9, 1, 7, 2, 8, 4, 6, 0]
-SAVED_BY_0_1: dict[str, dict[str, Any]] = {
-    "shuffle": {"batch_size": 3, "shuffle": True},
-    "rollover": {"batch_size": 4, "shuffle": True, "last_batch": "rollover"},
-    "ranks": {"batch_size": 2, "shuffle": True, "num_replicas": 2, "rank": 1, "seed": None},
-    "weighted": {"batch_size": 3, "sampler": WeightedRandomSampler(range(10), 9, seed=3)},
-    "split": {"batch_size": 3, "sampler": SplitSampler(10, 3, 2, even_size=True, repeat=3, seed=3)},
-    "batches": {"batch_sampler": SortedBucketSampler(KEYS, 3, 2, shuffle=True, seed=3)},
-    "fixed": {
-        "batch_sampler": FixedBucketSampler(
-            [max(key, 1) for key in KEYS], 2, 2, shuffle=True, seed=3, num_shards=2, last_group="overlap"
-        )
-    },
-    "gluon": {"batch_size": 3, "sampler": Shuffled()},
-    "gluon, rollover": {"batch_size": 4, "sampler": Shuffled(), "last_batch": "rollover"},
-    "list": {"batch_sampler": [[3, 1], [4, 1, 5], [9]]},
-    "stateful": {"batch_size": 3, "sampler": Backwards()},
-}
-
-
-@pytest.mark.parametrize("kind", SAVED_BY_0_1)
-def test_a_state_of_version_0_1_resumes_as_it_did_there(kind: str) -> None:
-    """The states, and the rest of the epoch after each, were written by version 0.1."""
-    saved = json.loads((Path(__file__).parent.parent / "golden" / "states.json").read_text())[kind]
-    loader = ShardedDataLoader(range(10), **{"seed": 7, **SAVED_BY_0_1[kind]})
-    loader.load_state_dict(saved["state"])
-    now = loader.state_dict()
-    now.pop("num_replicas", None)  # is new
-    assert now == saved["state"]
-    batches = [[one.tolist() for one in batch] if isinstance(batch, list) else batch.tolist() for batch in loader]
-    assert batches == saved["rest"]
 
 
 def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:

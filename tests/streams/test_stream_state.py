@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sharded_loader.base.entries import VERSION
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.sampling.state import VERSION
 from sharded_loader.streams.state import StreamPosition, StreamSignature, differences, dump, parse
 
 SIGNATURE = StreamSignature(7, "Lines", 3, 8, "keep", None, 1, 0)
@@ -116,7 +116,9 @@ def test_what_is_no_state_is_rejected() -> None:
     parts = state["parts"]
     damaged: list[dict[str, Any]] = [
         {"parts": {**parts, "given": [1]}},
+        {"parts": {**parts, "samples": [*parts["samples"], 3]}},
         {"parts": {**parts, "number": [0, 1, "2"]}},
+        {"parts": {**parts, "ended": [False, 1, False]}},
         {"parts": {**parts, "number": [0, 1, -2]}},
         {"parts": {key: value for key, value in parts.items() if key != "samples"}},
         {"parts": None},
@@ -128,5 +130,5 @@ def test_what_is_no_state_is_rejected() -> None:
     for change in damaged:
         with pytest.raises(ValueError):
             parse({**state, **change}, (1, 0))
-    with pytest.raises(ValueError, match="update it"):
+    with pytest.raises(ValueError, match="update sharded_loader"):
         parse({**state, "version": VERSION + 1}, (1, 0))
