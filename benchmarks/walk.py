@@ -29,9 +29,12 @@ EPOCHS = 3
 """Epochs that are recorded. A function belongs to the road if most of them call it: some calls are rare, as when memory
 is cut once more."""
 
-PAUSE = 0.005
-"""Seconds between two turns, as for a training step. Workers finish batches in this time, so that the walks do not
-depend on who is faster: without a pause, medians differ between runs on a busy machine."""
+PAUSE = 0.015
+"""Seconds between two turns, as for a training step. Workers finish all batches in flight in this time, so that the
+walks do not depend on who is faster: with a shorter pause, messages come one by one or together, and medians differ."""
+
+MEANS = ("calls", "changes of file")
+"""Counts with a mean. Turns in which messages come and others take turns, and a median may be either."""
 
 
 class Step(NamedTuple):
@@ -77,7 +80,7 @@ def summary_of(epochs: Sequence[Sequence[Sequence[Step]]]) -> dict[str, Any]:
 
     Returns:
         ``"epoch"``: the distinct functions and files that most epochs call. ``"next()"``: the median of each count of a
-        turn, and the mean of its calls. ``"walk"``: the most frequent walk with the median of calls.
+        turn, and the mean of those in `MEANS`. ``"walk"``: the most frequent walk with the median of calls.
     """
     steady = [walks[len(walks) // 4 : len(walks) - len(walks) // 4] for walks in epochs]
     epochs_of = Counter(function for walks in steady for function in {step[:3] for walk in walks for step in walk})
@@ -89,7 +92,7 @@ def summary_of(epochs: Sequence[Sequence[Sequence[Step]]]) -> dict[str, Any]:
         "epoch": {"functions": len(touched), "files": len({file for file, *_ in touched})},
         "next()": {
             **{name: statistics.median(count[name] for count in counts) for name in counts[0]},
-            "mean calls": statistics.mean(count["calls"] for count in counts),
+            **{f"mean {name}": statistics.mean(count[name] for count in counts) for name in MEANS},
         },
         "walk": Counter(tuple(walk) for walk in walks if len(walk) == middle).most_common(1)[0][0],
     }
