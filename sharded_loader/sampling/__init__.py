@@ -1,4 +1,5 @@
-"""The order of samples: samplers, batch samplers, buckets, shards and ranks. From the bottom up:
+"""The order of samples: samplers, batch samplers, buckets, shards and ranks. `sharded_loader` has their names. From the
+bottom up:
 
     tables.py            one epoch as a table; batches and ranks as arithmetic on positions
     sorting.py           sorting by keys of any kind
@@ -19,43 +20,3 @@
 Everything here is a pure function of (seed, epoch, position); nothing imports torch until a seed has to be
 drawn from its generator.
 """
-
-from sharded_loader.sampling.base import Sampler
-from sharded_loader.sampling.batch_samplers import BatchSampler, BoundedBudgetSampler, SortedBucketSampler
-from sharded_loader.sampling.bucket_samplers import FixedBucketSampler
-from sharded_loader.sampling.bucket_schemes import BucketScheme, ConstWidthBucket, ExpWidthBucket, LinearWidthBucket
-from sharded_loader.sampling.index_samplers import (
-    FilterSampler,
-    IntervalSampler,
-    RandomSampler,
-    SequentialSampler,
-    SortedSampler,
-    SubsetRandomSampler,
-)
-from sharded_loader.sampling.replicas import SplitSampler
-from sharded_loader.sampling.shard_shuffle import EqualShards, ShardShuffleSampler
-from sharded_loader.sampling.shards import ShardedBatchSampler
-from sharded_loader.sampling.weighted import WeightedRandomSampler
-
-__all__ = [
-    "BatchSampler",
-    "BoundedBudgetSampler",
-    "BucketScheme",
-    "ConstWidthBucket",
-    "EqualShards",
-    "ExpWidthBucket",
-    "FilterSampler",
-    "FixedBucketSampler",
-    "IntervalSampler",
-    "LinearWidthBucket",
-    "RandomSampler",
-    "Sampler",
-    "SequentialSampler",
-    "ShardShuffleSampler",
-    "ShardedBatchSampler",
-    "SortedBucketSampler",
-    "SortedSampler",
-    "SplitSampler",
-    "SubsetRandomSampler",
-    "WeightedRandomSampler",
-]

@@ -53,7 +53,7 @@ class BatchSampler(WrapperSampler[list[int]]):
             ``last_batch``, and a ``sampler`` that can be read only once.
 
     Example:
-        >>> from sharded_loader.sampling import SequentialSampler
+        >>> from sharded_loader import SequentialSampler
         >>> batches = BatchSampler(SequentialSampler(5), 2, "rollover")
         >>> list(batches), list(batches)
         ([[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]])

@@ -41,7 +41,7 @@ class EpochRequests:
     """The calls to ``set_epoch`` on some samplers that one loader has not seen yet.
 
     Example:
-        >>> from sharded_loader.sampling import RandomSampler
+        >>> from sharded_loader import RandomSampler
         >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
         >>> requests.listen([sampler])
         >>> sampler.set_epoch(3)

@@ -137,7 +137,7 @@ class ReplicaSampler(WrapperSampler[Any]):
         seed: starts ``sampler`` if another library made it; the same on all ranks.
 
     Example:
-        >>> from sharded_loader.sampling import SequentialSampler
+        >>> from sharded_loader import SequentialSampler
         >>> [list(ReplicaSampler(SequentialSampler(5), lambda: (2, rank))) for rank in range(2)]
         [[0, 2, 4], [1, 3, 0]]
 

@@ -245,7 +245,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
             batch that is empty or sharded already.
 
     Example:
-        >>> from sharded_loader.sampling import BatchSampler, SequentialSampler
+        >>> from sharded_loader import BatchSampler, SequentialSampler
         >>> list(ShardedBatchSampler(BatchSampler(SequentialSampler(5), 4), 2))
         [[[0, 1], [2, 3]], [[4]]]
 

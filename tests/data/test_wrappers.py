@@ -216,7 +216,7 @@ def test_outside_a_loader_bulk_reading_needs_no_seed():
 
 
 def test_sample_uses_the_iter_that_a_sampler_class_overrides():
-    from sharded_loader.sampling import SequentialSampler
+    from sharded_loader import SequentialSampler
 
     class Backwards(SequentialSampler):
         def __iter__(self):

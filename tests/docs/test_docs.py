@@ -111,6 +111,13 @@ def test_completion_offers_every_public_name_once() -> None:
     assert [name for name in sharded_loader.__all__ if dir(sharded_loader).count(name) != 1] == []
 
 
+def test_type_checkers_know_every_public_name_in_its_module() -> None:
+    stub = (ROOT / "sharded_loader/__init__.pyi").read_text(encoding="utf-8")
+    shown = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", stub, re.MULTILINE)}
+    modules = dict.fromkeys(sharded_loader._MODULES, "sharded_loader")
+    assert shown == {**sharded_loader._HOME_OF, **modules}
+
+
 def test_every_attribute_of_a_loader_is_in_the_reference() -> None:
     # Without its indentation, which Python 3.13 takes away and others keep.
     shown = inspect.getdoc(find("sharded_loader.ShardedDataLoader")) or ""

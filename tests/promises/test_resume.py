@@ -27,6 +27,7 @@ from sharded_loader import (
     InlinePool,
     IntervalSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -38,7 +39,6 @@ from sharded_loader import (
     sample_rng,
 )
 from sharded_loader.engine.pool import Pool
-from sharded_loader.sampling import Sampler
 
 Loader = Callable[..., ShardedDataLoader]
 

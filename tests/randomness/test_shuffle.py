@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader import RandomSampler
 from sharded_loader.randomness import shuffle
-from sharded_loader.sampling import RandomSampler
 from sharded_loader.sampling.tables import BLOCK
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling import (
+from sharded_loader import (
     BatchSampler,
     BoundedBudgetSampler,
     FixedBucketSampler,

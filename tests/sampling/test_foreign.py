@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 
-from sharded_loader import ShardedDataLoader
-from sharded_loader.base import limits
-from sharded_loader.sampling import (
+from sharded_loader import (
     BatchSampler,
     RandomSampler,
     Sampler,
     ShardedBatchSampler,
+    ShardedDataLoader,
 )
+from sharded_loader.base import limits
 from sharded_loader.sampling.base import check_sampler, is_own
 from sharded_loader.sampling.foreign import len_epoch, table_of
 from sharded_loader.sampling.tables import BLOCK

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from sharded_loader import sampling
+import sharded_loader
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SCHEMES = {
-    "const": sampling.ConstWidthBucket(),
-    "linear": sampling.LinearWidthBucket(),
-    "exp": sampling.ExpWidthBucket(),
-    "exp1.5": sampling.ExpWidthBucket(1.5),
+    "const": sharded_loader.ConstWidthBucket(),
+    "linear": sharded_loader.LinearWidthBucket(),
+    "exp": sharded_loader.ExpWidthBucket(),
+    "exp1.5": sharded_loader.ExpWidthBucket(1.5),
 }
 
 
@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("case", cases("sampler"))
 def test_index_samplers_answer_as_gluon_does(case: dict[str, Any]) -> None:
     params = dict(case["params"])
-    sampler = getattr(sampling, params.pop("cls"))(*params.values())
+    sampler = getattr(sharded_loader, params.pop("cls"))(*params.values())
     expected = case["expected"]["__dict__"]
     assert len(sampler) == expected["len"]
     assert list(sampler) == expected["items"]
@@ -40,7 +40,9 @@ def test_index_samplers_answer_as_gluon_does(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", cases("batch_sampler"))
 def test_batch_sampler_answers_as_gluon_does_epoch_after_epoch(case: dict[str, Any]) -> None:
     params = case["params"]
-    sampler = sampling.BatchSampler(sampling.SequentialSampler(params["n"]), params["batch_size"], params["last_batch"])
+    sampler = sharded_loader.BatchSampler(
+        sharded_loader.SequentialSampler(params["n"]), params["batch_size"], params["last_batch"]
+    )
     for expected in case["expected"]:
         assert len(sampler) == expected["__dict__"]["len_before"]
         assert list(sampler) == expected["__dict__"]["batches"]
@@ -59,7 +61,7 @@ def test_gluonnlp_samplers_answer_as_gluonnlp_does(case: dict[str, Any]) -> None
     cls = params.pop("cls")
     if cls == "SplitSampler":
         for part, expected in enumerate(case["expected"]):
-            sampler = sampling.SplitSampler(
+            sampler = sharded_loader.SplitSampler(
                 params["length"], params["num_parts"], part, even_size=params["even_size"], shuffle=False
             )
             wanted = expected["__dict__"]
@@ -70,9 +72,9 @@ def test_gluonnlp_samplers_answer_as_gluonnlp_does(case: dict[str, Any]) -> None
         return
     wanted = case["expected"]["__dict__"]
     if cls == "SortedSampler":
-        assert list(sampling.SortedSampler(params["keys"], reverse=params["reverse"])) == wanted["items"]
+        assert list(sharded_loader.SortedSampler(params["keys"], reverse=params["reverse"])) == wanted["items"]
         return
-    bucketed = sampling.SortedBucketSampler(
+    bucketed = sharded_loader.SortedBucketSampler(
         params["keys"], params["batch_size"], mult=params["mult"], reverse=params["reverse"]
     )
     assert list(bucketed) == wanted["batches"]
@@ -87,11 +89,11 @@ def test_fixed_bucket_sampler_answers_as_gluonnlp_does(case: dict[str, Any]) -> 
     expected = case["expected"]
     if "__error__" in expected:
         with pytest.raises(ValueError, match="give|leave"):
-            sampling.FixedBucketSampler(**params)
+            sharded_loader.FixedBucketSampler(**params)
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sampler = sampling.FixedBucketSampler(**params, last_group="overlap")
+        sampler = sharded_loader.FixedBucketSampler(**params, last_group="overlap")
     assert [str(warning.message) for warning in caught] == case.get("warnings", [])
     wanted = expected["__dict__"]
     assert len(sampler) == wanted["len"]

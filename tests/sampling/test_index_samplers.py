@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling import (
+from sharded_loader import (
     FilterSampler,
     IntervalSampler,
     RandomSampler,
@@ -227,7 +227,7 @@ def test_a_filter_keeps_the_samples_that_pass() -> None:
 def test_sampling_never_imports_torch_where_a_seed_is_given() -> None:
     code = (
         "import sys\n"
-        "from sharded_loader.sampling import *\n"
+        "from sharded_loader import BatchSampler, FixedBucketSampler, RandomSampler\n"
         "list(BatchSampler(RandomSampler(9, seed=1), 2)); list(BatchSampler([1, 2], 2)); FixedBucketSampler([1], 1)\n"
         "sys.exit('torch' in sys.modules)"
     )

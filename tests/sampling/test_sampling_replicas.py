@@ -14,7 +14,7 @@ import torch.utils.data as torch_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling import (
+from sharded_loader import (
     BatchSampler,
     RandomSampler,
     SequentialSampler,

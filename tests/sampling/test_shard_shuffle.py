@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader import ShardedDataLoader
-from sharded_loader.sampling import EqualShards, Sampler, ShardShuffleSampler
+from sharded_loader import EqualShards, Sampler, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.sampling.replicas import ReplicaSampler
 
 quick = settings(max_examples=80, deadline=None)

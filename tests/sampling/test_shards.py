@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader import ShardedDataLoader
-from sharded_loader.sampling import (
+from sharded_loader import (
     BatchSampler,
     SequentialSampler,
     ShardedBatchSampler,
+    ShardedDataLoader,
 )
 from sharded_loader.sampling.shards import check_shares, is_sharded, shard_sizes, split_batch
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader import SortedSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
-from sharded_loader.sampling import SortedSampler
 from sharded_loader.sampling.sorting import order_of_ratios, sort_order, sortable
 
 quick = settings(max_examples=50, deadline=None)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader import WeightedRandomSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
-from sharded_loader.sampling import WeightedRandomSampler
 from sharded_loader.sampling.tables import BLOCK
 
 quick = settings(max_examples=50, deadline=None)

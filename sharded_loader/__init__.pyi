@@ -1,0 +1,60 @@
+"""The public names, for type checkers and editors. `__init__.py` has the same names in one table."""
+
+from sharded_loader import batchify as batchify
+from sharded_loader import recordio as recordio
+from sharded_loader.base.errors import LoaderClosedError as LoaderClosedError
+from sharded_loader.base.errors import SampleError as SampleError
+from sharded_loader.base.errors import SampleReadError as SampleReadError
+from sharded_loader.base.errors import TooManySkippedError as TooManySkippedError
+from sharded_loader.base.errors import WorkerDiedError as WorkerDiedError
+from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
+from sharded_loader.base.notices import LoaderWarning as LoaderWarning
+from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
+from sharded_loader.batching.protocol import empty as empty
+from sharded_loader.data.arrays import ArrayDataset as ArrayDataset
+from sharded_loader.data.columns import PackedList as PackedList
+from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
+from sharded_loader.data.datasets import Dataset as Dataset
+from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
+from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
+from sharded_loader.data.interleave import interleave as interleave
+from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
+from sharded_loader.loader.stats import LoaderStats as LoaderStats
+from sharded_loader.parallel import Replicas as Replicas
+from sharded_loader.parallel import split_and_load as split_and_load
+from sharded_loader.parallel import split_data as split_data
+from sharded_loader.pools.inline import InlinePool as InlinePool
+from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
+from sharded_loader.pools.ray.pool import RayPool as RayPool
+from sharded_loader.pools.threads import ThreadPool as ThreadPool
+from sharded_loader.randomness.indices import IndexView as IndexView
+from sharded_loader.randomness.rng import sample_generator as sample_generator
+from sharded_loader.randomness.rng import sample_rng as sample_rng
+from sharded_loader.randomness.rng import sample_seed as sample_seed
+from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
+from sharded_loader.sampling.base import Sampler as Sampler
+from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler
+from sharded_loader.sampling.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
+from sharded_loader.sampling.batch_samplers import SortedBucketSampler as SortedBucketSampler
+from sharded_loader.sampling.bucket_samplers import FixedBucketSampler as FixedBucketSampler
+from sharded_loader.sampling.bucket_schemes import BucketScheme as BucketScheme
+from sharded_loader.sampling.bucket_schemes import ConstWidthBucket as ConstWidthBucket
+from sharded_loader.sampling.bucket_schemes import ExpWidthBucket as ExpWidthBucket
+from sharded_loader.sampling.bucket_schemes import LinearWidthBucket as LinearWidthBucket
+from sharded_loader.sampling.index_samplers import FilterSampler as FilterSampler
+from sharded_loader.sampling.index_samplers import IntervalSampler as IntervalSampler
+from sharded_loader.sampling.index_samplers import RandomSampler as RandomSampler
+from sharded_loader.sampling.index_samplers import SequentialSampler as SequentialSampler
+from sharded_loader.sampling.index_samplers import SortedSampler as SortedSampler
+from sharded_loader.sampling.index_samplers import SubsetRandomSampler as SubsetRandomSampler
+from sharded_loader.sampling.replicas import SplitSampler as SplitSampler
+from sharded_loader.sampling.shard_shuffle import EqualShards as EqualShards
+from sharded_loader.sampling.shard_shuffle import ShardShuffleSampler as ShardShuffleSampler
+from sharded_loader.sampling.shards import ShardedBatchSampler as ShardedBatchSampler
+from sharded_loader.sampling.weighted import WeightedRandomSampler as WeightedRandomSampler
+from sharded_loader.storage.cache import ShardCache as ShardCache
+from sharded_loader.storage.dataset import ShardDataset as ShardDataset
+from sharded_loader.storage.stores import ShardError as ShardError
+
+__all__: list[str]
+__version__: str
