@@ -11,6 +11,7 @@ their roads are the last ones.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import sys
@@ -95,6 +96,7 @@ def _after_an_epoch(loader: Any) -> Any:
     return loader
 
 
+@functools.cache
 def _images() -> Array:
     images = WORKLOADS["images"].build().columns
     assert images is not None
