@@ -20,11 +20,11 @@ from typing import Any, Literal, NoReturn
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.callers import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
-from sharded_loader.base.dynamo import leave_alone
+from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
+from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
 from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place, at_told_epoch

@@ -2,15 +2,22 @@
 
     call_after_import("torch", then)    calls ``then`` when torch has been imported; at once if it is imported already
     forget_import("torch")              takes that back
+    leave_alone(function, ...)          `torch.compile` compiles neither these functions nor what they call
 
-It serves what a worker has to say to a library, or has to seed in it. Most workers never import torch.
+The first serves what a worker has to say to a library, or has to seed in it. Most workers never import torch.
+
+A loop over a loader may stand in a compiled function. Dynamo would compile the engine, and what the engine calls: the
+dataset, and in forked workers, which inherit Dynamo's hook, everything that they do (100 times slower).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
+
+from sharded_loader.base.private import is_being_imported, skip_compiling
 
 
 def call_after_import(name: str, then: Callable[[], None]) -> None:
@@ -22,7 +29,7 @@ def call_after_import(name: str, then: Callable[[], None]) -> None:
     """
     forget_import(name)
     module = sys.modules.get(name)
-    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+    if module is not None and not is_being_imported(module):
         then()
     else:
         sys.meta_path.insert(0, _Finder(name, then))
@@ -56,3 +63,16 @@ class _Finder:
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+_alone: list[FunctionType] = []
+
+
+def leave_alone(*functions: Any) -> None:
+    """See to it that Dynamo does not compile these functions of ours, nor what they call.
+
+    Other functions of this library are not compiled either, but what they call may be. Before torch 2.7, so may what
+    these call.
+    """
+    _alone.extend(functions)
+    call_after_import("torch._dynamo", lambda: skip_compiling(_alone))

@@ -29,6 +29,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from sharded_loader.base.private import posix_shared_memory
+
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 """For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
 
@@ -71,15 +73,15 @@ def _open_memfd(label: str) -> tuple[int, None]:
 
 def _open_shm(label: str) -> tuple[int, str]:
     try:
-        import _posixshmem  # type: ignore[import-not-found]
+        shared = posix_shared_memory()
     except ImportError as error:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
     name = f"/{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also when a Ctrl-C comes in between
         with contextlib.suppress(OSError):
-            _posixshmem.shm_unlink(name)
+            shared.shm_unlink(name)
     os.set_inheritable(fd, False)
     return fd, "/dev/shm"
 

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.base.dynamo import leave_alone
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.base.imports import leave_alone
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sharded_loader.base.callers import fetched_by_lightning
+from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.start import generator_state, next_draws, tellable
 from sharded_loader.engine.plan import Run

@@ -29,6 +29,7 @@ from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
 from sharded_loader.base.described import an
+from sharded_loader.base.private import begin_loader, end_loader, note_prepared
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.loader.loader import ShardedDataLoader
@@ -62,7 +63,7 @@ class Prepared:
             synchronize_rng_states(["generator"], self._synchronized)
         gradient_state = GradientState()
         self.end_of_dataloader, self.remainder = False, self._remainder()
-        gradient_state._add_dataloader(self)
+        begin_loader(gradient_state, self)
         try:
             left, self._skips = self._skip(self._skips), 0
             batches = super().__iter__()  # type: ignore[misc]
@@ -77,7 +78,7 @@ class Prepared:
             self.iteration += 1
         finally:
             self._state = None
-            gradient_state._remove_dataloader(self)
+            end_loader(gradient_state, self)
 
     def _one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         nothing: Any = object()
@@ -188,8 +189,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
             f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}: "
             f"give that to accelerator.prepare()"
         )
-    if prepared not in accelerator._dataloaders:
-        accelerator._dataloaders.append(prepared)
+    note_prepared(accelerator, prepared)
     return prepared
 
 

@@ -15,8 +15,8 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sharded_loader.base.callers import refuse_skipping
 from sharded_loader.base.described import an
+from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline

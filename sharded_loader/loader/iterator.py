@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharded_loader.base.dynamo import leave_alone
 from sharded_loader.base.errors import LoaderClosedError, as_batch_error, text_of
+from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
@@ -46,7 +47,7 @@ else:
 
     Batch = TypeVar("Batch")
 
-profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
 
 
@@ -123,7 +124,7 @@ class EpochIterator(Iterator[Batch]):
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child nobody would release it
-        is_nested = pipeline.lock._is_owned()  # type: ignore[attr-defined]  # of `Condition`'s protocol for locks
+        is_nested = is_owned(pipeline.lock)
         with pipeline.lock:
             run, mark = self.run, None
             if run is not None and pipeline.closed:

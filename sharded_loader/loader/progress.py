@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from sharded_loader.base.callers import fetched_by_lightning
+from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.fingerprint import warn_of_other_data
 from sharded_loader.engine.plan import Run
 from sharded_loader.sampling.order import EpochOrder

@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sharded_loader.base.private import tracked_class, tracker_of
+
 
 def is_findable(obj: Any) -> bool:
     """Whether the other process finds the same object under the same name."""
@@ -35,9 +37,7 @@ def _look_up(module: Any, qualname: str) -> Any:
 
 def class_reference(cls: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     """A reduction that names ``cls`` so that the main process finds its own."""
-    # Where cloudpickle is not loaded, it has brought no class.
-    trackers = getattr(sys.modules.get("cloudpickle.cloudpickle"), "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
-    return resolve_class, (cls.__module__, cls.__qualname__, trackers.get(cls), id(cls))
+    return resolve_class, (cls.__module__, cls.__qualname__, tracker_of(cls), id(cls))
 
 
 def resolve_class(module: str, qualname: str, tracker: str | None, address: int) -> type:
@@ -47,9 +47,9 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     look up. Among all classes with its name it is the one at the same address, because a forked worker's classes lie
     where they lie here. Or it is the only one: a spawned worker imported the module that makes it.
     """
-    tracked = getattr(sys.modules.get("cloudpickle.cloudpickle"), "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(tracker)
+    tracked = tracked_class(tracker)
     if tracked is not None:
-        return tracked  # type: ignore[no-any-return]
+        return tracked
     older = _of_main.get(address)
     # Not an error's: the user's loop is to catch it by the name that it has now.
     if older is not None and older.__qualname__ == qualname and not issubclass(older, BaseException):

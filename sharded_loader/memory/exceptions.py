@@ -9,7 +9,6 @@ exception is the user's code: its ``__reduce__``, ``__str__`` and ``__getattr__`
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import io
 import re
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from sharded_loader.base.errors import (
     shorten,
     text_of,
 )
+from sharded_loader.base.private import slot_names
 from sharded_loader.memory.codec import ReplyPickler, decode, encode
 
 
@@ -99,7 +99,7 @@ def _summary(error: BaseException) -> str:
 def _slots(error: BaseException) -> dict[str, Any]:
     """What the exception has in slots."""
     found = {}
-    for name in copyreg._slotnames(type(error)):  # type: ignore[attr-defined]
+    for name in slot_names(type(error)):
         with contextlib.suppress(Exception):  # it is not set, or private
             found[name] = getattr(error, name)
     return found

@@ -17,6 +17,8 @@ import sys
 from multiprocessing import context
 from typing import Any
 
+from sharded_loader.base.private import duplicated, reducer_of
+
 
 def is_needed(error: BaseException | None) -> bool:
     """Whether pickling has failed because a process would have to inherit something."""
@@ -48,9 +50,7 @@ class Inherited:
 
     def DupFd(self, fd: int) -> Any:
         """A descriptor as an object that can be pickled."""
-        from multiprocessing.popen_spawn_posix import _DupFd
-
-        return _DupFd(fd)
+        return duplicated(fd)
 
     def duplicate_for_child(self, fd: int) -> int:
         """The number that a descriptor has in the workers: the same as here."""
@@ -67,7 +67,5 @@ def reduced(obj: Any) -> Any:
     """How ``multiprocessing`` pickles an object, inside a ``with`` block of `Inherited`; otherwise NotImplemented."""
     if not isinstance(context.get_spawning_popen(), Inherited):
         return NotImplemented
-    from multiprocessing.reduction import ForkingPickler
-
-    reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
+    reduce = reducer_of(type(obj))
     return NotImplemented if reduce is None else reduce(obj)

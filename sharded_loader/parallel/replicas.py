@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from sharded_loader.base.described import an
+from sharded_loader.base.private import copy_each
 from sharded_loader.devices.names import DeviceLike, device_list
 
 
@@ -194,7 +195,7 @@ class Replicas:
             tensors = [sources[number] for number in bucket]
             for replica in others:
                 targets = [replica[number] for number in bucket]
-                torch._foreach_copy_(targets, _moved(tensors, targets[0].device))  # type: ignore[arg-type]
+                copy_each(targets, _moved(tensors, targets[0].device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all replicas.

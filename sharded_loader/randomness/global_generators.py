@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.imports import call_after_import
+from sharded_loader.base.private import SEED_BYTES, WORD_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +120,9 @@ def seed_torch(generator: torch.Generator, key: int) -> None:
         return
     words = random.Random(key | FOR_TORCH << 128).getrandbits(32 * 624).to_bytes(4 * 624, "little")
     state = template.copy()
-    state[_SEED].view(np.uint64)[0] = seed
-    state[_WORDS].view(np.uint64)[:] = np.frombuffer(words, "<u4")
+    state[SEED_BYTES].view(np.uint64)[0] = seed
+    state[WORD_BYTES].view(np.uint64)[:] = np.frombuffer(words, "<u4")
     generator.set_state(sys.modules["torch"].from_numpy(state))
-
-
-_SEED, _WORDS = slice(0, 8), slice(24, 24 + 8 * 624)
-"""Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
 
 
 @cache
@@ -135,7 +132,7 @@ def _torch_state() -> npt.NDArray[Any] | None:
     state: npt.NDArray[Any] = generator.manual_seed(0).get_state().numpy().copy()
     # NumPy's Mersenne Twister makes the same words of a seed of 32 bits.
     expected = np.random.RandomState(0).get_state(legacy=False)["state"]["key"]
-    if state.nbytes < _WORDS.stop or not np.array_equal(state[_WORDS].view(np.uint64), expected):
+    if state.nbytes < WORD_BYTES.stop or not np.array_equal(state[WORD_BYTES].view(np.uint64), expected):
         return None
     return state
 

@@ -64,12 +64,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sharded_loader.base.private import blake2b
 from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
-
-try:
-    from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
-except ImportError:
-    from hashlib import blake2b
 
 if TYPE_CHECKING:
     import torch

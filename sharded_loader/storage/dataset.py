@@ -33,6 +33,7 @@ import numpy as np
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
+from sharded_loader.base.private import path_of
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.versions import checksums, is_rewritten
@@ -376,7 +377,7 @@ def absolute(url: str) -> str:
         return url
     from fsspec.implementations.local import LocalFileSystem
 
-    return str(LocalFileSystem._strip_protocol(url))
+    return path_of(LocalFileSystem, url)
 
 
 def local_path(url: str) -> str | None:

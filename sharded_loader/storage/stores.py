@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar
 
+from sharded_loader.base.private import close_session, path_of
 from sharded_loader.data import retried
 from sharded_loader.storage.fast_s3 import FastS3
 from sharded_loader.storage.redacted import redacted, shown
@@ -154,10 +155,8 @@ class Store:
         with self._lock:
             systems, self._systems = self._systems, {}
         for system in systems.values():
-            session = getattr(system, "_session", None) or getattr(system, "_s3", None)
-            close = getattr(system, "close_session", None)
-            if os.getpid() == self._pid and session is not None and close is not None:
-                close(system.loop, session)
+            if os.getpid() == self._pid:
+                close_session(system)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class Store:
                 options = self._options if key else {}
                 self._systems[key] = url_to_fs(url, skip_instance_cache=True, **options)[0]
             system = self._systems[key]
-        return system, system._strip_protocol(url)
+        return system, path_of(system, url)
 
     def _try(self, url: str, request: Callable[[], Result]) -> Result:
         """The answer to a request, which is tried again if it fails."""

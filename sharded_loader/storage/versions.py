@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
+from sharded_loader.base.private import reader_of, s3_caller
 from sharded_loader.storage.redacted import shown
 
 _NAMES = (
@@ -112,7 +113,7 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
     names = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
     if "http" in names:
         answer = _http_part(system, path, begin, end, stat)
-    elif "s3" in names and hasattr(system, "_call_s3"):
+    elif "s3" in names and s3_caller(system) is not None:
         answer = _s3_part(system, path, begin, end, stat)
     else:
         answer = _any_part(system, path, begin, end)
@@ -125,13 +126,14 @@ async def _awaited(answer: Any) -> Any:
 
 
 async def _any_part(system: Any, path: str, begin: int, end: int) -> tuple[bytes, bool]:
-    return await system._cat_file(path, start=begin, end=end), False
+    return await reader_of(system)(path, start=begin, end=end), False
 
 
 async def _s3_part(system: Any, path: str, begin: int, end: int, stat: Stat | None) -> tuple[bytes, bool]:
     bucket, key, version = system.split_path(path)
     how = {**getattr(system, "req_kw", {}), **({"VersionId": version} if version else {})}
-    answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **how)
+    call: Any = s3_caller(system)
+    answer = await call("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **how)
     try:
         told = agrees(stat, tag_of(answer))
         return await answer["Body"].read(), told
@@ -152,7 +154,7 @@ async def _http_part(system: Any, url: str, begin: int, end: int, stat: Stat | N
         answer.raise_for_status()
 
     headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-    found = await system._cat_file(url, start=begin, end=end, headers=headers, raise_for_status=look)
+    found = await reader_of(system)(url, start=begin, end=end, headers=headers, raise_for_status=look)
     if seen and seen[0] == 200:  # a server that does not know requests for parts sends the whole file
         if stat is not None and len(found) != stat.size:
             raise Unfit(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")

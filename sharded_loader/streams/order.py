@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sharded_loader.base.callers import fetched_by_lightning
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
+from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
 from sharded_loader.engine.stream import PartPoint, Stream
 from sharded_loader.randomness.rng import draw_seed

@@ -15,10 +15,10 @@ here imports torch. What can go wrong: torch has no such function any more. Then
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from typing import Any
 
+from sharded_loader.base.private import answer_for_torch, set_worker_info, worker_info
 from sharded_loader.data.source import ask_first
 from sharded_loader.engine.messages import Job
 
@@ -49,7 +49,7 @@ class Part:
     def info(self) -> Any:
         """The same as an object of torch's, which is imported."""
         self.asked = True
-        return sys.modules["torch.utils.data._utils.worker"].WorkerInfo(**self._fields)
+        return worker_info(**self._fields)
 
 
 class _Here(threading.local):
@@ -94,12 +94,7 @@ def tell(part: Part | None, *, alone: bool = False) -> Part | None:
 
 def tell_torch() -> None:
     """Let torch ask here, if it is imported. To be called again when it is imported in the middle of a part."""
-    torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-    function = getattr(torch_worker, "get_worker_info", None)  # None: it is not imported, or only half of it
-    code = getattr(function, "__code__", None)
-    if code is not None and not code.co_freevars and code is not _get_worker_info.__code__:
-        torch_worker._sharded_loader_info = _info_here
-        function.__code__ = _get_worker_info.__code__  # type: ignore[union-attr]
+    answer_for_torch(_info_here)
 
 
 def told() -> Part | None:
@@ -118,24 +113,13 @@ def _info_here() -> Any:
     return None if part is None else part.info()
 
 
-def _get_worker_info() -> Any:
-    """Its code runs in torch's module, where these names are."""
-    info = _sharded_loader_info()  # type: ignore[name-defined]  # noqa: F821
-    return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
-
-
 def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:
     """Tell torch, which has been imported, that this process is a worker."""
     import torch
-    from torch.utils.data._utils import worker as torch_worker
 
     torch.set_num_threads(1)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number,
-        num_workers=num_workers,
-        seed=seed,  # what torch.initial_seed() says in worker_init_fn
-        dataset=job.dataset,
-    )
+    # The seed is what torch.initial_seed() says in worker_init_fn.
+    set_worker_info(id=number, num_workers=num_workers, seed=seed, dataset=job.dataset)
     tell_torch()
     if job.base_seed is not None:
         torch.manual_seed(seed)

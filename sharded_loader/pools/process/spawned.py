@@ -26,6 +26,7 @@ import traceback
 from typing import Any
 
 from sharded_loader.base.imports import call_after_import
+from sharded_loader.base.private import become_child
 from sharded_loader.base.system import ONE_THREAD
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
@@ -99,7 +100,8 @@ def main(orders: dict[str, Any]) -> None:
     sys.argv = orders["sys_argv"]
     os.chdir(orders["dir"])
     _close_stdin()
-    call_after_import("multiprocess", lambda: _tell_multiprocess(orders))
+    known = orders["name"], orders["authkey"], orders["orig_dir"], orders["tracker"]
+    call_after_import("multiprocess", lambda: become_child(*known))
     conn = Connection(orders["fd"])
     try:
         from sharded_loader.pools.process import worker
@@ -118,17 +120,6 @@ def _close_stdin() -> None:
         sys.stdin.close()
     with contextlib.suppress(OSError, ValueError):
         sys.stdin = open(os.open(os.devnull, os.O_RDONLY), encoding="utf-8", closefd=False)  # noqa: SIM115
-
-
-def _tell_multiprocess(orders: dict[str, Any]) -> None:
-    """Name, authentication key, daemon: what ``multiprocess`` itself tells its children."""
-    from multiprocess import process, resource_tracker
-
-    current: Any = process.current_process()
-    current._name = orders["name"]
-    current._config.update(authkey=process.AuthenticationString(orders["authkey"]), daemon=True)
-    process.ORIGINAL_DIR = orders["orig_dir"]
-    resource_tracker._resource_tracker._fd = orders["tracker"]
 
 
 def _preload() -> None:

@@ -30,6 +30,14 @@ import threadpoolctl  # noqa: F401 - forked workers inherit it
 from multiprocess import forkserver, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
+from sharded_loader.base.private import (
+    change_preparation_data,
+    forget_child,
+    forget_forkserver,
+    has_forkserver_preload,
+    interpreter_flags,
+    tracker_descriptor,
+)
 from sharded_loader.base.system import can_pass_descriptors
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.messages import BOARD, JOB, SEGMENT, NewJob, pack_head
@@ -165,7 +173,7 @@ def _spawn(number: int, num_workers: int, start_method: str, conn: Any, fds: Seq
             resource_tracker.ensure_running()  # its start would unblock SIGINT again
     with template.starting_worker():
         started.start()
-    template.forget_process(started)
+    forget_child(started)
     return started
 
 
@@ -176,7 +184,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         modules: what it imports, beside our own; never the user's script. One that runs already stays as it is, and so
             does a choice that the user has made with ``multiprocess.set_forkserver_preload``.
     """
-    if forkserver._forkserver._preload_modules == ["__main__"]:  # nobody has chosen otherwise
+    if not has_forkserver_preload():
         forkserver.set_forkserver_preload([spawned.__name__])
     resource_tracker.ensure_running()  # as above
     wanted = sorted(set(modules) - {"__main__", "__mp_main__"})
@@ -190,30 +198,24 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
 
 
 def _forget_forkserver() -> None:
-    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        chosen = server._preload_modules
-        os.close(server._forkserver_alive_fd)  # it lives as long as somebody has this open
-        server.__init__()
-        server._preload_modules = chosen
+    alive = forget_forkserver()
+    if alive is not None:
+        os.close(alive)  # the forkserver lives as long as a process has this open
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_forkserver)
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
-    """``spawn.get_preparation_data``, without the user's script for our own workers."""
-    data: dict[str, Any] = _original_preparation_data(name)
+def _without_script(data: dict[str, Any]) -> dict[str, Any]:
+    """What ``multiprocess`` sends, without the user's script for our own workers."""
     if template.is_starting_worker():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
 
 
-_original_preparation_data = spawn.get_preparation_data
-spawn.get_preparation_data = _preparation_data
+change_preparation_data(_without_script)
 
 if _HAS_INTERPRETER:
     from multiprocess import popen_spawn_posix
@@ -222,13 +224,13 @@ if _HAS_INTERPRETER:
         def _launch(self, started: SpawnedProcess) -> None:
             fd = started.conn.fileno()
             # Where one runs. None is started for a worker, which makes nothing that it would look after: 20 ms, 11 MB.
-            tracker = resource_tracker._resource_tracker._fd
+            tracker = tracker_descriptor()
             ends: list[int] = []
             try:
                 ends += os.pipe()
                 ends += os.pipe()
                 self.sentinel, alive, source, orders = ends
-                command = [spawn.get_executable(), *util._args_from_interpreter_flags()]
+                command = [spawn.get_executable(), *interpreter_flags()]
                 # The last argument is how ``multiprocess`` marks what it spawns.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
                 inherited = [fd, source, alive, *([] if tracker is None else [tracker]), *started.fds]

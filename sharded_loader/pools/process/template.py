@@ -30,7 +30,6 @@ import struct
 import sys
 import threading
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from multiprocess import popen_fork, process
 
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop
+from sharded_loader.base.private import forget_child, fork_quietly
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.pools.process import worker
 from sharded_loader.pools.process.spawned import Connection
@@ -89,17 +89,10 @@ def starting_worker() -> Iterator[None]:
 
 
 class _Popen(popen_fork.Popen):  # type: ignore[misc]
-    """A fork that Python does not warn about.
-
-    From Python 3.12 on, a fork beside threads is followed by a DeprecationWarning, which the user cannot act on: the
-    child runs only this library's code. A filter would not do, because all threads share the list of filters. Python
-    drops a warning from code whose module has no name, so this one fork runs in a namespace without a name.
-    """
+    """A fork that Python does not warn about."""
 
     def _launch(self, started: _ForkedProcess) -> None:
-        launch = popen_fork.Popen._launch
-        unnamed = {**vars(popen_fork), "__name__": None}
-        types.FunctionType(launch.__code__, unnamed, closure=launch.__closure__)(self, started)
+        fork_quietly(self, started)
 
 
 class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
@@ -108,7 +101,7 @@ class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
 
 
 def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
-    """A process of the fork start method, which ``multiprocess`` does not look after (see `forget_process`).
+    """A process of the fork start method, which ``multiprocess`` does not look after (see `forget_child`).
 
     Args:
         name: of the process.
@@ -118,17 +111,8 @@ def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: boo
     forked = _ForkedProcess(name=name, target=target, args=args, daemon=daemon)
     with starting_worker():
         forked.start()
-    forget_process(forked)
+    forget_child(forked)
     return forked
-
-
-def forget_process(started: Any) -> None:
-    """Take a worker out of the list of children that ``multiprocess`` looks after.
-
-    It would send them SIGTERM and join them when the program ends, or when a child that the user forked
-    ends; ours end by end-of-file.
-    """
-    process._children.discard(started)
 
 
 def warn(text: str) -> None:

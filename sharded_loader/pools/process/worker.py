@@ -33,10 +33,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sharded_loader.base.dynamo import end_compiling
 from sharded_loader.base.errors import FULL_TRACEBACKS, format_traceback
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.notices import is_ours, logger
+from sharded_loader.base.private import end_compiling
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
 from sharded_loader.engine import messages
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in

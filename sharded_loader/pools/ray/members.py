@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sharded_loader.base.private import is_thread_of_others
 from sharded_loader.engine.board import UNUSED
 from sharded_loader.engine.messages import Task
 from sharded_loader.pools.ray.actor import Begun
@@ -135,7 +136,7 @@ def is_of_node(error: BaseException) -> bool:
 
 def stop_from_anywhere(actors: list[Any]) -> None:
     """`stop`. In a thread of Ray's own, which the collector may run in, a call of Ray would wait for itself."""
-    if isinstance(threading.current_thread(), threading._DummyThread):
+    if is_thread_of_others(threading.current_thread()):
         threading.Thread(target=stop, args=(actors,), daemon=True).start()
     else:
         stop(actors)

@@ -1,0 +1,376 @@
+"""Names of Python and of other libraries that are not public. They are used here and nowhere else.
+
+A new version of a library may drop such a name without notice. Each use says what happens then, and
+``tests/base/test_private.py`` has a test for each name. Nothing here imports a library that is not imported already,
+except where the caller needs that library anyway. Classes of this library that override methods of `multiprocess` or of
+torch's loader stay with the pools and with the drop-in.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType, FunctionType
+from typing import Any
+
+try:
+    from _blake2 import blake2b  # as hashlib has it, without OpenSSL: 2 ms
+except ImportError:
+    from hashlib import blake2b
+
+try:
+    from _signal import getsignal  # type: ignore[import-not-found]  # without the enumerations: 8 us instead of 96
+except ImportError:
+    from signal import getsignal
+
+__all__ = ["blake2b", "getsignal"]
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+
+def _is_owned(lock: Any) -> bool:
+    try:
+        threading.Condition(lock).notify()
+    except RuntimeError:
+        return False
+    return True
+
+
+is_owned: Callable[[Any], bool] = getattr(type(threading.RLock()), "_is_owned", _is_owned)
+"""Whether this thread has an `RLock`. Without the name: 2 us instead of 0.05."""
+
+
+def is_being_imported(module: Any) -> bool:
+    """Whether the import of a module has begun and not ended. Without the name: no."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def posix_shared_memory() -> Any:
+    """The module with ``shm_open``, which makes no name that the resource tracker looks after.
+
+    Raises:
+        ImportError: there is none: memory is then a file.
+    """
+    import _posixshmem  # type: ignore[import-not-found]
+
+    return _posixshmem
+
+
+def slot_names(kind: type) -> Iterable[str]:
+    """The attributes in the slots of a class and its bases. Without the name: those that begin with no underscore."""
+    names: Any = getattr(copyreg, "_slotnames", None)
+    if names is not None:
+        return names(kind)  # type: ignore[no-any-return]
+    slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
+    return [name for some in slots for name in ([some] if isinstance(some, str) else some) if name[:1] != "_"]
+
+
+def is_thread_of_others(thread: threading.Thread) -> bool:
+    """Whether `threading` has not started this thread. Without the class: by the name that it has."""
+    kind: Any = getattr(threading, "_DummyThread", None)
+    return thread.name.startswith("Dummy-") if kind is None else isinstance(thread, kind)
+
+
+# -- multiprocess and multiprocessing ----------------------------------------------------------------------------------
+
+
+def fork_quietly(popen: Any, started: Any) -> None:
+    """Fork as ``multiprocess`` does, without Python's warning about threads. Without the names: with the warning.
+
+    From Python 3.12 on, a fork beside threads is followed by a DeprecationWarning, which the user cannot act on: the
+    child runs only this library's code. A filter would not do, because all threads share the list of filters. Python
+    drops a warning from code whose module has no name, so this one fork runs in a namespace without a name.
+    """
+    from multiprocess import popen_fork
+
+    launch = popen_fork.Popen._launch
+    if isinstance(launch, FunctionType):
+        launch = FunctionType(launch.__code__, {**vars(popen_fork), "__name__": None}, closure=launch.__closure__)
+    launch(popen, started)
+
+
+def forget_child(started: Any) -> None:
+    """Take a process out of the list of children that ``multiprocess`` looks after.
+
+    It would send them SIGTERM and join them when the program ends, or when a child that the user forked ends; ours end
+    by end-of-file. Without the name: they get the SIGTERM.
+    """
+    from multiprocess import process
+
+    getattr(process, "_children", set()).discard(started)
+
+
+def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) -> None:
+    """In a spawned worker: name, authentication key, daemon, as ``multiprocess`` itself passes them on."""
+    from multiprocess import process, resource_tracker
+
+    current: Any = process.current_process()
+    current._name = name
+    current._config.update(authkey=process.AuthenticationString(authkey), daemon=True)
+    process.ORIGINAL_DIR = folder
+    resource_tracker._resource_tracker._fd = tracker
+
+
+def tracker_descriptor() -> int | None:
+    """The descriptor of the resource tracker; None where none runs. Without the name: None, and a worker starts one."""
+    from multiprocess import resource_tracker
+
+    return getattr(getattr(resource_tracker, "_resource_tracker", None), "_fd", None)
+
+
+def interpreter_flags() -> list[str]:
+    """The options of this interpreter, for another one. Without the name: none."""
+    from multiprocess import util
+
+    flags: list[str] = getattr(util, "_args_from_interpreter_flags", list)()
+    return flags
+
+
+def has_forkserver_preload() -> bool:
+    """Whether the user has chosen what the forkserver imports. Without the name: yes."""
+    from multiprocess import forkserver
+
+    return bool(getattr(forkserver._forkserver, "_preload_modules", None) != ["__main__"])
+
+
+def forget_forkserver() -> int | None:
+    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child.
+
+    Returns:
+        The descriptor that keeps the forkserver alive, to be closed; None where none runs.
+    """
+    from multiprocess import forkserver
+
+    server: Any = forkserver._forkserver
+    if getattr(server, "_forkserver_pid", None) is None:
+        return None
+    chosen, alive = server._preload_modules, server._forkserver_alive_fd
+    server.__init__()
+    server._preload_modules = chosen
+    return int(alive)
+
+
+def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Have ``multiprocess`` send its new processes what ``change`` makes of the data that it would send."""
+    from multiprocess import spawn
+
+    original = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: change(original(name))
+
+
+def duplicated(fd: int) -> Any:
+    """A descriptor that a spawned process inherits, as an object that can be pickled."""
+    from multiprocessing.popen_spawn_posix import _DupFd
+
+    return _DupFd(fd)
+
+
+def reducer_of(kind: type) -> Callable[[Any], Any] | None:
+    """How ``multiprocessing`` pickles objects of a class. Without the name: it has no way of its own."""
+    from multiprocessing.reduction import ForkingPickler
+
+    reducers: Any = getattr(ForkingPickler, "_extra_reducers", {})
+    return reducers.get(kind)  # type: ignore[no-any-return]
+
+
+# -- cloudpickle -------------------------------------------------------------------------------------------------------
+
+
+def tracker_of(cls: type) -> str | None:
+    """The mark by which cloudpickle knows a class that it sends by value. Without the name: None."""
+    return _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_CLASS").get(cls)  # type: ignore[no-any-return]
+
+
+def tracked_class(tracker: str | None) -> type | None:
+    """The class with this mark."""
+    return _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_ID").get(tracker)  # type: ignore[no-any-return]
+
+
+def _cloudpickle(table: str) -> Any:
+    return getattr(sys.modules.get("cloudpickle.cloudpickle"), table, {})  # not loaded: it has brought no class
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def find_profiler_enabled() -> Callable[[], bool]:
+    """The function that tells whether torch's profiler runs. Without the name: it never does."""
+    enabled: Callable[[], bool] = getattr(sys.modules["torch"].autograd, "_profiler_enabled", lambda: False)
+    return enabled
+
+
+def skip_compiling(functions: Iterable[FunctionType]) -> None:
+    """Have Dynamo, which is imported, compile neither these functions, nor what they call, nor this library.
+
+    Before torch 2.7 what they call may be compiled. Without the names: it is.
+    """
+    rules: Any = getattr(sys.modules["torch._dynamo"], "trace_rules", None)
+    if rules is not None:
+        rules.add("sharded_loader")
+    hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    if hasattr(hook, "set_code_exec_strategy"):
+        skip = hook._FrameExecStrategy(hook._FrameAction.SKIP, hook._FrameAction.SKIP)
+        for function in functions:
+            hook.set_code_exec_strategy(function.__code__, skip)
+
+
+def end_compiling() -> None:
+    """Take Dynamo's hook out of this thread, which has inherited it by a fork. Without the name: it stays."""
+    hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    if hasattr(hook, "set_eval_frame"):
+        hook.set_eval_frame(None)
+
+
+_TORCH_WORKER = "torch.utils.data._utils.worker"
+
+
+def answer_for_torch(answer: Callable[[], Any]) -> None:
+    """Have torch's ``get_worker_info()`` return what ``answer`` returns, if that is not None, once torch is imported.
+
+    The function stays the same object, because datasets import it by name. Without the name: torch answers by itself.
+    """
+    module: Any = sys.modules.get(_TORCH_WORKER)
+    function: Any = getattr(module, "get_worker_info", None)  # None: it is not imported, or only half of it
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_freevars and code is not _get_worker_info.__code__:
+        module._sharded_loader_info = answer
+        function.__code__ = _get_worker_info.__code__
+
+
+def _get_worker_info() -> Any:
+    """Its code runs in torch's module, where these names are."""
+    names = globals()
+    info = names["_sharded_loader_info"]()
+    return names["_worker_info"] if info is None else info
+
+
+def worker_info(**fields: Any) -> Any:
+    """What ``get_worker_info()`` returns, as an object of torch, which is imported."""
+    return sys.modules[_TORCH_WORKER].WorkerInfo(**fields)
+
+
+def set_worker_info(**fields: Any) -> None:
+    """This process is a worker of torch's kind."""
+    module: Any = sys.modules[_TORCH_WORKER]
+    module._worker_info = worker_info(**fields)
+
+
+SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)
+"""Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
+
+
+def copy_each(targets: list[Any], sources: list[Any]) -> None:
+    """Copy tensors to tensors of one device, at once. Without the name: one after the other."""
+    together: Any = getattr(sys.modules["torch"], "_foreach_copy_", None)
+    if together is not None:
+        together(targets, sources)
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+# -- Lightning and Accelerate ------------------------------------------------------------------------------------------
+
+
+def called_by(function: str, package: str) -> FrameType | None:
+    """The frame of a function, at most six calls above the caller; None if it is not there."""
+    if package not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(6):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith(package):
+            return frame
+    return None
+
+
+def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, bool]:
+    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if a function asks.
+
+    Lightning fetches one batch ahead where the loader has no length, and saves a position one batch later than the
+    batch that it trains on. With ``limit_train_batches``, and after the last batch of an epoch, only Lightning knows
+    that the next epoch begins. Without the names: no batch, and not over.
+    """
+    frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
+    loop = None if frame is None else frame.f_locals.get("self")
+    fetcher = getattr(loop, "_data_fetcher", None)
+    ahead = getattr(fetcher, "batches", ())
+    is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
+    return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
+
+
+def counted_by_fabric(epoch: int) -> bool:
+    """Whether a loader of Lightning's Fabric begins an epoch. It goes on to count from this one.
+
+    It names the epoch to the sampler at each ``iter()``, from 0 on, also after a state of a later epoch was loaded.
+    Without the name: no.
+    """
+    frame = called_by("__iter__", "lightning.fabric") or called_by("__iter__", "lightning_fabric")
+    counting: Any = None if frame is None else frame.f_locals.get("self")
+    if not hasattr(counting, "_num_iter_calls"):
+        return False
+    counting._num_iter_calls = epoch + 1
+    return True
+
+
+def refuse_skipping(loader: Any) -> None:
+    """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
+
+    Accelerate builds torch's loader from the attributes of ours.
+
+    Raises:
+        TypeError: it is.
+    """
+    if called_by("skip_first_batches", "accelerate") is not None:
+        raise TypeError(
+            f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
+            f"data of this {type(loader).__name__} with torch's loader, in another order: pass the loader through "
+            f"prepare() of sharded_loader.integrations.accelerate first"
+        )
+
+
+def begin_loader(gradient_state: Any, loader: Any) -> None:
+    """Say to Accelerate that a loader begins an epoch. It then knows the last batch, before which it accumulates."""
+    gradient_state._add_dataloader(loader)
+
+
+def end_loader(gradient_state: Any, loader: Any) -> None:
+    """Say to Accelerate that the epoch has ended."""
+    gradient_state._remove_dataloader(loader)
+
+
+def note_prepared(accelerator: Any, loader: Any) -> None:
+    """Add a loader to those that ``accelerator.save_state()`` saves."""
+    if loader not in accelerator._dataloaders:
+        accelerator._dataloaders.append(loader)
+
+
+# -- fsspec ------------------------------------------------------------------------------------------------------------
+
+
+def path_of(system: Any, url: str) -> str:
+    """A URL as a file system of fsspec knows it, or as a class of file systems does."""
+    return str(system._strip_protocol(url))
+
+
+def close_session(system: Any) -> None:
+    """Close the connections of a file system. Without the names: they are closed when the program ends."""
+    session = getattr(system, "_session", None) or getattr(system, "_s3", None)
+    close = getattr(system, "close_session", None)
+    if session is not None and close is not None:
+        close(system.loop, session)
+
+
+def reader_of(system: Any) -> Callable[..., Any]:
+    """The coroutine function that reads a part of a file."""
+    return system._cat_file  # type: ignore[no-any-return]
+
+
+def s3_caller(system: Any) -> Callable[..., Any] | None:
+    """The coroutine function that sends a request to S3. Without the name: None; the version is then not checked."""
+    return getattr(system, "_call_s3", None)

@@ -1,0 +1,280 @@
+"""Each name of others that is not public is still there, and where it is not, the library does something else."""
+
+from __future__ import annotations
+
+import ast
+import copyreg
+import hashlib
+import importlib
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import multiprocess.forkserver
+import multiprocess.popen_fork
+import multiprocess.resource_tracker
+import multiprocess.util
+import pytest
+import torch
+
+from sharded_loader import ShardedDataLoader
+from sharded_loader.base import private
+from sharded_loader.base.private import called_by, counted_by_fabric, fetched_by_lightning, refuse_skipping
+from sharded_loader.torch import DataLoader
+
+NAMES = {
+    "_blake2": "blake2b",
+    "_posixshmem": "shm_open shm_unlink",
+    "_signal": "getsignal",
+    "_thread": "RLock._is_owned",
+    "importlib.machinery": "ModuleSpec._initializing",
+    "copyreg": "_slotnames",
+    "threading": "_DummyThread",
+    "multiprocessing.popen_spawn_posix": "_DupFd",
+    "multiprocessing.reduction": "ForkingPickler._extra_reducers",
+    "multiprocess.forkserver": "_forkserver._preload_modules _forkserver._forkserver_pid",
+    "multiprocess.popen_fork": "Popen._launch.__code__",
+    "multiprocess.popen_spawn_posix": "Popen._launch",
+    "multiprocess.process": "_children BaseProcess._Popen ORIGINAL_DIR AuthenticationString",
+    "multiprocess.resource_tracker": "_resource_tracker._fd",
+    "multiprocess.spawn": "get_preparation_data get_executable",
+    "multiprocess.util": "_args_from_interpreter_flags spawnv_passfds",
+    "cloudpickle.cloudpickle": "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID",
+    "numpy": "memmap._mmap",
+    "torch": "_foreach_copy_",
+    "torch.autograd": "_profiler_enabled",
+    "torch._dynamo": "trace_rules.add",
+    "torch._C._dynamo.eval_frame": "set_eval_frame",
+    "torch.utils.data._utils.worker": "get_worker_info.__code__ WorkerInfo _worker_info",
+    "torch.utils.data.dataloader": "_BaseDataLoaderIter DataLoader._auto_collation DataLoader._index_sampler",
+    "lightning.pytorch.loops": "_FitLoop",
+    "lightning.fabric.wrappers": "_FabricDataLoader",
+    "accelerate.state": "GradientState._add_dataloader GradientState._remove_dataloader",
+    "fsspec.asyn": "AsyncFileSystem._cat_file AsyncFileSystem._strip_protocol",
+    "s3fs": "S3FileSystem._call_s3",
+}
+"""By module: the names that this library uses."""
+
+ON_OBJECTS = {"_initializing", "_mmap"}
+"""Instances have them, and their classes do not."""
+
+
+@pytest.mark.parametrize(("module", "name"), [(one, name) for one, names in NAMES.items() for name in names.split()])
+def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
+    holder = pytest.importorskip(module)
+    *path, last = name.split(".")
+    for step in path:
+        holder = getattr(holder, step, None)
+    assert last in ON_OBJECTS or hasattr(holder, last), (
+        f"{module} has no {name} any more. sharded_loader/base/private.py says what happens without it: look at what "
+        f"the new version has in its place"
+    )
+
+
+def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -> None:
+    import numpy as np
+
+    assert np.memmap(tmp_path / "file", np.uint8, "w+", shape=3)._mmap is not None
+    assert private.is_being_imported(types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True)))
+    assert not private.is_being_imported(threading) and hasattr(threading.__spec__, "_initializing")
+
+
+def test_private_names_of_others_stand_in_one_module() -> None:
+    """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
+    root = Path(private.__file__).parents[1]
+    trees = {path: ast.parse(path.read_text()) for path in root.rglob("*.py")}
+    ours = {"_replace", "_asdict", "_make", "_fields", "_getframe", "_current_frames", "_exit"}
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            ours.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.id)
+    ours |= {"_auto_collation", "_index_sampler", "_persistent_workers", "_pin_memory_device", "_sampler_iter"}
+    uses = {
+        f"{path.relative_to(root)}: {node.attr}"
+        for path, tree in trees.items()
+        if path.name != "private.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if node.attr not in ours
+    }
+    assert uses == set(), f"use these names of others in sharded_loader/base/private.py: {sorted(uses)}"
+
+
+# -- without the names -------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_says_whether_this_thread_has_it_without_the_name_too() -> None:
+    lock = threading.RLock()
+    for is_owned in (private.is_owned, private._is_owned):
+        assert not is_owned(lock)
+        with lock:
+            assert is_owned(lock)
+            other = threading.Thread(target=lambda: seen.append(is_owned(lock)))  # noqa: B023 - it ends here
+            seen: list[bool] = []
+            other.start()
+            other.join()
+            assert seen == [False]
+        assert not is_owned(lock)
+
+
+def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_blake2", "_signal"):
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.find_spec(private.__name__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert (again.blake2b, again.getsignal) == (hashlib.blake2b, signal.getsignal)
+    assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
+
+
+class Slotted(Exception):
+    __slots__ = ("_hidden", "shown")
+
+
+def test_slots_and_threads_of_others_are_known_without_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"shown"} <= set(private.slot_names(Slotted))
+    assert not private.is_thread_of_others(threading.current_thread())
+    monkeypatch.delattr(copyreg, "_slotnames")
+    monkeypatch.delattr(threading, "_DummyThread")
+    assert list(private.slot_names(Slotted)) == ["shown"]
+    assert not private.is_thread_of_others(threading.current_thread())
+    assert private.is_thread_of_others(threading.Thread(name="Dummy-1"))
+
+
+def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)
+    private.fork_quietly(launched, 5)
+    assert launched == [5]
+    monkeypatch.delattr(multiprocess.process, "_children")
+    monkeypatch.delattr(multiprocess.resource_tracker, "_resource_tracker")
+    monkeypatch.delattr(multiprocess.util, "_args_from_interpreter_flags")
+    monkeypatch.setattr(multiprocess.forkserver, "_forkserver", object())
+    monkeypatch.delattr(ForkingPickler, "_extra_reducers")
+    private.forget_child(object())
+    assert private.tracker_descriptor() is None and private.interpreter_flags() == []
+    assert private.has_forkserver_preload() and private.forget_forkserver() is None
+    assert private.reducer_of(int) is None
+
+
+def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.eval_frame", types.ModuleType("eval_frame"))
+    assert private.find_profiler_enabled()() is False
+    private.skip_compiling([])
+    private.end_compiling()
+    target = torch.zeros(2)
+    private.copy_each([target], [torch.ones(2)])
+    assert target.tolist() == [1, 1]
+
+
+def test_a_class_without_a_tracker_is_named_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle.cloudpickle", types.ModuleType("cloudpickle"))
+    assert private.tracker_of(int) is None and private.tracked_class("mark") is None
+
+
+def test_a_file_system_without_the_names_stays_open() -> None:
+    private.close_session(object())
+    assert private.s3_caller(object()) is None
+
+
+# -- functions among the callers ---------------------------------------------------------------------------------------
+
+
+def library() -> types.ModuleType:
+    """A module with a function that calls what it is given."""
+    module = types.ModuleType("accelerate.data_loader")
+    exec("def skip_first_batches(function): return function()", vars(module))
+    return module
+
+
+def test_a_caller_is_found_by_its_name_and_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    skip = library().skip_first_batches
+    frame = skip(lambda: called_by("skip_first_batches", "accelerate"))
+    assert frame.f_code.co_name == "skip_first_batches"
+    assert skip(lambda: called_by("prepare", "accelerate")) is None
+    assert skip(lambda: called_by("skip_first_batches", "lightning")) is None
+    assert called_by("skip_first_batches", "accelerate") is None
+
+
+def test_only_iterable_data_refuses_to_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    skip = library().skip_first_batches
+    stream, listed = ShardedDataLoader(lambda: range(4), 2), ShardedDataLoader(range(4), 2)
+    refuse_skipping(stream)
+    with pytest.raises(TypeError, match=r"prepare\(\)"):
+        skip(lambda: stream.multiprocessing_context)
+    assert skip(lambda: listed.multiprocessing_context) is None
+
+
+class FitLoop:
+    """What Lightning's loop knows while it saves a checkpoint."""
+
+    def __init__(self, ahead: int, is_over: bool) -> None:
+        self._data_fetcher = types.SimpleNamespace(batches=[None] * ahead)
+        self.epoch_loop = types.SimpleNamespace(_num_ready_batches_reached=lambda: is_over)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_what_lightning_has_fetched_ahead_is_not_done(monkeypatch: pytest.MonkeyPatch, make: Any, stream: bool) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    module = types.ModuleType("lightning.pytorch.loops.fit_loop")
+    exec("def on_save_checkpoint(self): return self.state_dict()", vars(module))
+
+    def saved(loader: Any, **knows: Any) -> Any:
+        loop: Any = FitLoop(**knows)
+        loop.state_dict = loader.state_dict
+        return module.on_save_checkpoint(loop)
+
+    def rest(state: Any) -> list[list[int]]:
+        other = make(Stream() if stream else range(8), batch_size=2)
+        other.load_state_dict(state)
+        return [batch.tolist() for batch in other]
+
+    loader = make(Stream() if stream else range(8), batch_size=2)
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert rest(loader.state_dict()) == rest(saved(loader, ahead=0, is_over=False)) == [[4, 5], [6, 7]]
+    assert rest(saved(loader, ahead=1, is_over=False)) == [[2, 3], [4, 5], [6, 7]]
+    if stream or make is DataLoader:  # Lightning tells our samplers the epoch
+        assert rest(saved(loader, ahead=0, is_over=True)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert fetched_by_lightning() == (0, False)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Iterable data."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Wrapper:
+    """What Fabric makes of a loader."""
+
+    _num_iter_calls = 1
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_goes_on_to_count_from_the_epoch_of_a_state(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    module = types.ModuleType(f"{package}.wrappers")
+    exec("def __iter__(self): return self.count()", vars(module))
+    wrapper: Any = Wrapper()
+    wrapper.count = lambda: counted_by_fabric(3)
+    assert module.__iter__(wrapper)
+    assert wrapper._num_iter_calls == 4
+    assert not counted_by_fabric(3)
+    assert not module.__iter__(types.SimpleNamespace(count=wrapper.count))
