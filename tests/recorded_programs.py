@@ -237,6 +237,8 @@ class DropIn(Program):
         if workers:
             options |= {"persistent_workers": rng.random() < 0.5, "prefetch_factor": rng.choice([None, 1, 3])}
             options |= {"thread_pool": True} if in_threads else {"start_method": "fork"}
+            if self.order == "random, one generator" and options["prefetch_factor"] is None:
+                options["prefetch_factor"] = 2  # the state of the generator shows how far ahead the sampler was asked
         order = {} if self.order == "iterable" else drop_in_samples.SAMPLERS[self.order]()
         dataset, given = self.kind.make(), self.given | order | options
         self.arguments.append(clean(f"{type(dataset).__name__} {self.kind.name}, {self.order}, {given}"))
