@@ -34,7 +34,7 @@ from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.loader.arguments import check_max_skipped
 from sharded_loader.loader.iterator import Batch
 from sharded_loader.loader.stats import Meter, Metered
-from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.replicas import text_if_ranks_repeat
 

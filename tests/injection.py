@@ -17,7 +17,7 @@ import sharded_loader
 PUMP = (
     *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
     *("pool.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
-    *("placement.py", "tree.py", "supervision.py", "grouping.py"),
+    *("placement.py", "tree.py", "deaths.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""
 

@@ -34,8 +34,8 @@ from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.plan import EpochPlan, Run, Split
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.progress import Mark, Progress
-from sharded_loader.pools.readers import reader_for
 from sharded_loader.pools.resident import ResidentPool
+from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.order import EpochOrder
 from sharded_loader.sampling.reading import EpochReading
 from sharded_loader.sampling.shards import is_sharded

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
-from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.task_reader import reader_for
 
 
 class InlinePool(Pool):

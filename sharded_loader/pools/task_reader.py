@@ -1,8 +1,10 @@
-"""What every worker with a dataset of its own does with its job and its tasks, wherever it runs.
+"""Readers: the one that a job needs, and what a worker with a dataset of its own does with its tasks.
 
-    take(new job) -> reader made, torch told, worker_init_fn called
-    read(run, seq, fields, memory) -> Result, its slot, the task        noted on the board, generators seeded
-    pack(result, slot, task) -> Encoded                                 what leaves the worker
+    reader_for(job) -> Reader           that of iterable data is imported only where there is such data: fewer imports
+    TaskReader(number, ...)             for workers that have a dataset of their own, wherever they run:
+      take(new job) -> reader made, torch told, worker_init_fn called
+      read(run, seq, fields, memory) -> Result, its slot, the task      noted on the board, generators seeded
+      pack(result, slot, task) -> Encoded                               what leaves the worker
 
 `process.worker` brings messages and slots to it by a pipe, `ray.actor` by calls of Ray. One thread uses it. What
 the user's code raises in a task is part of the result. A result that cannot be pickled is the error of its batch. If
@@ -12,6 +14,7 @@ dataset does, torch is told that it is in a worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +27,37 @@ from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pac
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.pools.readers import reader_for
 from sharded_loader.randomness.global_generators import seed_as_torch, seed_globals
 from sharded_loader.randomness.rng import derive_key
+
+
+def reader_for(
+    job: Job,
+    *,
+    tells_epoch: bool = False,
+    notes_samples: bool = False,
+    readers: int = 1,
+    alone: bool = False,
+    seed: Callable[[int, int], None] | None = None,
+) -> Reader:
+    """The reader of a job.
+
+    Args:
+        job: what is read.
+        tells_epoch, notes_samples: see `Reader`.
+        readers: how many readers share the parts of iterable data; see `StreamReader`.
+        alone, seed: see `StreamReader`.
+    """
+    if job.stream is None and not job.keeps_state:
+        return Reader(job, tells_epoch=tells_epoch, notes_samples=notes_samples)
+    from sharded_loader.data.inspection import keeps_place
+    from sharded_loader.streams.reader import StatefulReader, StreamReader
+
+    if job.stream is None:
+        return StatefulReader(job, notes_samples=notes_samples)
+    # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
+    several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
+    return StreamReader(job, notes_samples=notes_samples, several=several, alone=alone, seed=seed)
 
 
 class TaskReader:

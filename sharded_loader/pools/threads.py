@@ -36,8 +36,8 @@ from sharded_loader.data.open_files import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.pools.readers import reader_for
-from sharded_loader.pools.supervision import Watch, timed_out
+from sharded_loader.pools.deaths import Watch, timed_out
+from sharded_loader.pools.task_reader import reader_for
 
 CLOSING_GRACE = 0.2
 """Seconds that `close` waits for threads that are in the user's code."""

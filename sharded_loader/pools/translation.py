@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from sharded_loader.base.errors import Location
+from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.engine.messages import Result, Task, unpack_result
 from sharded_loader.memory.classes import is_findable
@@ -60,6 +60,13 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
             f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
             f"or strings, or read with threads (thread_pool=True)"
         ) from error
+
+
+def not_sent(task: Task, raised: Exception) -> Result:
+    """The error of a batch that could not be sent to a worker."""
+    error = as_batch_error(raised, "while the batch was sent to a worker")
+    Location(task.epoch, task.seq).note(error, samples=task.shards[0])
+    return Result(task.run, task.seq, error=error)
 
 
 def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:

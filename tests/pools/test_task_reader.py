@@ -1,7 +1,9 @@
-"""What every worker does with a job and its tasks, whoever brings them."""
+"""Each kind of job gets its reader. What every worker does with a job and its tasks, whoever brings them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,12 @@ import pytest
 from sharded_loader import sample_rng
 from sharded_loader.engine.board import SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.reader import Reader
+from sharded_loader.engine.stream import Stream
 from sharded_loader.memory.codec import decode
 from sharded_loader.pools import task_reader
-from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+from sharded_loader.pools.task_reader import TaskReader, failed_in_start, reader_for
+from sharded_loader.streams.reader import StatefulReader, StreamReader
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +89,21 @@ def test_a_start_that_fails_says_where() -> None:
     error = failed_in_start(SystemExit(3), "worker 0")
     assert isinstance(error, Exception)
     assert "while worker 0 started" in "\n".join(error.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [({}, Reader), ({"keeps_state": True}, StatefulReader), ({"stream": Stream(2, 4)}, StreamReader)],
+)
+def test_a_job_gets_the_reader_that_it_needs(given: dict[str, Any], kind: type) -> None:
+    assert type(reader_for(Job([1, 2, 3], None, 0, **given))) is kind
+
+
+def test_the_readers_of_iterable_data_are_imported_only_where_there_is_such_data() -> None:
+    script = (
+        "import sys; from sharded_loader.engine.messages import Job; "
+        "from sharded_loader.pools.task_reader import reader_for; "
+        "reader_for(Job([1], None, 0)); print('sharded_loader.streams.reader' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

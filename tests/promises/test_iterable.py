@@ -43,7 +43,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, inte
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.task_reader import reader_for
 
 TORCH_FREE = (Parts, GoOn, WithStatefulRows)
 ASKING = (*ASK_TORCH, Late)

@@ -29,8 +29,8 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader.pools.deaths import IDLE_DEATHS
 from sharded_loader.pools.process import lifeline, link, resources
-from sharded_loader.pools.supervision import IDLE_DEATHS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 

@@ -32,7 +32,7 @@ from recovery_samples import (
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.pools import supervision
+from sharded_loader.pools import deaths as deaths_module
 from sharded_loader.pools.process import resources, template, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
@@ -304,7 +304,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_workers_that_hang_while_they_start_are_one_error(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "START_SECONDS", 0.3)
+    monkeypatch.setattr(deaths_module, "START_SECONDS", 0.3)
     fail = Fails(hangs, tmp_path / "count")
     pool = make_pool(method, 1, timeout=0.1, worker_init_fn=BadStart(fail))
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:

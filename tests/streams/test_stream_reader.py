@@ -13,7 +13,7 @@ from sharded_loader.engine.board import IN_BATCHIFY, ONE_BY_ONE, SAMPLE, SHARD, 
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
-from sharded_loader.pools.readers import reader_for
+from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.randomness.rng import reading
 from sharded_loader.streams.reader import StreamReader
 from sharded_loader.streams.worker_info import here

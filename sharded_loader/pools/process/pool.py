@@ -37,7 +37,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import call_of
-from sharded_loader.base.errors import Location, as_batch_error, as_exception
+from sharded_loader.base.errors import as_exception
 from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.open_files import warn_of_open_file
@@ -65,7 +65,7 @@ from sharded_loader.pools.process.link import Poller
 from sharded_loader.pools.process.resources import WorkerHandle
 from sharded_loader.pools.process.start import choose_start_method, send_segment
 from sharded_loader.pools.process.workforce import Workforce
-from sharded_loader.pools.translation import decode_result, own_pickle
+from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
@@ -195,9 +195,7 @@ class ProcessPool(Pool):
                 own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
                 slot = self._take_slot(chosen)
             except Exception as raised:
-                error = as_batch_error(raised, "while the batch was sent to a worker")
-                Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-                self._refused.append(Result(task.run, task.seq, error=error))
+                self._refused.append(not_sent(task, raised))
                 continue
             key = task.run, task.seq
             chosen.tasks[key] = task
@@ -304,7 +302,7 @@ class ProcessPool(Pool):
                 raise PoolBroken(as_exception(decode_error(decode(content)), "while a worker started"))
             if kind == READY:
                 handle.ready = True
-                self._workforce.deaths.ready()
+                self._workforce.deaths.record_start()
             elif kind == CRASHED:
                 handle.last_words = bytes(content).decode(errors="replace")
             else:

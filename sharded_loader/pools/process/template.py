@@ -49,7 +49,7 @@ SLOW = 10
 """Seconds after which the trainer says what it waits for. A fork takes 10 ms per GB of the process."""
 
 STEP = 1.0
-"""The same as in `supervision.Watch`: seconds that are counted at once, however long the trainer itself was stopped."""
+"""The same as in `deaths.Watch`: seconds that are counted at once, however long the trainer itself was stopped."""
 
 ENDING = 0.1
 """Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""

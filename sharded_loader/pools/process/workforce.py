@@ -5,7 +5,7 @@
     stop_late()     workers that stand still for too long are killed; `bury` follows
     close()         no worker runs, and nothing that belongs to them is left
 
-Which batch is to blame for a death, and when it is given up, is `pools.supervision`. What the workers own in the
+Which batch is to blame for a death, and when it is given up, is `pools.deaths`. What the workers own in the
 system belongs to `pools.process.resources`, which holds no job, so that a finalizer may hold it.
 
 What can go wrong: workers die before they can do anything (`PoolBroken`). The workers are closed then.
@@ -26,19 +26,19 @@ from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory import publish
 from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.memory.inherit import Inherited
-from sharded_loader.pools.process.link import Link
-from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
-from sharded_loader.pools.process.start import launch, send_segment, start_forkserver
-from sharded_loader.pools.supervision import (
+from sharded_loader.pools.deaths import (
     Death,
     Deaths,
     Watch,
-    behind,
     died,
     died_idle,
     died_in_start,
     timed_out,
+    unreachable_after,
 )
+from sharded_loader.pools.process.link import Link
+from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
+from sharded_loader.pools.process.start import launch, send_segment, start_forkserver
 
 
 class Workforce:
@@ -185,7 +185,7 @@ class Workforce:
             self.deaths.settle(*key)
             assert self._new_job is not None  # its workers read it
             task = handle.tasks.pop(key)
-            ended = behind(task, [*self.requeued, *handle.tasks.values()], self._new_job.job)
+            ended = unreachable_after(task, [*self.requeued, *handle.tasks.values()], self._new_job.job)
             if ended:
                 handle.tasks = {at: task for at, task in handle.tasks.items() if task not in ended}
                 self.requeued = deque(task for task in self.requeued if task not in ended)
@@ -215,18 +215,18 @@ class Workforce:
     def _count_death(self, handle: WorkerHandle) -> Result | None:
         words, death = list(handle.board), self._death(handle)
         if not handle.ready:
-            if self.deaths.in_start(handle.number, 1 if handle.hung else handle.exitcode):
+            if self.deaths.record_start_death(handle.number, 1 if handle.hung else handle.exitcode):
                 self.close()
                 raise PoolBroken(died_in_start(death, hung=handle.hung, traceback=handle.last_words))
-            self.deaths.tell(death, handle.last_words)
+            self.deaths.print_once(death, handle.last_words)
             return None
         task = next((task for task in handle.tasks.values() if is_at(words, task)), None)
         if task is None:
-            if self.deaths.of_nothing(handle.number):
+            if self.deaths.record_idle_death(handle.number):
                 self.close()
                 raise PoolBroken(died_idle(death))
             return None
-        if self.deaths.of_batch(task):
+        if self.deaths.record_batch_death(task):
             return Result(task.run, task.seq, error=self._blame(handle, death, task, words))
         if words[SAMPLE] in (IN_BULK, ONE_BY_ONE):
             handle.tasks[task.run, task.seq] = task._replace(careful=True)

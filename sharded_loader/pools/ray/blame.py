@@ -22,10 +22,10 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.engine.board import BEGINNING, is_at
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.pools.deaths import Death, Deaths, died, died_idle, died_in_start, timed_out
 from sharded_loader.pools.ray.actor import LoaderNotebook
 from sharded_loader.pools.ray.connect import here
 from sharded_loader.pools.ray.members import Member
-from sharded_loader.pools.supervision import Death, Deaths, died, died_idle, died_in_start, timed_out
 
 ANSWER_SECONDS = 5.0
 """How long the notebook is waited for."""
@@ -74,7 +74,7 @@ class Blame:
 
     def marked(self, task: Task) -> Task:
         """A task that has killed an actor alone is read carefully; if one death is enough, at once."""
-        if self.deaths.of(task) or (self.travels_alone(task) and self._restarts <= 1):
+        if self.deaths.count_of(task) or (self.travels_alone(task) and self._restarts <= 1):
             return task._replace(careful=True)
         return task
 
@@ -93,7 +93,7 @@ class Blame:
             PoolBroken: actors die without having done anything.
         """
         if member.begun is None:
-            if in_init or self.deaths.in_start(member.number, None):
+            if in_init or self.deaths.record_start_death(member.number, None):
                 raise PoolBroken(_explained(died_in_start(death, traceback=death.cause)))
             return None
         calls = list(member.calls.values())
@@ -110,11 +110,11 @@ class Blame:
         if task is None:
             if calls:
                 self._suspects.update((task.run, task.seq) for task in member.tasks)
-            elif self.deaths.of_nothing(member.number):
+            elif self.deaths.record_idle_death(member.number):
                 raise PoolBroken(died_idle(death))
             return None
         self._suspects.add((task.run, task.seq))
-        if not self.deaths.of_batch(task):
+        if not self.deaths.record_batch_death(task):
             return None
         tries = max(1, self._restarts)
         if member.hung and self._timeout is not None:

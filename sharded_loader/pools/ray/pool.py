@@ -46,7 +46,7 @@ from sharded_loader.pools.ray.connect import check_address, check_installed, con
 from sharded_loader.pools.ray.lent import Lent
 from sharded_loader.pools.ray.members import Member, cause_of, check_wanted, is_lost, is_of_call
 from sharded_loader.pools.ray.team import Team
-from sharded_loader.pools.translation import decode_result, own_pickle
+from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 GROUP_SECONDS = 16e-3
 """Work in one call. Measured on images (2 workers, of the rate of `ProcessPool`): 0.38 with 6 ms, 0.55 with 12 ms, 0.57
@@ -232,9 +232,7 @@ class RayPool(Pool):
             try:
                 own = own_pickle(task, forked=False)
             except Exception as raised:
-                error = as_batch_error(raised, "while the batch was sent to a worker")
-                Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-                self._refused.append(Result(task.run, task.seq, error=error))
+                self._refused.append(not_sent(task, raised))
                 continue
             unsent[member].append((task, own))
             if alone or len(unsent[member]) >= self.group:

@@ -32,12 +32,12 @@ from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.pools.deaths import Death, Watch, unreachable_after
 from sharded_loader.pools.ray.actor import Begun, LoaderActor
 from sharded_loader.pools.ray.blame import Blame
 from sharded_loader.pools.ray.connect import alive, put_job, session, what_there_is
 from sharded_loader.pools.ray.lanes import Lanes
 from sharded_loader.pools.ray.members import Call, Member, Wanted, cause_of, is_of_node, stop, stop_from_anywhere
-from sharded_loader.pools.supervision import Death, Watch, behind
 
 PATIENCE = 10.0
 """Seconds without any actor that is ready, before the user is told."""
@@ -96,7 +96,7 @@ class Team:
         self._looked = 0.0
         self._session: str | None = None
         self._cancelled: set[int] = set()
-        self._has_had = self._told = False
+        self._has_had = self._printed = False
 
     # -- actors ---------------------------------------------------------------------------------------------
 
@@ -165,8 +165,8 @@ class Team:
         if said.failure is not None:
             self.cannot_begin(member, decode_error(decode(said.failure)))  # type: ignore[arg-type]
             return
-        member.begun, self._has_had, self._told = said, True, False
-        self.blame.deaths.ready()
+        member.begun, self._has_had, self._printed = said, True, False
+        self.blame.deaths.record_start()
         self._lanes.share(self.ready)
 
     def cannot_begin(self, member: Member, error: Exception) -> None:
@@ -193,7 +193,7 @@ class Team:
         # Calls that are under way may end yet: nobody listens any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self.blame, self._has_had, self._told = Blame(self.restarts, self.watch.timeout), False, False
+        self.blame, self._has_had, self._printed = Blame(self.restarts, self.watch.timeout), False, False
 
     def closer(self) -> Callable[[], None]:
         """`close` as far as others see it, without a reference to the team."""
@@ -265,7 +265,7 @@ class Team:
             assert self._new is not None  # its actors read
             task = next(task for task in waiting if (task.run, task.seq) == (given_up.run, given_up.seq))
             waiting.remove(task)
-            ended = behind(task, [*self.requeued, *waiting], self._new.job)
+            ended = unreachable_after(task, [*self.requeued, *waiting], self._new.job)
             waiting = [task for task in waiting if task not in ended]
             self.requeued = deque(task for task in self.requeued if task not in ended)
             results = [given_up, *(Result(task.run, task.seq, NOTHING) for task in ended)]
@@ -302,8 +302,8 @@ class Team:
         if self.ready:
             return
         passed = now - self._without
-        if passed > PATIENCE and not self._told:
-            self._told = True
+        if passed > PATIENCE and not self._printed:
+            self._printed = True
             if self._has_had:
                 fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
             else:

@@ -15,8 +15,8 @@ from sharded_loader import WorkerDiedError
 from sharded_loader.engine.board import IN_BULK, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.pools.deaths import IDLE_DEATHS
 from sharded_loader.pools.process.workforce import Workforce
-from sharded_loader.pools.supervision import IDLE_DEATHS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills by signals")
 

@@ -7,10 +7,10 @@ import pytest
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.pools.deaths import IDLE_DEATHS, Death
 from sharded_loader.pools.ray.actor import Begun
 from sharded_loader.pools.ray.blame import Blame
 from sharded_loader.pools.ray.members import Call, Member
-from sharded_loader.pools.supervision import IDLE_DEATHS, Death
 
 DEATH = Death(0, 71, None, None, "10.0.0.1", "It exited.")
 

@@ -76,11 +76,7 @@ def test_a_ray_that_was_shut_down_is_not_started_again(monkeypatch: pytest.Monke
 
 
 def test_in_a_thread_of_rays_own_nobody_waits_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Foreign:
-        """What Python makes of a thread that C code has started."""
-
     ray, actors = Ray(monkeypatch), ["a"]
-    seen = types.SimpleNamespace(current_thread=Foreign, _DummyThread=Foreign, Thread=threading.Thread)
-    monkeypatch.setattr(members, "threading", seen)
+    monkeypatch.setattr(members, "is_thread_of_others", lambda thread: thread is threading.current_thread())
     stop_from_anywhere(actors)
     assert ray.killed.get(timeout=300) == ("a", "Thread")

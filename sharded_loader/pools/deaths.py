@@ -1,10 +1,11 @@
 """What the death or the silence of a worker means: which batch is to blame, and when to give it up. Policy only.
 
-    Deaths.of_batch(task)      -> whether this batch has killed enough workers
-    Deaths.in_start(worker)    -> whether workers cannot start
-    Deaths.of_nothing(worker)  -> whether workers die between batches again and again
-    Watch.late(workers)        -> those that have stood still for too long
-    died, timed_out, ...       -> the errors, with batch, sample, worker, and how to see it again
+    Deaths.record_batch_death(task)   -> whether this batch has killed too many workers
+    Deaths.record_start_death(worker) -> whether workers cannot start
+    Deaths.record_idle_death(worker)  -> whether workers die between batches again and again
+    Watch.late(workers)               -> those that have stood still for too long
+    unreachable_after(task, ...)      -> the waiting tasks that end with a batch that is given up
+    died, timed_out, ...              -> the errors, with batch, sample, worker, and how to see it again
 
 A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
 only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
@@ -53,64 +54,64 @@ class Deaths:
 
     Example:
         >>> deaths = Deaths(2)
-        >>> deaths.in_start(0, 1), deaths.in_start(1, 1)
+        >>> deaths.record_start_death(0, 1), deaths.record_start_death(1, 1)
         (False, True)
     """
 
     def __init__(self, restarts: int) -> None:
         self._limit = max(1, restarts)
-        self._of_batch: Counter[tuple[int, int]] = Counter()
-        self._of_nothing: Counter[int] = Counter()
-        self._in_start: Counter[int] = Counter()
+        self._by_batch: Counter[tuple[int, int]] = Counter()
+        self._idle_by_worker: Counter[int] = Counter()
+        self._start_by_worker: Counter[int] = Counter()
         self._proven = False
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self.unsettled = False
 
-    def of_batch(self, task: Task) -> bool:
-        """A worker died over the task; whether it is given up."""
+    def record_batch_death(self, task: Task) -> bool:
+        """A worker died over the task. True if it has killed too many: it is given up."""
         key = task.run, task.seq
-        self._of_batch[key] += 1
+        self._by_batch[key] += 1
         self.unsettled = True
-        return self._of_batch[key] >= self._limit
+        return self._by_batch[key] >= self._limit
 
-    def of(self, task: Task) -> int:
+    def count_of(self, task: Task) -> int:
         """How many workers have died over the task."""
-        return self._of_batch[task.run, task.seq]
+        return self._by_batch[task.run, task.seq]
 
     def settle(self, run: int, seq: int) -> None:
         """The task is done, or has been given up. Only needed while there is something `unsettled`."""
-        self._of_nothing.clear()
-        self._of_batch.pop((run, seq), None)
-        self.unsettled = bool(self._of_batch)
+        self._idle_by_worker.clear()
+        self._by_batch.pop((run, seq), None)
+        self.unsettled = bool(self._by_batch)
 
-    def of_nothing(self, worker: int) -> bool:
-        """A worker died between batches; whether it is no use to try again."""
-        self._of_nothing[worker] += 1
+    def record_idle_death(self, worker: int) -> bool:
+        """A worker died between batches. True if workers of this number did so too often."""
+        self._idle_by_worker[worker] += 1
         self.unsettled = True
-        return self._of_nothing[worker] >= IDLE_DEATHS
+        return self._idle_by_worker[worker] >= IDLE_DEATHS
 
-    def in_start(self, worker: int, exitcode: int | None) -> bool:
-        """A worker died before it could read; whether it is no use to try again."""
+    def record_start_death(self, worker: int, exitcode: int | None) -> bool:
+        """A worker died before it could read. True if no other one is tried."""
         killed = exitcode is None or exitcode in _FROM_OUTSIDE
         who = worker if killed else _BY_ITSELF
-        self._in_start[who] += 1
-        return self._in_start[who] >= self._limit * (PROVEN if killed and self._proven else 1)
+        self._start_by_worker[who] += 1
+        return self._start_by_worker[who] >= self._limit * (PROVEN if killed and self._proven else 1)
 
-    def tell(self, death: Death, traceback: str | None) -> None:
-        """Print why a worker died that is replaced, but only once what many of them say."""
-        if traceback is not None and traceback not in self._told:
-            self._told.add(traceback)
+    def print_once(self, death: Death, traceback: str | None) -> None:
+        """Print why a worker died in its start. If many say the same, it is printed once."""
+        if traceback is not None and traceback not in self._printed:
+            self._printed.add(traceback)
             text = f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}"
             print(text, file=sys.stderr, flush=True)
 
-    def ready(self) -> None:
+    def record_start(self) -> None:
         """A worker has started: others can start too."""
-        self._in_start.clear()
+        self._start_by_worker.clear()
         self._proven = True
 
     def new_job(self) -> None:
         """What workers get when they start is another from now on."""
-        self._in_start.clear()
+        self._start_by_worker.clear()
         self._proven = False
 
 
@@ -272,11 +273,10 @@ def _given_up(
     return error
 
 
-def behind(task: Task, waiting: Iterable[Task], job: Job) -> list[Task]:
-    """Those of the waiting tasks that cannot be read once ``task`` is given up: of the same part of iterable data.
+def unreachable_after(task: Task, waiting: Iterable[Task], job: Job) -> list[Task]:
+    """Later batches of the same part of iterable data: to reach them, a worker would have to read ``task`` again.
 
-    To get past the batch, a worker would have to read it. The lanes of a map-style dataset with a state are no parts:
-    their other batches can be read.
+    The lanes of a map-style dataset with a state are no parts. Their other batches can be read.
     """
     part = None if job.stream is None else task.part
     return [] if part is None else [other for other in waiting if part.is_same(other.part)]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sharded_loader.base.errors import describe_exit
-from sharded_loader.pools import supervision
-from sharded_loader.pools.supervision import IDLE_DEATHS, PROVEN, Deaths, Watch
+from sharded_loader.pools import deaths as deaths_module
+from sharded_loader.pools.deaths import IDLE_DEATHS, PROVEN, Deaths, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -20,49 +20,49 @@ def test_starts_that_fail_by_themselves_are_given_up_soon_whatever_is_killed_in_
 ) -> None:
     deaths = Deaths(3)
     if proven:
-        deaths.ready()
-    assert not any(deaths.in_start(worker, KILLED) for worker in range(8))
-    assert [deaths.in_start(worker, exitcode) for worker in (0, 1, 2)] == [False, False, True]
+        deaths.record_start()
+    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(8))
+    assert [deaths.record_start_death(worker, exitcode) for worker in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize("exitcode", [KILLED, TERMINATED, UNKNOWN])
 def test_starts_that_are_killed_are_given_up_late_where_workers_are_known_to_start(exitcode: int | None) -> None:
     deaths = Deaths(3)
-    assert [deaths.in_start(0, exitcode) for _ in range(3)] == [False, False, True]
+    assert [deaths.record_start_death(0, exitcode) for _ in range(3)] == [False, False, True]
     deaths = Deaths(3)
-    deaths.ready()
-    assert [deaths.in_start(0, exitcode) for _ in range(3 * PROVEN)] == [False] * (3 * PROVEN - 1) + [True]
+    deaths.record_start()
+    assert [deaths.record_start_death(0, exitcode) for _ in range(3 * PROVEN)] == [False] * (3 * PROVEN - 1) + [True]
 
 
 def test_many_workers_that_are_killed_at_once_while_they_start_are_no_reason_to_stop() -> None:
     deaths = Deaths(3)
-    assert not any(deaths.in_start(worker, KILLED) for worker in range(64) for _ in range(2))
-    deaths.ready()
-    assert not any(deaths.in_start(worker, KILLED) for worker in range(64) for _ in range(9))
+    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(64) for _ in range(2))
+    deaths.record_start()
+    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(64) for _ in range(9))
 
 
 def test_a_worker_that_is_ready_begins_the_count_anew_and_another_dataset_is_not_proven() -> None:
     deaths = Deaths(2)
-    assert not deaths.in_start(0, LEFT)
-    deaths.ready()
-    assert not deaths.in_start(0, LEFT)
-    assert deaths.in_start(1, LEFT)
+    assert not deaths.record_start_death(0, LEFT)
+    deaths.record_start()
+    assert not deaths.record_start_death(0, LEFT)
+    assert deaths.record_start_death(1, LEFT)
     deaths.new_job()
-    assert not deaths.in_start(0, KILLED)
-    assert deaths.in_start(0, KILLED)
+    assert not deaths.record_start_death(0, KILLED)
+    assert deaths.record_start_death(0, KILLED)
 
 
 def test_idle_workers_that_are_killed_all_at_once_are_no_reason_to_stop() -> None:
     deaths = Deaths(1)
-    assert not any(deaths.of_nothing(worker) for worker in range(64))
+    assert not any(deaths.record_idle_death(worker) for worker in range(64))
 
 
 def test_workers_that_die_idle_again_and_again_are_unless_a_batch_comes() -> None:
     deaths = Deaths(3)
     for _ in range(2):
-        assert not any(deaths.of_nothing(0) for _ in range(IDLE_DEATHS - 1))
+        assert not any(deaths.record_idle_death(0) for _ in range(IDLE_DEATHS - 1))
         deaths.settle(0, 0)
-    assert [deaths.of_nothing(0) for _ in range(IDLE_DEATHS)] == [False] * (IDLE_DEATHS - 1) + [True]
+    assert [deaths.record_idle_death(0) for _ in range(IDLE_DEATHS)] == [False] * (IDLE_DEATHS - 1) + [True]
 
 
 def test_a_kill_is_told_as_what_is_known_of_it() -> None:
@@ -79,7 +79,7 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
     timeout: float, to_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 0.0
-    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: seconds))
     watch = Watch(timeout)
     late: dict[str, float] = {}
     for look in range(1000):
@@ -91,7 +91,7 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
 
 def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: now))
     watch = Watch(4.0)
     assert watch.step == 0.5
     still, moves = [0, 1, 0, 2], [0, 1, 0, 0]
