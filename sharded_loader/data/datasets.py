@@ -6,12 +6,25 @@
           .cache                                   -> CachedDataset: the same samples, remembered
           a + b                                    -> ConcatDataset: one after the other
 
-These classes are what users see: names, arguments, methods. How they read is in `sharded_loader.data.wrappers`. A
-dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
-``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`).
+    Outer            around other datasets, as ConcatDataset is
+      Wrapper        around one other dataset, as TransformDataset and CachedDataset are
+        View         some of its samples, by translated indices: SimpleDataset, SubsetDataset
+
+A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
+``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`). A wrapper has ``set_epoch``, ``get_batch``
+and ``__getitems__`` exactly where what it wraps has them.
+
+A part of a part is made a part of the dataset at once, so reading a sample takes one look-up, however often a dataset
+was cut. A part owns its array of indices, which nobody can change.
+
+A cache keeps every sample until ``max_bytes`` are full, and none is evicted: when each epoch visits all samples in a
+fresh random order, every policy hits equally often. Each process has its own entries, so ``n`` worker processes hold up
+to ``n * max_bytes``. Threads share one cache.
 
 What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made.
+(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made. The object
+that a cache returns is the one that it keeps: if you change it in place, you change it for the next epoch too. What is
+random or depends on ``set_epoch`` below the cache stays as it was when the sample was read.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
@@ -20,21 +33,40 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
+import pickle
 import sys
+import threading
+import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import bytes_of_text
+from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.limits import check_fits
-from sharded_loader.batching.protocol import known_to
-from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
+from sharded_loader.batching.default import default_batchify_fn
+from sharded_loader.batching.protocol import Empty, known_to, new_array
+from sharded_loader.batching.tree import is_tensor, map_leaves
+from sharded_loader.data.bulk import (
+    Indices,
+    Int64s,
+    bulk,
+    check_one_index,
+    checked_index,
+    checked_indices,
+    gather,
+    listed,
+    read_many,
+)
 from sharded_loader.data.columns import check_dataset, is_dataset
+from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
 from sharded_loader.data.splits import split_sizes, stratified_parts
-from sharded_loader.data.subsets import Chosen
-from sharded_loader.data.wrappers import First, Joined, Remembered, Transformed, View
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.indices import Selection, shuffled_parts
+from sharded_loader.randomness.indices import IndexView, Selection, bound_of, composed, shuffled_parts, taken
 
 
 class Dataset:
@@ -232,7 +264,57 @@ class Dataset:
             return f"{type(self).__name__}(unknown number of samples)"
 
 
-class SimpleDataset(View, Dataset):
+# -- some samples, by index --------------------------------------------------------------------------------------------
+
+
+class Outer(Dataset):
+    """Around other datasets: forwards ``set_epoch`` where one of them has it."""
+
+    _dataset: Any
+
+    @property
+    def _inside(self) -> Any:
+        return (self._dataset,)
+
+    @bulk
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the datasets inside which epoch is read."""
+        for inner in self._inside:
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+
+class Wrapper(Outer):
+    """Around one other dataset."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class View(Wrapper):
+    """Samples of the other dataset, by translated indices. Subclasses write `_one` and `_inner`, not ``__getitem__``.
+
+    A ``__getitem__`` that is not of the same class as the bulk methods is an override, and they are not used.
+    """
+
+    _one: Callable[[Any], Any]  # the sample at one index
+    _inner: Callable[[Indices], Int64s]  # indices into the wrapped dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._one(index)
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples at once."""
+        return listed(self._dataset.__getitems__(translated(self._inner(indices).tolist(), indices)))
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+        """A finished batch, in memory from ``empty``."""
+        return gather(self._dataset, self._inner(indices), empty)
+
+
+class SimpleDataset(View):
     """Any object with ``__getitem__`` and ``__len__`` as a dataset with this library's methods.
 
     Integer indices are checked (negative ones work, whether the object knows them or not); any other index, such as
@@ -261,7 +343,7 @@ class SimpleDataset(View, Dataset):
         return f"SimpleDataset({len(self)} samples of {type(self._dataset).__name__})"
 
 
-class SubsetDataset(Chosen, Dataset):
+class SubsetDataset(View):
     """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
 
     A part of a part is a part of the dataset: `dataset` is never a `SubsetDataset`, and `indices` always count the
@@ -285,10 +367,71 @@ class SubsetDataset(Chosen, Dataset):
     """
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
-        super().__init__(dataset, indices, looks_through=type(dataset) is SubsetDataset)
+        dataset = check_dataset(dataset, "SubsetDataset")
+        chosen: Selection
+        if isinstance(indices, range | IndexView):
+            if len(indices):
+                checked_indices([indices[0], indices[-1], bound_of(indices) - 1], len(dataset))
+            chosen = indices
+        else:
+            # A copy: the caller may shuffle an array of indices again, for another subset.
+            chosen = np.array(checked_indices(indices, len(dataset)))
+        if type(dataset) is SubsetDataset and vars(dataset).keys() == {"_dataset", "_indices"}:  # no method of its own
+            dataset, chosen = dataset._dataset, composed(dataset._indices, chosen)
+        if isinstance(chosen, np.ndarray):
+            chosen.flags.writeable = False
+        self._dataset, self._indices = dataset, chosen
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the samples are taken from.
+
+        Example:
+            >>> from sharded_loader import SimpleDataset
+            >>> SimpleDataset("abcde").take(4)[2:].dataset
+            SimpleDataset(5 samples of str)
+        """
+        return self._dataset
+
+    @property
+    def indices(self) -> Selection:
+        """Where the samples are in `dataset`: a range, an array of int64, or an `IndexView`. All are read-only.
+
+        The samples are ``[dataset[index] for index in indices]``. So the labels of a part are ``labels[part.indices]``,
+        if ``labels`` is an array of the labels of the whole dataset.
+
+        Example:
+            >>> from sharded_loader import SimpleDataset
+            >>> SimpleDataset("abcde").shard(2, 1).indices
+            range(3, 5)
+            >>> train, test = SimpleDataset("abcde").split([3, 2], seed=1)
+            >>> sorted([*train.indices.tolist(), *test.indices.tolist()])
+            [0, 1, 2, 3, 4]
+        """
+        return self._indices
+
+    def _one(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
+
+    def _inner(self, indices: Indices) -> Int64s:
+        where = checked_indices(indices, len(self._indices))
+        if isinstance(self._indices, range):  # `taken`, without a call
+            return self._indices.start + self._indices.step * where
+        return taken(self._indices, where)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} of {brief(self._dataset)}>"
 
 
-class TransformDataset(Transformed, Dataset):
+# -- through a function ------------------------------------------------------------------------------------------------
+
+
+class TransformDataset(Wrapper):
     """The samples of a dataset, each passed through a function; made by `Dataset.transform`.
 
     A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
@@ -298,8 +441,78 @@ class TransformDataset(Transformed, Dataset):
         ['2', '3']
     """
 
+    def __init__(self, dataset: Any, fn: Callable[..., Any], seeded: bool = False) -> None:
+        self._dataset = check_dataset(dataset, "TransformDataset")
+        if not callable(fn):
+            raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
+        self._fn = fn
+        self._level = next_level(dataset, _level_of) if seeded else None
 
-class CachedDataset(Remembered, Dataset):
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        check_one_index(index)
+        return self._apply(self._dataset[index])
+
+    def _apply(self, sample: Any) -> Any:
+        fields = sample if isinstance(sample, tuple) else (sample,)
+        if self._level is None:
+            return self._fn(*fields)
+        with transform_seed(self._fn, self._level):
+            return self._fn(*fields)
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples: read at once, then transformed one by one."""
+        indices = translated(indices, indices)
+        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
+        with each_by_its_key(indices) as turn_to:
+            for position, sample in enumerate(samples):
+                turn_to(position)
+                samples[position] = self._apply(sample)
+        return samples
+
+    def __repr__(self) -> str:
+        return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
+
+
+def _level_of(dataset: Any) -> int | None:
+    return dataset._level if isinstance(dataset, TransformDataset) else None
+
+
+class First:
+    """``fn`` of the first field of a sample."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, first: Any, *others: Any) -> Any:
+        return (self.fn(first), *others) if others else self.fn(first)
+
+    def __repr__(self) -> str:
+        return f"first: {self.fn!r}"
+
+
+# -- kept in memory ----------------------------------------------------------------------------------------------------
+
+
+class _Store:
+    """The entries of one process. Pickled, it is an empty one."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()  # a signal handler, or a finalizer, may read a sample in between
+        self.entries: dict[int, Any] = {}
+        self.used = 0.0
+
+    def __reduce__(self) -> Any:
+        return _Store, ()
+
+
+_MISS = object()
+
+
+class CachedDataset(Wrapper):
     """The samples of a dataset, remembered; made by `Dataset.cache`.
 
     Args:
@@ -313,12 +526,88 @@ class CachedDataset(Remembered, Dataset):
         ('b', 1)
     """
 
+    def __init__(self, dataset: Any, max_bytes: int | str | None = None) -> None:
+        self._dataset = check_dataset(dataset, "CachedDataset")
+        self._max_bytes = None if max_bytes is None else bytes_of_text(max_bytes, 0, "0 or more, or None for no bound")
+        self._own_store = _Store()
 
-class ConcatDataset(Joined, Dataset):
+    @property
+    def _store(self) -> _Store:
+        if self._own_store.pid != os.getpid():
+            self._own_store = _Store()
+        return self._own_store
+
+    @property
+    def cached(self) -> int:
+        """The number of samples that this process keeps."""
+        return len(self._store.entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        index = checked_index(index, len(self._dataset))
+        sample = self._store.entries.get(index, _MISS)
+        return self._keep(index, self._dataset[index]) if sample is _MISS else sample
+
+    def _keep(self, index: int, sample: Any) -> Any:
+        """Keep a sample if there is room; returns the one that is kept, if another thread was faster."""
+        size = 0.0
+        if self._max_bytes is not None:
+            sample, size = own_copy(sample)
+        store = self._store
+        with store.lock:
+            if index in store.entries:
+                return store.entries[index]
+            if self._max_bytes is None or store.used + size <= self._max_bytes:
+                store.entries[index] = sample
+                store.used += size
+        return sample
+
+    @bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples: those not yet kept are read at once."""
+        where = checked_indices(indices, len(self._dataset)).tolist()
+        entries = self._store.entries
+        first: dict[int, int] = {}  # index -> position of its first occurrence: the only one that is read
+        for position, index in enumerate(where):
+            if index not in entries:
+                first.setdefault(index, position)
+        fresh = self._dataset.__getitems__(translated(first, indices, list(first.values()))) if first else []
+        read = {index: self._keep(index, sample) for index, sample in zip(first, fresh, strict=True)}
+        return [read[index] if index in read else entries[index] for index in where]
+
+    def __repr__(self) -> str:
+        return f"{brief(self._dataset)}.cache({'' if self._max_bytes is None else self._max_bytes})"
+
+
+def own_copy(sample: Any) -> tuple[Any, float]:
+    """A sample in memory of its own, also where it was a view of a larger array; and about how many bytes it takes.
+
+    Example:
+        >>> copy, size = own_copy((np.zeros(10_000)[:1000], "label"))
+        >>> copy[0].shape, copy[1], 8000 <= size < 8500
+        ((1000,), 'label', True)
+    """
+    try:  # pickle would write the whole memory that a tensor is a view of
+        pickled = pickle.dumps(map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, sample), 5)
+        return pickle.loads(pickled), len(pickled)
+    except Exception as error:
+        warnings.warn(
+            f"cache(max_bytes=...) keeps copies that pickle makes, and it cannot copy {an(type(sample))} "
+            f"({error}): this sample is read again each time. cache() without max_bytes keeps the samples themselves",
+            stacklevel=2,
+        )
+        return sample, float("inf")
+
+
+# -- one after the other -----------------------------------------------------------------------------------------------
+
+
+class ConcatDataset(Outer):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
-    It reads in bulk where every part does. A batch out of several parts is the parts' batches in one, where those are
-    arrays of the same names, dtypes and shapes. Otherwise it is the default batchify of the samples.
+    It reads in bulk where every part does. A batch out of several parts is the default batchify of its samples, which
+    each part reads at once.
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
@@ -331,5 +620,53 @@ class ConcatDataset(Joined, Dataset):
     """
 
     def __init__(self, datasets: Iterable[Any]) -> None:
-        flat = (part._inside if type(part) is ConcatDataset else [part] for part in datasets)
-        super().__init__([part for parts in flat for part in parts])
+        flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
+        self._parts: list[Any] = [check_dataset(part, "ConcatDataset") for parts in flat for part in parts]
+        if not self._parts:
+            raise ValueError("ConcatDataset was given no datasets: give at least one")
+        *self._begins, self._length = accumulate(map(len, self._parts), initial=0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        index = checked_index(index, self._length)
+        number = bisect_right(self._begins, index) - 1
+        return self._parts[number][index - self._begins[number]]
+
+    @property
+    def _inside(self) -> Any:
+        return self._parts
+
+    def _chunks(self, indices: Indices) -> list[tuple[Any, Int64s, Int64s]]:
+        """Which samples lie in which part: the part, where in the part, and where in the batch."""
+        where = checked_indices(indices, self._length)
+        owners = np.searchsorted(self._begins, where, side="right") - 1
+        places = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
+        return [(self._parts[number], where[place] - self._begins[number], place) for number, place in places]
+
+    @bulk
+    def __getitems__(self, indices: Indices) -> list[Any]:
+        """Many samples: each part reads its own at once."""
+        outer = handed_out(indices)
+        outer = translated(outer, outer)
+        samples: list[Any] = [None] * len(outer)
+        for part, inner, place in self._chunks(indices):
+            chosen = place.tolist()
+            found = read_many(part, translated(inner.tolist(), outer, chosen))
+            for position, sample in zip(chosen, found, strict=True):
+                samples[position] = sample
+        return samples
+
+    @bulk
+    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+        """A finished batch, in memory from ``empty``."""
+        chunks = self._chunks(indices)
+        if len(chunks) == 1:
+            return gather(chunks[0][0], chunks[0][1], empty)
+        return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
+
+    def __repr__(self) -> str:
+        return " + ".join(briefs(self._parts))

@@ -40,11 +40,10 @@ from sharded_loader.base.entries import (
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import ConcatDataset, Dataset
+from sharded_loader.data.datasets import ConcatDataset, Dataset, View
 from sharded_loader.data.inspection import is_indexed, known_parts
 from sharded_loader.data.schedule import Schedule, whole_numbers
 from sharded_loader.data.source import BEGINNING, END, Source, SourcePoint, is_divided, this_worker
-from sharded_loader.data.wrappers import View
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
 
@@ -166,7 +165,7 @@ def _checked(dataset: Any, number: int) -> Any:
 # -- by index ----------------------------------------------------------------------------------------------------------
 
 
-class InterleavedDataset(View, Dataset):
+class InterleavedDataset(View):
     """Datasets that are read by index, mixed by a schedule; made by `interleave`."""
 
     def __init__(self, datasets: Sequence[Any], schedule: Schedule, stop: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.data import retried
+from sharded_loader.data.following import retries_here
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_result, task_of
 from sharded_loader.engine.reader import Reader
@@ -132,9 +132,9 @@ class TaskReader:
         if task.careful:
             self._reader.probe(task, board)
         self._seed_globals(task.epoch, task.position)
-        before = retried.total()
+        before = retries_here()
         result = self._reader.read(task, self._name, np.empty if memory is None else slot.empty, board)
-        if (after := retried.total()) > before:
+        if (after := retries_here()) > before:
             result = result._replace(retries=after - before)
         board[SAMPLE] = SENDING
         return result, slot, task

@@ -30,15 +30,12 @@ import os
 import platform
 import stat
 import struct
-import threading
 import time
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any, BinaryIO
 
 from sharded_loader.data.bulk import Int64s
-from sharded_loader.data.versions import checksums, is_rewritten, settled, tag_of
+from sharded_loader.data.files import BINARY, PositionedFile, checksums, is_rewritten, settled, tag_of
 from sharded_loader.recordio.gather import Gatherer
 
 MAGIC_NUMBER = 0xCED7230A
@@ -48,7 +45,6 @@ HEAD_SIZE = _HEAD.size
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _LENGTH_BITS = 29
 MAX_LENGTH = (1 << _LENGTH_BITS) - 1
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
 
 
 def padded(length: Any) -> Any:
@@ -83,55 +79,28 @@ class RecordIOError(ValueError):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:
-    """`os.pread` for Windows, which has none."""
-    with lock:
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.read(fd, size)
+class _Descriptor(PositionedFile):
+    """An open file of records."""
 
-
-class _Descriptor:
-    """An open file. Closes when its last reference goes: a thread in the middle of a read holds one."""
-
-    __slots__ = ("_fd", "gatherer", "pid", "read", "size")
+    __slots__ = ("gatherer", "pid", "size")
 
     def __init__(self, path: str) -> None:
-        self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | _BINARY)
+        super().__init__(path)
         self.pid = os.getpid()
-        # The system call alone, not in a method: a method around each takes a quarter as long again.
-        self.read: Callable[[int, int], bytes] = (
-            partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
-        )
-        self.gatherer = Gatherer(self._fd)
-        if stat.S_ISDIR(os.fstat(self._fd).st_mode):  # Linux notices it at the first read, without the path
+        self.gatherer = Gatherer(self.fd)
+        if stat.S_ISDIR(self.stat().st_mode):  # Linux notices it at the first read, without the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
 
     def refresh_size(self) -> int:
         """The size now: the file may still be written to."""
-        self.size = os.fstat(self._fd).st_size
+        self.size = self.stat().st_size
         return self.size
 
-    def stat(self) -> os.stat_result:
-        """Of the open file."""
-        return os.fstat(self._fd)
-
     def bytes_at(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
         if offset > self.size and offset > self.refresh_size():
             return b""  # no system knows offsets near 2**63
-        data = self.read(size, offset)
-        while len(data) < size:  # signals and network file systems shorten reads
-            more = self.read(size - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at the program's end `os` may be gone
-        if self._fd >= 0:
-            _close(self._fd)
+        return super().bytes_at(offset, size)
 
 
 class RecordBytes:
@@ -324,7 +293,7 @@ class Writer:
         self._fd = -1
         self.path = os.path.abspath(os.fspath(path))
         self._pid = os.getpid()
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         self.offset = 0
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.data.versions import checksums, is_rewritten
+from sharded_loader.data.files import checksums, is_rewritten
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import Format, format_of

@@ -7,7 +7,7 @@ Formats see nothing else, so each of them reads local shards, cached ones and re
 is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
 deleted meanwhile). Threads may share a file; a forked child opens its own.
 
-`local_stat` tells a file from a later one at the same path (`data.versions`).
+`local_stat` tells a file from a later one at the same path (`data.files`).
 
 What can go wrong: `ShardError` for a file that is missing, must not be read, or is shorter than it was.
 """
@@ -17,17 +17,13 @@ from __future__ import annotations
 import io
 import os
 import stat
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from sharded_loader.data.versions import settled, tag_of
+from sharded_loader.data.files import PositionedFile, settled, tag_of
 from sharded_loader.storage.redacted import shown
 from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store, missing_or_forbidden
-
-_BINARY = getattr(os, "O_BINARY", 0)
 
 
 class ShardFile(ABC):
@@ -78,19 +74,15 @@ class LocalFile(ShardFile):
     def __init__(self, path: str, name: str | None = None) -> None:
         super().__init__()
         self.path, self.name = path, name or path
-        self._fd = -1
         try:
-            self._fd = os.open(path, os.O_RDONLY | _BINARY)
+            self._file = PositionedFile(path)
         except OSError as error:
             found = missing_or_forbidden(self.name, error, str(error.strerror))
             if found is None:
                 raise
             raise found from error
-        self._found = os.fstat(self._fd)
+        self._found = self._file.stat()
         self.size = self._found.st_size
-        self._read: Any = (
-            partial(os.pread, self._fd) if hasattr(os, "pread") else partial(_seek_and_read, threading.Lock(), self._fd)
-        )
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         return list(map(self._part, begins, ends))
@@ -100,31 +92,23 @@ class LocalFile(ShardFile):
         try:
             return _stat_of(os.stat(str(self.path)))
         except FileNotFoundError:
-            return _stat_of(os.fstat(self._fd))
+            return _stat_of(self._file.stat())
 
     def is_touched(self) -> bool:
         """Whether another program has written to the open file. Only that it was deleted does not count."""
-        now, then = os.fstat(self._fd), self._found
+        now, then = self._file.stat(), self._found
         is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
         return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
     def _part(self, begin: int, end: int) -> bytes:
-        found: bytes = self._read(end - begin, begin)
-        while len(found) < end - begin:  # signals and network file systems shorten reads
-            more = self._read(end - begin - len(found), begin + len(found))
-            if not more:
-                raise self.cut(begin, end, len(found))
-            found += more
+        found = self._file.bytes_at(begin, end - begin)
+        if len(found) < end - begin:
+            raise self.cut(begin, end, len(found))
         return found
 
     def close(self) -> None:
         super().close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+        self._file.close()
 
 
 class RemoteFile(ShardFile):
@@ -159,13 +143,6 @@ def local_stat(path: str) -> Stat:
 
 def _stat_of(found: os.stat_result) -> Stat:
     return Stat(found.st_size, tag_of(found))
-
-
-def _seek_and_read(lock: threading.Lock, fd: int, size: int, offset: int) -> bytes:
-    """`os.pread` for Windows, which has none."""
-    with lock:
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.read(fd, size)
 
 
 class _Stream(io.RawIOBase):

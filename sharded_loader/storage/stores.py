@@ -33,7 +33,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
-from sharded_loader.data import retried
+from sharded_loader.data.following import note_retry
 from sharded_loader.storage.fast_s3 import FastS3
 from sharded_loader.storage.redacted import redacted, shown
 from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, http_tag, is_same, part, tag_of
@@ -288,7 +288,7 @@ class Store:
             if number:
                 time.sleep(pause(number, asked))
                 self.retries += 1
-                retried.note()
+                note_retry()
             self.requests += 1
             try:
                 return request()

@@ -11,8 +11,7 @@ import torch
 
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.data.arrays import ArrayDataset
-from sharded_loader.data.datasets import CachedDataset, SimpleDataset
-from sharded_loader.data.wrappers import own_copy
+from sharded_loader.data.datasets import CachedDataset, SimpleDataset, own_copy
 
 
 class Counting:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sharded_loader import ArrayDataset, SimpleDataset
-from sharded_loader.data.following import can_follow, follow
+from sharded_loader.data.following import can_follow, follow, note_retry, retries_here
 
 
 class Told(SimpleDataset):
@@ -62,3 +63,10 @@ def test_who_does_not_want_to_know_is_not_told() -> None:
     for dataset in ([1, 2], SimpleDataset([1, 2]).take(1), ArrayDataset(np.arange(3)) + [4]):
         assert not can_follow(dataset)
         follow(dataset, lambda number: None, lambda: 0, lambda number: None)
+
+
+def test_every_one_counts_whoever_notes_it() -> None:
+    before = retries_here()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: note_retry(), range(800)))
+    assert retries_here() - before == 800

@@ -23,7 +23,6 @@ from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.data import wrappers
 from sharded_loader.randomness import shuffle
 from sharded_loader.randomness.rng import NO_SAMPLE, SampleScope, reading, sample_rng
 
@@ -331,22 +330,7 @@ def test_wrappers_read_batches_by_get_batch_alone(wrap):
     assert torch.equal(images, torch.from_numpy(IMAGES[labels.numpy()])) and len(labels) == 3
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ArrayDataset(IMAGES, LABELS) + ArrayDataset(IMAGES, LABELS),
-        lambda: ArrayDataset(x=IMAGES) + ArrayDataset(x=IMAGES).take(4),
-        lambda: SimpleDataset(ArrayDataset(LABELS)).shard(2, 1) + ArrayDataset(LABELS),
-        lambda: ArrayDataset(torch.from_numpy(IMAGES)) + ArrayDataset(torch.from_numpy(IMAGES)),
-    ],
-)
-def test_a_batch_from_several_parts_is_merged_by_columns(make, monkeypatch):
-    monkeypatch.setattr(wrappers, "read_many", None)
-    dataset = make()
-    assert len(list(ShardedDataLoader(dataset, len(dataset), shuffle=True, seed=1))) == 1
-
-
-def test_an_override_is_not_merged_by_columns():
+def test_an_override_is_read_in_a_sum_too():
     class Negative(ArrayDataset):
         def __getitem__(self, index):
             return -super().__getitem__(index)
