@@ -184,7 +184,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
-            reading = self._sampled(start, state, items, finished, begins)
+            reading = self._sampled(start, state, items, begins)
             self._pipeline.one_by_one = start.may_draw
             plan = LanePlan(number, reading, lanes, self._auto_collation, split)
         reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
@@ -209,29 +209,23 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
         return order, reading
 
-    def _sampled(
-        self, start: SamplerStart, state: dict[str, Any] | None, items: Any, finished: bool, begins: bool
-    ) -> Any:
+    def _sampled(self, start: SamplerStart, state: dict[str, Any] | None, items: Any, begins: bool) -> SamplerReading:
         """The reading of an epoch of map-style data.
 
         Args:
             start: of the sampler.
             state, items: as in `_begin`.
-            finished: the state was taken at the end of its epoch.
             begins: the workers are new, or there are none: the state tells nothing of their generators and datasets.
         """
         lanes, found = max(1, self._num_workers), state and state["_sampler"]
-        if found is not None and not finished:
-            items = None
-        elif items is None:
-            items = start.begin()
+        if start.loaded is None:
+            start.begin(items)
         points = self._before
         if not begins:
             datasets = enumerate((found or {}).get("datasets", ()))
             points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
-        saved = None if finished else found
-        reading = SamplerReading(start, items, lanes, saved, points, is_stateful(self._dataset), self._number)
-        if self._num_workers > 0 and items is not None:  # torch's workers are sent the first indices now
+        reading = SamplerReading(start, lanes, points, is_stateful(self._dataset), self._number)
+        if self._num_workers > 0 and start.loaded is None:  # torch's workers are sent the first indices now
             start.settle()
             if not start.may_be_told:
                 reading.begin()

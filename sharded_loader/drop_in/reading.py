@@ -1,6 +1,6 @@
 """The batches of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
 
-    SamplerReading(start, items, ...)   the sampler's items, and where it is after each of them
+    SamplerReading(start, ...)          the sampler's items, and where it is after each of them
     LanePlan.task(seq) -> Task          batch number i is read by worker i % num_workers, as in torch
     state_after(delivered)              what a state says of the sampler, and of the workers' datasets
 
@@ -12,17 +12,15 @@ What can go wrong: the sampler raises an error, which comes in the batch's place
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.plan import Plan, Split
 from sharded_loader.engine.stream import PartBatch, PartPoint
-from sharded_loader.sampling.foreign import rank_of
-from sharded_loader.sampling.tables import bytes_of_one
+from sharded_loader.sampling.foreign import ForeignItems, rank_of
+from sharded_loader.sampling.state import Checkpoint
 
 
 class _Planned(NamedTuple):
@@ -45,11 +43,9 @@ class SamplerReading:
     """One epoch of a sampler, read once.
 
     Args:
-        start: of the sampler.
-        items: what ``start`` has returned; None: it goes on from a state. It does so when the first batch is asked for,
-            because trainers call the sampler's ``set_epoch`` after ``iter(loader)``.
+        start: of the sampler. A loaded state is gone on from when the first batch is asked for, because trainers call
+            the sampler's ``set_epoch`` after ``iter(loader)``.
         lanes: how many workers there are, at least 1.
-        state: where the epoch goes on; None: at its beginning.
         points: The position of each worker, with the state of its dataset. A worker that is missing here is new.
         keeps_state: the dataset has a state that each worker keeps.
         number: Identifies this set of workers. A worker that is at its position already does not load the state.
@@ -66,15 +62,14 @@ class SamplerReading:
     def __init__(
         self,
         start: SamplerStart,
-        items: Iterator[Any] | None,
         lanes: int,
-        state: dict[str, Any] | None,
         points: Mapping[int, PartPoint],
         keeps_state: bool,
         number: int,
     ) -> None:
         self._start, self._lanes = start, lanes
-        self._items: Any = items
+        self._items: ForeignItems | None = None  # once the sampler has been started
+        self._loaded = state = start.loaded
         self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
         self.epoch = 0
         self._ended = False
@@ -85,8 +80,6 @@ class SamplerReading:
         self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, start.own)}  # by item: before it
         self._forgotten = self._low, self._low  # the first seq, and the first item, that are kept
         self._is_started = False
-        self._stateful: Any = None  # who knows where the sampler is
-        self._loaded = None if items is not None else state
         self._keeps_state, self._number = keeps_state, number
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
@@ -95,10 +88,10 @@ class SamplerReading:
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
-        self.begin()
-        while self._coming <= seq and not self._ended:
+        items = self.begin()
+        while items is not None and self._coming <= seq and not self._ended:
             try:
-                found = next(self._items)
+                found = items.read_one()
             except StopIteration:
                 self._ended = True
                 break
@@ -106,9 +99,7 @@ class SamplerReading:
                 self._ended = True
                 raise
             number, self._drawn = self._drawn, self._drawn + 1
-            checksum, _ = self._marks[number]
-            own = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
-            self._marks[self._drawn] = zlib.crc32(bytes_of_one(found), checksum), own
+            self._marks[self._drawn] = items.checksum, items.own_state()
             if number not in self._ahead:
                 lane = self._coming % self._lanes
                 self._planned[self._coming] = _Planned(number, found, lane, self._turns[lane])
@@ -116,18 +107,20 @@ class SamplerReading:
                 self._coming += 1
         return (self._planned[seq].item,) if seq in self._planned else None
 
-    def begin(self) -> None:
+    def begin(self) -> ForeignItems | None:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
             self.epoch = self._start.epoch(self.epoch)
-        if self._is_started:
-            return
-        self._is_started = self._ended = True  # unless it starts
-        self._items = self._start.first(self._items) if self._loaded is None else self._start.items()
-        self._stateful, self._ended = self._start.stateful, False
-        if self._stateful is None and is_stateful(self._items):
-            self._stateful = self._items
+        if not self._is_started:
+            self._is_started = self._ended = True  # unless it starts
+            state, mark = self._loaded, None
+            if state is not None:
+                count, checksum, is_over = state["yielded"], state["checksum"], bool(state.get("over"))
+                mark = Checkpoint(self.epoch, count, checksum, state.get("rank"), is_over, self._start.own)
+            self._items = ForeignItems(self._start.sampler, self._start.started, mark)
+            self._ended = False
+        return self._items
 
     def part(self, seq: int) -> PartBatch | None:
         """Which state a worker's dataset must have before a batch; None if it keeps none."""
@@ -199,7 +192,7 @@ class SamplerReading:
         if ahead:
             state["ahead"] = sorted(ahead)
         if finished:
-            own = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+            own = None if self._items is None else self._items.own_state()
             state.update(self._start.end_state())
         elif own is not None and self._start.stateful is not None and low == self._drawn > 0:
             # A short batch has taken the sampler over its end: then it says what comes in the next epoch.

@@ -1,14 +1,15 @@
 """How a sampler of the user's is started: at its beginning, at the beginning of a later epoch, or in the middle of one.
 
     SamplerStart(sampler, state, finished)     loads what a state says of the epoch's end
-    begin() or items()                         the sampler's items, from its beginning or from where the state was taken
+    begin()                                    the sampler is asked for its items, from its beginning
+    started(checkpoint)                        its items, from there or from where the state was taken
     state, own, end_state()                    what decides the order of this epoch, and of those after it
 
-Nothing of the sampler is a function of (seed, epoch) here: it draws from the generators that it draws from under torch.
-So those generators are noted before it is started, and put back for the start if a state is loaded. Items up to the
-state are passed over; a checksum says whether they are the same ones. A sampler with ``state_dict`` is loaded instead.
+`SamplerStart.started` is a `Start` of `sharded_loader.sampling.foreign`, which reads the items and checks those before
+a state. Nothing of the sampler is a function of (seed, epoch) here: it draws from the generators that it draws from
+under torch. So those generators are noted before it is started, and put back for the start if a state is loaded.
 
-What can go wrong: other items than before the state was saved (ValueError).
+What can go wrong: the sampler raises an error at its first item. It comes as the error of that item.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator
 from types import GeneratorType
 from typing import Any
@@ -31,12 +31,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from sharded_loader.base.described import an
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import rank_of
-from sharded_loader.sampling.tables import bytes_of_one
+from sharded_loader.sampling.foreign import first_of, loaded
+from sharded_loader.sampling.state import Checkpoint
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
@@ -112,6 +111,7 @@ class SamplerStart:
         self.loaded = None if finished else state
         self.state: dict[str, Any] = {}
         self.own: Any = None
+        self._asked: Iterator[Any] = iter(())
         if state is not None and finished:
             self._load_end(state)
         elif state is not None:
@@ -145,10 +145,12 @@ class SamplerStart:
             if self.stateful is not None:
                 self.own = copy.deepcopy(self.stateful.state_dict())
 
-    def begin(self) -> Iterator[Any]:
-        """The sampler's items, from its beginning."""
-        self._note()
-        return iter(self.sampler)
+    def begin(self, items: Any = None) -> None:
+        """Ask the sampler for its items, from its beginning. ``items``: somebody has asked already."""
+        if items is None:
+            self._note()
+            items = iter(self.sampler)
+        self._asked = items
 
     def settle(self) -> None:
         """What the sampler that shuffles draws is drawn now. `ShuffleSampler.set_epoch` may still come.
@@ -171,11 +173,7 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            items = self._told(items)
-            # Not chain(first, items), which would call iter(items): some begin again then.
-            return itertools.chain([next(items)], map(next, itertools.repeat(items)))
-        except StopIteration:
-            return iter(())
+            return first_of(self._told(items))[1]
         except Exception as error:
             return _raising(error)
 
@@ -209,45 +207,37 @@ class SamplerStart:
             state["generators"] = list(map(generator_state, self._sources[1:]))
         return state
 
-    def items(self) -> Iterator[Any]:
-        """The sampler's items from where the state was taken.
+    @contextlib.contextmanager
+    def started(self, mark: Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
+        """The items, and the object that can tell the sampler's own state, or None; see `sampling.foreign.Start`.
 
-        Raises:
-            ValueError: those before it are not the ones of then.
+        Args:
+            mark: where the state was taken; None: the epoch begins, with the items of `begin`.
         """
-        state = self.loaded
-        assert state is not None  # otherwise `first`
+        if mark is None:
+            items = self.first(self._asked)
+            yield items, self.stateful or (items if is_stateful(items) else None)
+            return
         if self.shuffle is not None and "shuffle" in self.state:
             self.shuffle.load_begin_state(self.state["shuffle"])
-        if self.own is not None and self.stateful is not None:
-            if state["yielded"] and not state.get("over"):
-                self.stateful.load_state_dict(copy.deepcopy(self.own))
-                return iter(self.sampler)
-            self._load_between(self.own)
-            return iter(() if state.get("over") else self.sampler)
-        before, checksum = torch.get_rng_state(), 0
+        if mark.state is not None and self.stateful is not None:
+            if mark.finished or not mark.items:
+                self._load_between(mark.state)
+                yield iter(() if mark.finished else self.sampler), self.stateful
+            else:
+                yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+            return
+        before = torch.get_rng_state()
         noted = self.state.get("rng") if self._draws else None
         try:
             _set_all(self._sources, noted[0] if noted else ())
-            items: Any = iter(self.sampler)
-            if self.own is not None and is_stateful(items):
-                items.load_state_dict(copy.deepcopy(self.own))
-                return items  # type: ignore[no-any-return]
-            _set_all(self._sources, noted[-1] if noted else ())
-            items = self.first(items)
-            for _ in range(state["yielded"]):
-                checksum = zlib.crc32(bytes_of_one(next(items)), checksum)
-        except StopIteration:
-            checksum = -1
+            items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+            if mark.state is None or stateful is None:
+                _set_all(self._sources, noted[-1] if noted else ())
+                items = self.first(items)
+            yield items, stateful
         finally:
             torch.set_rng_state(before)
-        if checksum != state["checksum"] and state.get("rank") == rank_of(self.sampler):
-            raise ValueError(
-                f"the state cannot be resumed: the sampler, {an(type(self.sampler))}, yields other indices than "
-                f"the {state['yielded']} items before the state was saved. Make it with the same arguments and seed as "
-                f"then, or give it state_dict() and load_state_dict()"
-            )
-        return items  # type: ignore[no-any-return]
 
 
 def _attributes(sampler: Any) -> list[Any]:

@@ -1,15 +1,17 @@
 """Any sampler at all as a table of its epoch: the one place that knows samplers of other libraries.
 
-    table_of(sampler, epoch, seed)      the epoch as a table
-    len_epoch(sampler, epoch)           how many items it has
-    Replay(sampler, seed, checkpoint)   one sampler of another library, from a checkpoint on
-    with undisturbed(samplers):         read them; afterwards they are what they were before
+    table_of(sampler, epoch, seed)       the epoch as a table
+    len_epoch(sampler, epoch)            how many items it has
+    Replay(sampler, seed, checkpoint)    one sampler of another library, from a checkpoint on
+    ForeignItems(sampler, start, mark)   its items: how many, their checksum, and the sampler's own state
+    with undisturbed(samplers):          read them; afterwards they are what they were before
 
 A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and jumps to any item
 (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
 of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.reading`).
 
-A foreign sampler is started, with its first item, under these conditions. What was there before is put back.
+A `Start` starts a foreign sampler. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.start`). `keyed`
+starts it, with its first item, under these conditions, and puts back what was there before.
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
     2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
@@ -31,8 +33,8 @@ import copy
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -47,7 +49,7 @@ from sharded_loader.randomness.rng import derive_key
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import Streamed, Table, bytes_of
+from sharded_loader.sampling.tables import Streamed, Table, bytes_of, bytes_of_one
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 
@@ -109,8 +111,18 @@ def known_length(sampler: Any, epoch: int) -> int | None:
         return None
 
 
-def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Iterator[Any], Any]:
-    """A foreign sampler's items, from where its own ``state`` says, and what can tell that state (or None)."""
+Start = Callable[[Checkpoint | None], AbstractContextManager[tuple[Iterator[Any], Any]]]
+"""``with start(checkpoint) as (items, stateful)`` starts a sampler of another library.
+
+The items begin where the sampler's own state in the checkpoint says; otherwise with the epoch, and the items before the
+checkpoint are passed over inside the context. ``stateful`` is the object that can tell the sampler's state, or None.
+"""
+
+
+@contextmanager
+def keyed(sampler: Any, epoch: int, seed: int, mark: Checkpoint | None = None) -> Iterator[tuple[Iterator[Any], Any]]:
+    """Start a foreign sampler by (seed, epoch) alone, with its first item. With the last argument free, a `Start`."""
+    state = None if mark is None else copy.deepcopy(mark.state)
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
         before = noted(nested(sampler))
@@ -118,21 +130,40 @@ def start(sampler: Any, epoch: int, seed: int, state: Any = None) -> tuple[Itera
             tell_epoch(sampler, epoch)
         finally:
             put_back(before)
-        if state is not None and is_stateful(sampler):
-            sampler.load_state_dict(state)
         for one in nested(sampler):
             if type(one).__module__.startswith("torch.utils.data.") and not getattr(one, "replacement", False):
                 check_torchs_list(getattr(one, "data_source", getattr(one, "dataset", ())), type(one).__name__)
-        items = iter(sampler)
-        stateful: Any = sampler if is_stateful(sampler) else items if is_stateful(items) else None
-        if state is not None and stateful is items and items is not sampler:
-            stateful.load_state_dict(state)
-        # Not chain(first, items), which would call iter(items): some begin again then.
-        rest = map(next, repeat(items))
-        first = list(islice(rest, 1))
+        items, stateful = loaded(sampler, sampler if is_stateful(sampler) else None, state)
+        first, rest = first_of(items)
     if not first and items is sampler and state is None:
         raise TypeError(f"the sampler, {an(type(sampler))}, has no items left for epoch {epoch}: {ONE_SHOT}")
-    return chain(first, rest), stateful
+    yield rest, stateful
+
+
+def loaded(sampler: Any, stateful: Any, state: Any) -> tuple[Iterator[Any], Any]:
+    """A sampler's iterator, and the object that can tell the sampler's own state; both go on from a state.
+
+    Args:
+        sampler: the sampler.
+        stateful: the sampler, or one inside it, that has a state; None: its iterator may have one.
+        state: None: the epoch begins.
+    """
+    if state is not None and stateful is not None:
+        stateful.load_state_dict(state)
+    items = iter(sampler)
+    if stateful is None and is_stateful(items):
+        stateful = items
+        if state is not None:
+            stateful.load_state_dict(state)
+    return items, stateful
+
+
+def first_of(items: Iterator[Any]) -> tuple[list[Any], Iterator[Any]]:
+    """The first item, which is drawn now, in a list; and all items."""
+    # Not chain(first, items), which would call iter(items): some begin again then.
+    rest = map(next, repeat(items))
+    first = list(islice(rest, 1))
+    return first, chain(first, rest)
 
 
 def check_torchs_list(dataset: Any, sampler: str) -> None:
@@ -227,6 +258,78 @@ def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> N
     )
 
 
+class ForeignItems:
+    """The items of a sampler of another library, read once, from a checkpoint on.
+
+    Args:
+        sampler: the sampler.
+        start: starts it.
+        mark: the checkpoint; None: the epoch begins.
+
+    Attributes:
+        count: how many items were read or passed over.
+        checksum: CRC-32 of them.
+        ended: no item is left.
+        head: the items that were read first, if the epoch was read from its beginning.
+
+    Raises:
+        ValueError: the items before the checkpoint are not those of then.
+    """
+
+    def __init__(self, sampler: Any, start: Start, mark: Checkpoint | None = None) -> None:
+        self.count = self.checksum = 0
+        self.ended, self.head = False, list[Any]()
+        self._items: Iterator[Any] = iter(())
+        self._stateful: Any = None
+        if mark is not None and mark.finished:
+            self.count, self.checksum, self.ended = mark.items, mark.checksum, True
+            if mark.state is None:
+                return
+        with start(mark) as (self._items, self._stateful):
+            if self.ended:  # from its end the sampler goes on to the next epoch
+                deque(self._items, maxlen=0)
+            elif mark is not None and mark.state is not None and self._stateful is not None:
+                self.count, self.checksum = mark.items, mark.checksum
+            elif mark is not None:
+                self.pass_over(mark.items)
+                check_passed(sampler, mark, self.count, self.checksum)
+
+    def own_state(self) -> Any:
+        """The state of the sampler, or of its iterator; None if it has none."""
+        # A copy: some return the dict that they go on changing.
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+
+    def read(self, count: int) -> list[Any]:
+        """The next items; fewer at the end."""
+        items = islice(self._items, count)
+        found = list(map(_copied, islice(items, 1)))
+        is_index = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
+        found += items if is_index else map(_copied, items)
+        self.checksum = zlib.crc32(bytes_of(found), self.checksum)
+        if not self.head and not self.count:
+            self.head = found
+        self.count, self.ended = self.count + len(found), len(found) < count
+        return found
+
+    def read_one(self) -> Any:
+        """The next item as it is. StopIteration at the end."""
+        item = next(self._items)
+        self.checksum = zlib.crc32(bytes_of_one(item), self.checksum)
+        self.count += 1
+        return item
+
+    def pass_over(self, items: int) -> None:
+        """Read up to so many items of the epoch, or up to its end."""
+        while self.count < items and not self.ended:
+            self.read(min(_PART, items - self.count))
+
+    def is_over(self) -> bool:
+        """Whether no item is left: the next one is drawn."""
+        ahead = list(islice(self._items, 1))
+        self.ended, self._items = not ahead, chain(ahead, self._items)
+        return self.ended
+
+
 class ReplayTable(Streamed):
     """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
 
@@ -237,63 +340,37 @@ class ReplayTable(Streamed):
         super().__init__(lambda start: iter(()))
         self._sampler, self.epoch, self._seed = sampler, epoch, seed
         self._rank, self._known_length = rank_of(sampler), known_length(sampler, epoch)
-        self._checksum = 0
-        self._head: list[Any] = []
-        self._stateful: Any = None
         mark = checkpoint or Checkpoint(epoch, 0, 0, None, False, None)
-        if mark.finished and mark.state is not None and mark.epoch <= epoch:
-            # To the end of its epoch by way of the sampler itself, so that it goes on from there to the next one.
-            deque(start(sampler, mark.epoch, seed, copy.deepcopy(mark.state))[0], maxlen=0)
         resumes = mark.epoch == epoch and mark.items > 0
-        if resumes and mark.finished:
-            self._base, self._checksum, self._ended, self._good = mark.items, mark.checksum, True, mark.state
-            return
-        state = copy.deepcopy(mark.state) if resumes else None
-        self._items, self._stateful = start(sampler, epoch, seed, state)
-        self._good = self._own_state()
-        if state is not None and self._stateful is not None:
-            self._base, self._checksum = mark.items, mark.checksum
-        elif resumes:
-            self._jump(mark.items)
-            check_passed(sampler, mark, self._base, self._checksum)
+        if mark.finished and mark.epoch <= epoch and not resumes:
+            ForeignItems(sampler, partial(keyed, sampler, mark.epoch, seed), mark)
+        self._read_items = ForeignItems(sampler, partial(keyed, sampler, epoch, seed), mark if resumes else None)
+        self._base, self._ended = self._read_items.count, self._read_items.ended
+        self._good = mark.state if resumes and mark.finished else self._read_items.own_state()
 
     def checkpoint(self) -> Checkpoint:
         """The position after what has been read."""
-        items = self._base + len(self._buffer)
+        items = self._read_items
         if not self._ended:
-            state = self._own_state()
-            if items == self._known_length:  # does it end where its length says?
-                ahead = list(islice(self._items, 1))
-                self._ended, self._items = not ahead, chain(ahead, self._items)
+            state = items.own_state()
+            # Does it end where its length says?
+            self._ended = items.count == self._known_length and items.is_over()
             # At the end a sampler may show the state of a new epoch: the last one before it is the one to go by.
             if not self._ended:
                 self._good = state
-        return Checkpoint(self.epoch, items, self._checksum, self._rank, self._ended, self._good)
-
-    def _own_state(self) -> Any:
-        # A copy: some return the dict that they go on changing.
-        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+        return Checkpoint(self.epoch, items.count, items.checksum, self._rank, self._ended, self._good)
 
     def _read(self, count: int) -> list[Any]:
-        items = islice(self._items, count)
-        found = list(map(_copied, islice(items, 1)))
-        is_index = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
-        found += items if is_index else map(_copied, items)
-        self._checksum = zlib.crc32(bytes_of(found), self._checksum)
-        if not self._head and not self._base:
-            self._head = found  # for the padding of ranks, which wraps round to the epoch's beginning
-        return found
+        return self._read_items.read(count)
 
     def _jump(self, begin: int) -> None:
-        self._base, self._buffer = self._base + len(self._buffer), []
-        while self._base < begin and not self._ended:
-            wanted = min(_PART, begin - self._base)
-            found = len(self._read(wanted))
-            self._base, self._ended = self._base + found, found < wanted
+        self._read_items.pass_over(begin)
+        self._base, self._buffer, self._ended = self._read_items.count, [], self._read_items.ended
 
     def _again(self, positions: Indices) -> list[Any]:
-        if positions[-1] < len(self._head):
-            return [self._head[position] for position in positions.tolist()]
+        head = self._read_items.head  # for the padding of ranks, which wraps round to the epoch's beginning
+        if positions[-1] < len(head):
+            return [head[position] for position in positions.tolist()]
         found = ReplayTable(self._sampler, self.epoch, self._seed).at(positions)
         if len(found) == len(positions):
             return found

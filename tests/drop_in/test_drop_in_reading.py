@@ -18,9 +18,10 @@ from sharded_loader.engine.stream import PartPoint
 
 def read(sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None) -> SamplerReading:
     start = SamplerStart(sampler, state, False, EpochCount())
-    items = start.begin() if state is None else start.items()
+    if state is None:
+        start.begin()
     start.settle()
-    return SamplerReading(start, items, lanes, state, {}, keeps_state, 5)
+    return SamplerReading(start, lanes, {}, keeps_state, 5)
 
 
 def plan(reading: SamplerReading, lanes: int = 2, batched: bool = True, shards: int | None = None) -> LanePlan:
