@@ -10,20 +10,21 @@ from benchmarks.imports import FUNCTION, HIDDEN, circles, imports_of, read_sourc
 from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, out_of_core, sizes_of
 
+ROOT = Path(__file__).parents[1]
+SOURCES = read_sources(ROOT / "sharded_loader")
+IMPORTS = imports_of(SOURCES)
 LAZY = {("loader.arguments", "pools.ray.pool")}
 """Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 
 def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden() -> None:
-    sources = read_sources(Path(__file__).parents[1] / "sharded_loader")
-    imports = imports_of(sources)
-    assert circles(sources, imports) == []
-    assert upward(imports, FLOORS) == []
-    assert [one for one in imports if one.kind == HIDDEN] == []
+    assert circles(SOURCES, IMPORTS) == []
+    assert upward(IMPORTS, FLOORS) == []
+    assert [one for one in IMPORTS if one.kind == HIDDEN] == []
 
 
 def test_the_core_imports_no_optional_module() -> None:
-    outward = out_of_core(imports_of(read_sources(Path(__file__).parents[1] / "sharded_loader")))
+    outward = out_of_core(IMPORTS)
     lazy = [found for found in outward if found.kind == FUNCTION]
     assert [found for found in outward if found not in lazy] == []
     names = {(found.importer.partition(".")[2], found.imported.partition(".")[2]) for found in lazy}
@@ -31,7 +32,7 @@ def test_the_core_imports_no_optional_module() -> None:
 
 
 def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
-    sizes, _ = sizes_of(read_sources(Path(__file__).parents[1] / "sharded_loader"))
+    sizes, _ = sizes_of(SOURCES)
     assert lost(sizes) == []
     assert {name for name in read_targets() if ", " not in name} <= sizes.keys()
 
@@ -39,18 +40,15 @@ def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_every_floor_has_modules(floor: int) -> None:
     """The test above checks nothing of a floor whose names are gone."""
-    sources = read_sources(Path(__file__).parents[1] / "sharded_loader")
-    assert any(name.split(".")[1] in FLOORS[floor] for name in sources if "." in name)
+    assert any(name.split(".")[1] in FLOORS[floor] for name in SOURCES if "." in name)
 
 
 def test_every_module_stands_on_a_floor() -> None:
-    names = read_sources(Path(__file__).parents[1] / "sharded_loader")
     known = {room for floor in FLOORS for room in floor}
-    assert [name for name in names if "." in name and name.split(".")[1] not in known] == []
+    assert [name for name in SOURCES if "." in name and name.split(".")[1] not in known] == []
 
 
 def test_every_room_has_tests() -> None:
-    root = Path(__file__).parents[1]
-    rooms = [path.parent for path in (root / "sharded_loader").rglob("__init__.py") if path.parent.parent != root]
-    missing = [room.name for room in rooms if not any((root / "tests").rglob(f"{room.name}/test_*.py"))]
+    rooms = [path.parent for path in (ROOT / "sharded_loader").rglob("__init__.py") if path.parent.parent != ROOT]
+    missing = [room.name for room in rooms if not any((ROOT / "tests").rglob(f"{room.name}/test_*.py"))]
     assert missing == []

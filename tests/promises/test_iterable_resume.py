@@ -274,7 +274,7 @@ def test_a_state_of_another_loader_is_rejected_and_changes_nothing() -> None:
         with pytest.raises((ValueError, TypeError)):
             loader.load_state_dict(state)
         other = loader.state_dict()
-    with loader_of(Parts()) as loader, pytest.raises(ValueError, match="has no 'parts'"):
+    with loader_of(Parts()) as loader, pytest.raises(ValueError, match="has no 'dataset'"):
         loader.load_state_dict(other)
 
 
