@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.data.bulk import Int64s
+from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.rng import philox
 
 MOST = 65_536
@@ -103,10 +104,7 @@ def _fraction(weight: Any) -> Fraction:
 
 def _rounded(shares: list[Fraction]) -> list[int]:
     """Shares as 65,536ths, by largest remainder; ties go to the earlier source."""
-    counts = [int(share * MOST) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MOST)
-    for i in by_remainder[: MOST - sum(counts)]:
-        counts[i] += 1
+    counts = apportioned(MOST, [share * MOST for share in shares])
     for i, share in enumerate(shares):
         if share and not counts[i]:  # a source with a weight is read, however rarely
             counts[counts.index(max(counts))] -= 1

@@ -50,11 +50,32 @@ def split_sizes(length: int, parts: list[Any]) -> list[int]:
     if abs(total - 1) > 1e-6:
         raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
     exact = [Fraction(float(part)) for part in parts]
-    shares = [part * length / sum(exact) for part in exact]
-    sizes = list(map(math.floor, shares))
-    # Largest remainder; ties go to the earlier part. Rounded, so that 0.29 * 100 counts as a whole 29.
-    order = sorted(range(len(parts)), key=lambda i: round(float(sizes[i] - shares[i]), 9))
-    return [size + (i in order[: length - sum(sizes)]) for i, size in enumerate(sizes)]
+    return apportioned(length, [part * length / sum(exact) for part in exact], digits=9)
+
+
+def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
+    """Whole numbers with this total, each a share rounded down or up. The largest remainders are rounded up.
+
+    Args:
+        total: what the shares sum to.
+        shares: of the total, exact.
+        digits: decimal places of the remainders that count. So 0.29 * 100 counts as a whole 29. None: all.
+
+    Returns:
+        One number per share; of equal remainders, the earlier one is rounded up.
+
+    Example:
+        >>> apportioned(10, [Fraction(10, 3)] * 3)
+        [4, 3, 3]
+    """
+    counts = list(map(math.floor, shares))
+    below = [
+        count - share if digits is None else round(float(count - share), digits)
+        for count, share in zip(counts, shares, strict=True)
+    ]
+    for number in sorted(range(len(counts)), key=below.__getitem__)[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
 def stratified_parts(dataset: Any, labels: Any, sizes: Sequence[int], seed: int) -> list[Indices]:

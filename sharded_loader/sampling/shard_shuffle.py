@@ -9,7 +9,7 @@ windows of some shards, and samples change places within their window:
     position -> lane, place in it -> place in the line -> window -> another place in the window -> shard -> index
 
 Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
-of the samples: of n shards of different lengths 24 n bytes, of shards of one length nothing.
+of the samples: of n shards of different lengths 24 n bytes, of shards that all have one length nothing.
 
 What can go wrong: arguments, all rejected in the constructors.
 
@@ -25,13 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.base.limits import check_fits
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Bijections, Indices, shuffle, shuffled
 from sharded_loader.sampling.base import resolve_seed
-from sharded_loader.sampling.index_samplers import IndexSampler
+from sharded_loader.sampling.index_samplers import IndexSampler, lengths_of
 
 
 class EqualShards(Sequence[int]):
     """The lengths of shards that all have ``size`` samples; the last one may have fewer. They take no memory.
+
+    In a `ShardShuffleSampler` that is so only if ``size`` divides ``total``. If the last shard has fewer samples, the
+    sampler keeps 24 bytes for each shard, as for shards of different lengths.
 
     Args:
         total: the number of samples.
@@ -95,7 +99,7 @@ class ShardShuffleSampler(IndexSampler):
         True
     """
 
-    decided_by = (("lengths", "_told"), ("window", "window"), ("lanes", "lanes"))
+    decided_by = (("lengths", "_signature"), ("window", "window"), ("lanes", "lanes"))
     shown = (("shards", "_count"), ("window", "window"), ("lanes", "lanes"))
 
     def __init__(
@@ -109,7 +113,7 @@ class ShardShuffleSampler(IndexSampler):
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
         self._count = len(self._lengths)
-        self._told = repr(self._lengths) if isinstance(self._lengths, EqualShards) else self._lengths
+        self._signature = repr(self._lengths) if isinstance(self._lengths, EqualShards) else self._lengths
         self._total = self._lengths.total if isinstance(self._lengths, EqualShards) else int(self._lengths.sum())
         self.seed = resolve_seed(seed)
 
@@ -139,36 +143,17 @@ class ShardShuffleSampler(IndexSampler):
         return at
 
 
-def lengths_of(lengths: Any) -> Indices:
-    """The lengths of shards as an array.
-
-    Raises:
-        TypeError: they are no flat sequence of integers.
-        ValueError: one is below 0, or they sum to more than 2**62.
-
-    Example:
-        >>> lengths_of([3, 0, 4])
-        array([3, 0, 4])
-    """
-    array = np.asarray(lengths)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(
-            f"lengths must be a flat sequence of integers, got shape {array.shape} and dtype {array.dtype}: give the "
-            "number of samples of each shard"
-        )
-    if array.size and array.min() < 0:
-        raise ValueError(f"lengths[{int(array.argmin())}] is {array.min()}: a shard has 0 samples or more")
-    if array.sum(dtype=np.float64) > MAX_LENGTH:
-        raise ValueError("the lengths sum to more than 2**62 samples: give the number of samples of each shard")
-    return array.astype(np.int64)
-
-
 def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
-    """`EqualShards` where all lengths but the last are equal: equal lengths are one order, however they are given."""
-    if isinstance(lengths, EqualShards) or not len(lengths):
-        return lengths
-    if 0 < lengths[-1] <= lengths[0] and (lengths[:-1] == lengths[0]).all():
-        return EqualShards(int(lengths[0]) * (len(lengths) - 1) + int(lengths[-1]), int(lengths[0]))
+    """`EqualShards` where all lengths are equal, otherwise an array: they are one order, however they are given."""
+    if isinstance(lengths, EqualShards):
+        count = len(lengths)
+        if lengths.total == count * lengths.size:
+            return lengths
+        advice = f"give EqualShards({count * lengths.size}, {lengths.size}), whose shards are all of one length"
+        check_fits(24 * count, f"the last of {count:,} shards is shorter than the others, so all are listed", advice)
+        return np.append(np.full(count - 1, lengths.size, np.int64), lengths[-1])
+    if len(lengths) and lengths[0] and (lengths == lengths[0]).all():
+        return EqualShards(int(lengths[0]) * len(lengths), int(lengths[0]))
     return lengths
 
 
@@ -208,37 +193,24 @@ class _ListedLine:
 
 
 class _EqualLine:
-    """Shards of one length. A shorter one, the dataset's last, has a random place among them."""
+    """Shards of one length."""
 
     def __init__(self, lengths: EqualShards, *key: Hashable) -> None:
         self._size = lengths.size
-        self._whole, self._rest = divmod(lengths.total, lengths.size)
-        self._order = shuffle(max(self._whole, 1), *key)
-        self._short = int(shuffle(self._whole + 1, *key, "short")(np.zeros(1, np.int64))[0]) if self._rest else -1
+        self._order = shuffle(max(len(lengths), 1), *key)
 
     def shard(self, places: Indices) -> Indices:
-        if not self._rest:
-            return places // self._size
-        begin = self._short * self._size
-        behind = (places - self._rest) // self._size + 1
-        return np.where(places < begin, places // self._size, np.maximum(behind, self._short))
+        return places // self._size
 
     def begin(self, shards: Indices) -> Indices:
-        if not self._rest:
-            return shards * self._size
-        return shards * self._size - (shards > self._short) * (self._size - self._rest)
+        return shards * self._size
 
     def index(self, places: Indices) -> Indices:
         shards = self.shard(places)
-        offset = places - self.begin(shards)
-        if not self._rest:
-            return self._originals(shards) * self._size + offset
-        ordinary = np.minimum(shards - (shards > self._short), self._whole - 1)
-        original: Indices = np.where(shards == self._short, self._whole, self._originals(np.maximum(ordinary, 0)))
-        return original * self._size + offset
+        return places + (self._originals(shards) - shards) * self._size
 
     def _originals(self, shards: Indices) -> Indices:
-        """The shards' places in the dataset. Many samples of few shards ask for each shard once: 0.1 ms, not 1.1."""
+        """The shards' positions in the dataset. Many samples of few shards ask for each shard once: 0.1 ms, not 1.1."""
         low, high = int(shards.min()), int(shards.max())
         if high - low >= len(shards):
             return self._order(shards)

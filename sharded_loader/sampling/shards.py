@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.data.splits import apportioned
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import WrapperSampler
 from sharded_loader.sampling.foreign import len_epoch, table_of
@@ -121,10 +122,7 @@ def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     # 0.7 means seven tenths, not the nearest binary fraction: str() gives the decimal that was meant.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [n * weight / sum(exact) for weight in exact]
-    sizes = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(len(sizes)), key=lambda shard: sizes[shard] - shares[shard])
-    for shard in by_remainder[: n - sum(sizes)]:
-        sizes[shard] += 1
+    sizes = apportioned(n, shares)
     # Without a sample of its own a light shard would be left out, and the shards after it would change devices.
     for light in positive:
         if not sizes[light]:

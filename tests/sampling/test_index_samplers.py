@@ -25,6 +25,9 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from sharded_loader.base import limits
+from sharded_loader.base.limits import Limit
+from sharded_loader.sampling.index_samplers import sort_order, sortable
 
 quick = settings(max_examples=50, deadline=None)
 
@@ -283,3 +286,22 @@ def test_a_bad_epoch_is_refused(epoch: Any) -> None:
 def test_bad_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+# -- Keys of any kind are sorted as Python sorts them; what does not fit into memory is refused ------------------------
+
+
+quick = settings(max_examples=50, deadline=None)
+
+
+@quick
+@given(keys=st.lists(st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False))), reverse=st.booleans())
+def test_numbers_of_any_size_are_ordered_exactly(keys: list[float], reverse: bool) -> None:
+    expected = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
+    assert sort_order(sortable(keys), reverse).tolist() == expected
+
+
+def test_more_keys_than_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_bytes", lambda: Limit(10**9, "the machine's memory"))
+    with pytest.raises(MemoryError, match="1,000,000,000 keys.*ShardShuffleSampler"):
+        SortedSampler(range(10**9))

