@@ -46,7 +46,7 @@ _HOMES = {
     "sampling.shards": "ShardedBatchSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
-    "storage.stores": "ShardError",
+    "storage.errors": "ShardError",
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 

@@ -1,15 +1,14 @@
 """Shards: files of many samples, on this machine or in an object store. From the bottom up:
 
-    redacted.py      what messages show of a URL
+    errors.py        the errors of shards, and what messages show of a URL
     versions.py      a part of a file, and whether it is of the version that was found first
     fast_s3.py       parts of files in S3 through obstore
     stores.py        the bytes of files: local, or wherever fsspec reaches
     files.py         one shard as bytes by their place, wherever it lies
     indexes.py       where the samples of a shard lie; made once, kept, and checked
     tar.py, ...      the formats: tar, RecordIO, Parquet and Arrow, MDS
-    formats.py       which of them a file has
-    checksums.py     whether a file in the cache has the content that was fetched
-    cache.py         whole shards of an object store on this machine's disk: `ShardCache`
+    formats.py       which of them a file has; files that list shards
+    cache.py         whole shards of an object store on this machine's disk, checked: `ShardCache`
     read_ahead.py    fetches shards before they are needed
     dataset.py       `ShardDataset`
 

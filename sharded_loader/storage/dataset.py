@@ -38,12 +38,12 @@ from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indice
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checksums, is_rewritten
 from sharded_loader.storage.cache import TRIES, ShardCache
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
-from sharded_loader.storage.formats import Format, format_of
+from sharded_loader.storage.formats import SUFFIX, Format, format_of, urls_in
 from sharded_loader.storage.indexes import Index, Indexes, default_folder
-from sharded_loader.storage.listing import SUFFIX, urls_in
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.stores import ShardError, Stat, Store
+from sharded_loader.storage.stores import Stat, Store
 from sharded_loader.storage.versions import with_tags
 
 OPEN = 32

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sharded_loader.data.files import PositionedFile, settled, tag_of
-from sharded_loader.storage.redacted import shown
-from sharded_loader.storage.stores import PIECE, ShardError, Stat, Store, missing_or_forbidden
+from sharded_loader.storage.errors import ShardError, missing_or_forbidden, shown
+from sharded_loader.storage.stores import PIECE, Stat, Store
 
 
 class ShardFile(ABC):

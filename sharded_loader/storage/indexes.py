@@ -56,7 +56,7 @@ class Indexes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute()  # the process may go to another one
-        self._is_told = False
+        self._has_warned = False
         self._unkept: dict[Path, Index] = {}  # of shards without a tag; it goes to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
@@ -88,9 +88,9 @@ class Indexes:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            if self._is_told:
+            if self._has_warned:
                 return
-            self._is_told = True
+            self._has_warned = True
             warn(
                 f"the indexes of shards cannot be kept in {self._folder} ({error}), so each process makes them again: "
                 "give ShardDataset(index_folder=...) a folder that can be written to"

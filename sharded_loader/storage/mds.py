@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
-from sharded_loader.storage.stores import ShardError
 
 _SCALARS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)] + ["float16", "float32", "float64"]
 _DTYPE_OF_CODE = {

@@ -25,9 +25,9 @@ import numpy as np
 
 from sharded_loader.data.columns import as_column
 from sharded_loader.storage import arrow
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index
-from sharded_loader.storage.stores import ShardError
 
 KEPT = 2
 """Decoded groups that stay in memory, for each open shard."""

@@ -22,9 +22,9 @@ from sharded_loader.recordio.files import (
     framed,
     padded,
 )
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index
-from sharded_loader.storage.stores import ShardError
 
 
 class _Whole(RecordBytes):

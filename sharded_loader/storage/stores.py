@@ -34,8 +34,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
 from sharded_loader.data.following import note_retry
+from sharded_loader.storage.errors import MissingShardError, ShardError, missing_or_forbidden, redacted, shown
 from sharded_loader.storage.fast_s3 import FastS3
-from sharded_loader.storage.redacted import redacted, shown
 from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, http_tag, is_same, part, tag_of
 from sharded_loader.storage.versions import Stat as Stat
 
@@ -59,55 +59,6 @@ GAP = 64 << 10
 """Neighbours are read in one request if no more bytes than these lie between them."""
 
 Result = TypeVar("Result")
-
-
-class ShardError(OSError):
-    """A shard cannot be read. The message names it, and says what to do.
-
-    If a shard is missing, it is also a FileNotFoundError; if it must not be read, a PermissionError.
-
-    Example:
-        >>> import os, tempfile
-        >>> from sharded_loader import ShardDataset
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = os.path.join(folder, "train.tar")
-        ...     with open(path, "wb") as file:
-        ...         _ = file.write(b"no tar file" * 100)
-        ...     try:
-        ...         ShardDataset(path, index_folder=folder)
-        ...     except ShardError as error:
-        ...         print("is no plain tar file" in str(error))
-        True
-    """
-
-
-class MissingShardError(ShardError, FileNotFoundError):
-    """A shard is missing."""
-
-
-class ForbiddenShardError(ShardError, PermissionError):
-    """This process may not read a shard."""
-
-
-def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError | None:
-    """The error to raise if a shard is missing, or this process may not read it; otherwise None.
-
-    Args:
-        name: of the shard.
-        error: what was raised.
-        said: its text, without secrets.
-    """
-    status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return MissingShardError(
-            f"{name}: the shard is missing ({said}). Check its name. If it was moved or deleted, put it back, or make "
-            "the dataset again without it"
-        )
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return ForbiddenShardError(
-            f"{name}: this process may not read the shard ({said}). Check its permissions, or storage_options="
-        )
-    return None
 
 
 class Store:

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
-from sharded_loader.storage.stores import ShardError
 
 BLOCK = 512
 

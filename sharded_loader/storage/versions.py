@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import reader_of, s3_caller
-from sharded_loader.storage.redacted import shown
+from sharded_loader.storage.errors import shown
 
 _NAMES = (
     *("etag", "generation", "blobid", "xethash", "md5hash", "sha", "sha256", "hex", "checksum", "contenthash", "crc"),

@@ -19,10 +19,10 @@ from shards import write_tar
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
-from sharded_loader.storage import checksums
 from sharded_loader.storage.cache import ShardCache
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile
-from sharded_loader.storage.stores import ShardError, Stat
+from sharded_loader.storage.stores import Stat
 
 CONTENT = random.Random(0).randbytes(5000)
 URL = "s3://b/1.tar"
@@ -87,7 +87,7 @@ def test_a_damaged_shard_whose_time_was_set_back_is_fetched_again(tmp_path: Path
     path.write_bytes(bytes(len(CONTENT)))
     changed = path.stat().st_ctime_ns
     while path.stat().st_ctime_ns == changed:  # until the file system's clock ticks
-        os.utime(path, (checksums.UNTOUCHED, checksums.UNTOUCHED))
+        os.utime(path, (cache_module.UNTOUCHED, cache_module.UNTOUCHED))
     assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
     assert source.fetches == 2
 
@@ -136,7 +136,7 @@ def test_a_shard_that_is_written_to_again_and_again_is_an_error_that_names_it(
 def test_a_shard_without_its_checksum_is_fetched_again(tmp_path: Path, text: str | None) -> None:
     source = Source()
     read(tmp_path, source)
-    beside = checksums.beside(shard_in(tmp_path))
+    beside = cache_module.beside(shard_in(tmp_path))
     if text is None:
         beside.unlink()
     else:
@@ -170,18 +170,18 @@ def test_after_a_restart_of_the_machine_the_checksum_is_compared_once(
 ) -> None:
     source, compared = Source(), []
     read(tmp_path, source)
-    checksum = checksums._checksum
-    monkeypatch.setattr(checksums, "_checksum", lambda path: compared.append(1) or checksum(path))
+    checksum = cache_module._checksum
+    monkeypatch.setattr(cache_module, "_checksum", lambda path: compared.append(1) or checksum(path))
     assert read(tmp_path, source) == CONTENT and not compared  # nobody has written to it
-    started = checksums._started()
-    monkeypatch.setattr(checksums, "_started", lambda: started + 1)
+    started = cache_module._started()
+    monkeypatch.setattr(cache_module, "_started", lambda: started + 1)
     assert read(tmp_path, source) == CONTENT and compared and source.fetches == 1
     compared.clear()
     assert read(tmp_path, source) == CONTENT and not compared
     path = shard_in(tmp_path)
     path.write_bytes(bytes(len(CONTENT)))  # as after a power cut: the time is that of before
-    os.utime(path, (checksums.UNTOUCHED, checksums.UNTOUCHED))
-    monkeypatch.setattr(checksums, "_started", lambda: started + 2)
+    os.utime(path, (cache_module.UNTOUCHED, cache_module.UNTOUCHED))
+    monkeypatch.setattr(cache_module, "_started", lambda: started + 2)
     assert read(tmp_path, source) == CONTENT and source.fetches == 2
 
 

@@ -17,8 +17,9 @@ from shards import write_tar
 
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.fast_s3 import FastS3, settings_of
-from sharded_loader.storage.stores import ShardError, Store
+from sharded_loader.storage.stores import Store
 from sharded_loader.storage.versions import Changed, Stat
 
 with_server = pytest.mark.stores

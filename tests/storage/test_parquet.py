@@ -14,9 +14,10 @@ from served import serving
 
 from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage import arrow
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile, RemoteFile
 from sharded_loader.storage.parquet import KEPT, Arrow, Parquet, _column
-from sharded_loader.storage.stores import ShardError, Store
+from sharded_loader.storage.stores import Store
 
 KINDS = {"parquet": Parquet, "arrow": Arrow, "stream": Arrow}
 

@@ -9,9 +9,10 @@ from served import serving
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.recordio import MXRecordIO
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
 from sharded_loader.storage.records import Records
-from sharded_loader.storage.stores import ShardError, Store
+from sharded_loader.storage.stores import Store
 
 MAGIC = (0xCED7230A).to_bytes(4, "little")
 RECORDS = [b"a", b"", b"with" + MAGIC + b"inside" + MAGIC, b"x" * 3000, MAGIC * 3, b"last"]

@@ -18,9 +18,10 @@ from served import serving
 from shards import write_tar
 
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
-from sharded_loader.storage import checksums
+from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.stores import ShardError, Stat
+from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.stores import Stat
 
 SIZE = 1000
 
@@ -195,7 +196,7 @@ def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
     monkeypatch.setattr(ShardCache, "_lock", refuse)
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(checksums, "_started", lambda: 0)  # mounted on another machine: the checksum is compared
+    monkeypatch.setattr(cache_module, "_started", lambda: 0)  # mounted on another machine: the checksum is compared
     cache = ShardCache(tmp_path / "full", "1 GB")
     assert cache.read_only and put(cache, 1, calls) == bytes([1]) * SIZE and len(calls) == 1
     cache.prepare("s3://b/2.tar", Stat(SIZE, "tag"), writes(b"", calls), lambda: True)

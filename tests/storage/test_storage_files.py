@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from served import serving
 
+from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
-from sharded_loader.storage.stores import ShardError, Store
+from sharded_loader.storage.stores import Store
 
 CONTENT = bytes(range(200)) * 50
 

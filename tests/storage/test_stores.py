@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from served import Served, serving
 
 from sharded_loader.storage import stores
-from sharded_loader.storage.redacted import redacted, shown
-from sharded_loader.storage.stores import ShardError, Stat, Store, merged
+from sharded_loader.storage.errors import ShardError, redacted, shown
+from sharded_loader.storage.stores import Stat, Store, merged
 
 CONTENT = bytes(range(256)) * 2000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sharded_loader.storage.redacted import redacted, shown
+from sharded_loader.storage.errors import redacted, shown
 
 
 @pytest.mark.parametrize(
