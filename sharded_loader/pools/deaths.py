@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
-from sharded_loader.engine.board import SAMPLE, SHARD, phase, sample_in
+from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
 from sharded_loader.engine.messages import Job, Task
 
 E = TypeVar("E", bound=BaseException)
@@ -50,11 +50,12 @@ class Deaths:
         restarts: the number of deaths that is too many; 0 counts as 1.
 
     Attributes:
+        suspects: run and seq of the tasks that travel alone: a worker has died over them, or over others of its group.
         unsettled: a worker has died, and since then not every batch that it may have died of is done.
 
     Example:
         >>> deaths = Deaths(2)
-        >>> deaths.record_start_death(0, 1), deaths.record_start_death(1, 1)
+        >>> deaths.record_start_death(Death(0, 71, 1)), deaths.record_start_death(Death(1, 72, 1))
         (False, True)
     """
 
@@ -64,6 +65,7 @@ class Deaths:
         self._idle_by_worker: Counter[int] = Counter()
         self._start_by_worker: Counter[int] = Counter()
         self._proven = False
+        self.suspects: set[tuple[int, int]] = set()
         self._printed: set[str] = set()
         self.unsettled = False
 
@@ -71,6 +73,7 @@ class Deaths:
         """A worker died over the task. True if it has killed too many: it is given up."""
         key = task.run, task.seq
         self._by_batch[key] += 1
+        self.suspects.add(key)
         self.unsettled = True
         return self._by_batch[key] >= self._limit
 
@@ -78,11 +81,17 @@ class Deaths:
         """How many workers have died over the task."""
         return self._by_batch[task.run, task.seq]
 
+    def suspect(self, keys: Iterable[tuple[int, int]]) -> None:
+        """A worker died over one of these tasks, and nobody knows over which."""
+        self.suspects.update(keys)
+        self.unsettled = True
+
     def settle(self, run: int, seq: int) -> None:
         """The task is done, or has been given up. Only needed while there is something `unsettled`."""
         self._idle_by_worker.clear()
         self._by_batch.pop((run, seq), None)
-        self.unsettled = bool(self._by_batch)
+        self.suspects.discard((run, seq))
+        self.unsettled = bool(self.suspects)
 
     def record_idle_death(self, worker: int) -> bool:
         """A worker died between batches. True if workers of this number did so too often."""
@@ -90,19 +99,18 @@ class Deaths:
         self.unsettled = True
         return self._idle_by_worker[worker] >= IDLE_DEATHS
 
-    def record_start_death(self, worker: int, exitcode: int | None) -> bool:
-        """A worker died before it could read. True if no other one is tried."""
-        killed = exitcode is None or exitcode in _FROM_OUTSIDE
-        who = worker if killed else _BY_ITSELF
+    def record_start_death(self, death: Death) -> bool:
+        """A worker died before it could read. True if no other one is tried; otherwise what it said is printed once."""
+        killed = not death.hung and (death.exitcode is None or death.exitcode in _FROM_OUTSIDE)
+        who = death.worker if killed else _BY_ITSELF
         self._start_by_worker[who] += 1
-        return self._start_by_worker[who] >= self._limit * (PROVEN if killed and self._proven else 1)
-
-    def print_once(self, death: Death, traceback: str | None) -> None:
-        """Print why a worker died in its start. If many say the same, it is printed once."""
-        if traceback is not None and traceback not in self._printed:
-            self._printed.add(traceback)
-            text = f"sharded_loader: {death}, while it started. Another is tried.\n{traceback}"
+        if death.is_final or self._start_by_worker[who] >= self._limit * (PROVEN if killed and self._proven else 1):
+            return True
+        if death.traceback is not None and death.traceback not in self._printed:
+            self._printed.add(death.traceback)
+            text = f"sharded_loader: {death}, while it started. Another is tried.\n{death.traceback}"
             print(text, file=sys.stderr, flush=True)
+        return False
 
     def record_start(self) -> None:
         """A worker has started: others can start too."""
@@ -165,9 +173,19 @@ class Watch:
 
 
 class Death(NamedTuple):
-    """A worker that has ended: number, pid, exit code; and what `WorkerResources.oom_kills` said then.
+    """The last words of a worker: what is known of one that has ended.
 
-    Where another program runs the workers: the address of its machine, and what that program says.
+    Attributes:
+        worker: its number.
+        pid: of its process.
+        exitcode: None if it is not known.
+        oom_kills: what `WorkerResources.oom_kills` said then.
+        host, cause: where another program runs the workers: the address of its machine, and what that program says.
+        hung: it was killed because it was late.
+        board: where it was; None: nobody knows.
+        traceback: what it has sent of its own end, in its start.
+        is_of_machine: its machine has gone: nobody is to blame.
+        is_final: it could not be made; nor could another one.
     """
 
     worker: int
@@ -176,11 +194,21 @@ class Death(NamedTuple):
     oom_kills: int | None = None
     host: str = ""
     cause: str = ""
+    hung: bool = False
+    board: Sequence[int] | None = UNUSED
+    traceback: str | None = None
+    is_of_machine: bool = False
+    is_final: bool = False
 
     @property
     def who(self) -> str:
         """How errors name the worker."""
         return f"worker {self.worker} (pid {self.pid}{self.host and f' on {self.host}'})"
+
+    @property
+    def fate(self) -> str:
+        """How it has ended, in words."""
+        return f"{self.who} made no progress for too long (timeout), and was killed" if self.hung else str(self)
 
     def __str__(self) -> str:
         return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
@@ -196,31 +224,29 @@ def died(death: Death, task: Task, words: Sequence[int], deaths: int) -> WorkerD
         deaths: how many there were.
     """
     make = functools.partial(WorkerDiedError, worker=death.worker, exitcode=death.exitcode, pid=death.pid)
-    return _given_up(make, death.who, str(death), task, words, deaths, "", ", which it may end too")
+    return _stopped_too_many(make, death.who, str(death), task, words, deaths, "", ", which it may end too")
 
 
-def died_in_start(death: Death, *, hung: bool = False, traceback: str | None = None) -> WorkerDiedError:
+def died_in_start(death: Death) -> WorkerDiedError:
     """The error for workers that cannot start.
 
     Args:
         death: of the last one.
-        hung: they were killed because they did not start.
-        traceback: what the last one has said, if anything.
     """
     fate, how = f"{death}.", "It had not begun to read: it died while it started"
-    if hung:
+    if death.hung:
         fate = f"{death.who} hung for minutes and was killed."
         how = "It had not begun to read: it hung while it started"
-    more = "its own output on stderr may say more"
-    if traceback is not None:
-        more = f"it raised {(traceback.splitlines() or [''])[-1]}"
+    more, said = "its own output on stderr may say more", death.traceback or death.cause
+    if said:
+        more = f"it raised {said.splitlines()[-1]}"
     error = WorkerDiedError(
         f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}",
         worker=death.worker,
         exitcode=death.exitcode,
         pid=death.pid,
     )
-    error.__cause__ = None if traceback is None else WorkerTraceback(traceback)
+    error.__cause__ = WorkerTraceback(said) if said else None
     return error
 
 
@@ -250,10 +276,10 @@ def timed_out(
     """
     what = f"{who} made no progress for {timeout:g} s"
     fate = "It was killed; its stack is on stderr" if killed else "A thread cannot be stopped; another has its place"
-    return _given_up(WorkerTimeoutError, who, what, task, words, tries, f". {fate}", ", which may hang too")
+    return _stopped_too_many(WorkerTimeoutError, who, what, task, words, tries, f". {fate}", ", which may hang too")
 
 
-def _given_up(
+def _stopped_too_many(
     make: Callable[..., E], who: str, what: str, task: Task, words: Sequence[int], tries: int, fate: str, but: str
 ) -> E:
     """The error for a batch that has stopped too many workers: what happened, where, and how to see it again."""

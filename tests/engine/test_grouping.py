@@ -16,8 +16,8 @@ from sharded_loader.engine.messages import TASKS, unpack_head, unpack_tasks
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tasks each message to a worker holds, from here on."""
     sizes = []
-    for handle in pool._workers:
-        send = handle.link.send
+    for worker in pool._workers:
+        send = worker.link.send
 
         def spy(head: bytes, *args: Any, send: Any = send, **options: Any) -> None:
             kind, _, _, content = unpack_head(head)
@@ -25,7 +25,7 @@ def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 sizes.append(len(unpack_tasks(content)))
             send(head, *args, **options)
 
-        monkeypatch.setattr(handle.link, "send", spy)
+        monkeypatch.setattr(worker.link, "send", spy)
     return sizes
 
 
@@ -65,7 +65,7 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 60)
         # And each worker holds one beyond the one that it does: uneven batches leave nobody idle.
-        assert all(len(handle.tasks) <= 2 for handle in pool._workers)
+        assert all(len(worker.tasks) <= 2 for worker in pool._workers)
     assert set(sizes) <= {1, 2}  # two at the beginning of the epoch, when workers have none
     assert sum(sizes) / len(sizes) < 1.2
 

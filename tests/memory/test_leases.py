@@ -319,12 +319,12 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
         iterator = iter(loader)
         got: dict[int, torch.Tensor] = {}
         given_early: list[Slot] = []
-        give, processes = owned.arena.give, {handle.process.pid for handle in owned.handles}
+        give, processes = owned.arena.give, {worker.process.pid for worker in owned.workers}
 
         def checked(slot: Slot) -> None:
             # Of a worker's slots only those come back whose batches have arrived, until it is reaped.
-            for handle in owned.handles:
-                if slot in handle.slots.values() and handle.process.pid in processes and not handle.has_ended():
+            for worker in owned.workers:
+                if slot in worker.slots.values() and worker.process.pid in processes and not worker.has_ended():
                     given_early.append(slot)
             give(slot)
 
@@ -341,7 +341,7 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
         assert arena_of(loader).lent == 0
         free = sum(end - start for parts in owned.arena._free for start, end in parts)
         free += sum(lease.slot.nbytes for lease in owned.arena._returned)
-        writing = sum(slot.nbytes for handle in owned.handles for slot in handle.slots.values())
+        writing = sum(slot.nbytes for worker in owned.workers for slot in worker.slots.values())
         assert free + writing == owned.arena.nbytes
 
 

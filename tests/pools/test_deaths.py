@@ -8,7 +8,7 @@ import pytest
 
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.pools import deaths as deaths_module
-from sharded_loader.pools.deaths import IDLE_DEATHS, PROVEN, Deaths, Watch
+from sharded_loader.pools.deaths import IDLE_DEATHS, PROVEN, Death, Deaths, Watch
 
 KILLED, TERMINATED, CRASHED, LEFT, UNKNOWN = -9, -15, -11, 1, None
 
@@ -21,35 +21,36 @@ def test_starts_that_fail_by_themselves_are_given_up_soon_whatever_is_killed_in_
     deaths = Deaths(3)
     if proven:
         deaths.record_start()
-    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(8))
-    assert [deaths.record_start_death(worker, exitcode) for worker in (0, 1, 2)] == [False, False, True]
+    assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(8))
+    assert [deaths.record_start_death(Death(worker, 71, exitcode)) for worker in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize("exitcode", [KILLED, TERMINATED, UNKNOWN])
 def test_starts_that_are_killed_are_given_up_late_where_workers_are_known_to_start(exitcode: int | None) -> None:
     deaths = Deaths(3)
-    assert [deaths.record_start_death(0, exitcode) for _ in range(3)] == [False, False, True]
+    assert [deaths.record_start_death(Death(0, 71, exitcode)) for _ in range(3)] == [False, False, True]
     deaths = Deaths(3)
     deaths.record_start()
-    assert [deaths.record_start_death(0, exitcode) for _ in range(3 * PROVEN)] == [False] * (3 * PROVEN - 1) + [True]
+    last = 3 * PROVEN - 1
+    assert [deaths.record_start_death(Death(0, 71, exitcode)) for _ in range(last + 1)] == [False] * last + [True]
 
 
 def test_many_workers_that_are_killed_at_once_while_they_start_are_no_reason_to_stop() -> None:
     deaths = Deaths(3)
-    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(64) for _ in range(2))
+    assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(64) for _ in range(2))
     deaths.record_start()
-    assert not any(deaths.record_start_death(worker, KILLED) for worker in range(64) for _ in range(9))
+    assert not any(deaths.record_start_death(Death(worker, 71, KILLED)) for worker in range(64) for _ in range(9))
 
 
 def test_a_worker_that_is_ready_begins_the_count_anew_and_another_dataset_is_not_proven() -> None:
     deaths = Deaths(2)
-    assert not deaths.record_start_death(0, LEFT)
+    assert not deaths.record_start_death(Death(0, 71, LEFT))
     deaths.record_start()
-    assert not deaths.record_start_death(0, LEFT)
-    assert deaths.record_start_death(1, LEFT)
+    assert not deaths.record_start_death(Death(0, 71, LEFT))
+    assert deaths.record_start_death(Death(1, 71, LEFT))
     deaths.new_job()
-    assert not deaths.record_start_death(0, KILLED)
-    assert deaths.record_start_death(0, KILLED)
+    assert not deaths.record_start_death(Death(0, 71, KILLED))
+    assert deaths.record_start_death(Death(0, 71, KILLED))
 
 
 def test_idle_workers_that_are_killed_all_at_once_are_no_reason_to_stop() -> None:

@@ -152,5 +152,5 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         assert arena.lent == 0
         free = sum(end - start for parts in arena._free for start, end in parts)
         free += sum(lease.slot.nbytes for lease in arena._returned)
-        taken = [slot for handle in loader._pipeline.pool._workers for slot in handle.slots.values() if slot]
+        taken = [slot for worker in loader._pipeline.pool._workers for slot in worker.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes

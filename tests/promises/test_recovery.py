@@ -36,7 +36,7 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
-from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
+from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -196,7 +196,7 @@ class Killer:
     def _run(self) -> None:
         choose = random.Random(0)
         while not self._stop.wait(self.every):
-            ready = [handle for handle in list(self.pool._workers) if handle.ready and not handle.has_ended()]
+            ready = [worker for worker in list(self.pool._workers) if worker.ready and not worker.has_ended()]
             if ready:
                 os.kill(choose.choice(ready).pid, signal.SIGKILL)
                 self.deaths += 1
@@ -293,9 +293,9 @@ def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: 
 def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[tuple[int, bool]] = []
 
-    def watched(self: WorkerResources, handle: WorkerHandle) -> None:
-        freed.append((len(handle.slots), is_over(handle.pid)))
-        free_slots(self, handle)
+    def watched(self: WorkerResources, worker: ProcessWorker) -> None:
+        freed.append((len(worker.slots), is_over(worker.pid)))
+        free_slots(self, worker)
 
     free_slots = WorkerResources.free_slots
     monkeypatch.setattr(WorkerResources, "free_slots", watched)

@@ -47,11 +47,11 @@ class StartKiller:
     def _run(self) -> None:
         seen: set[int] = set()
         while self.left and not self._stop.wait(0.002):
-            for handle in list(self.pool._workers):
-                if self.left and not handle.ready and handle.pid not in seen:
-                    seen.add(handle.pid)
+            for worker in list(self.pool._workers):
+                if self.left and not worker.ready and worker.pid not in seen:
+                    seen.add(worker.pid)
                     try:
-                        os.kill(handle.pid, signal.SIGKILL)
+                        os.kill(worker.pid, signal.SIGKILL)
                     except ProcessLookupError:
                         continue
                     self.left -= 1

@@ -291,15 +291,15 @@ class Poller:
     """Waits for workers: for what they send, for their ends, and for somebody who wakes the one that waits.
 
     Args:
-        handles: of the workers; each has a ``link`` and a ``sentinel``.
+        workers: of the workers; each has a ``link`` and a ``sentinel``.
         waker: the end of a pipe that is written to in order to wake.
     """
 
-    def __init__(self, handles: Sequence[Any], waker: Any) -> None:
-        self.handles, self._waker = list(handles), waker
-        self._sentinels = {handle.sentinel for handle in handles}
+    def __init__(self, workers: Sequence[Any], waker: Any) -> None:
+        self.workers, self._waker = list(workers), waker
+        self._sentinels = {worker.sentinel for worker in workers}
         if not PORTABLE:
-            self._by_number = {handle.link.waitable: handle for handle in handles}
+            self._by_number = {worker.link.waitable: worker for worker in workers}
             self._writing: set[Link] = set()
             self._poller = select.poll()
             for number in (*self._by_number, *self._sentinels, waker.fileno()):
@@ -312,12 +312,12 @@ class Poller:
             timeout: seconds, at most; None: no limit.
 
         Returns:
-            The handles whose links are ready; the sentinels of the workers that have ended.
+            The workers whose links are ready; the sentinels of the workers that have ended.
         """
         if PORTABLE:
             return self._wait_portably(timeout)
-        for handle in self.handles:
-            link = handle.link
+        for worker in self.workers:
+            link = worker.link
             if link.outbox or link in self._writing:
                 self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
                 (self._writing.add if link.outbox else self._writing.discard)(link)
@@ -335,14 +335,14 @@ class Poller:
     def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
         from multiprocess import connection  # which a spawned worker does without
 
-        watched = [*[handle.link.waitable for handle in self.handles], self._waker]
+        watched = [*[worker.link.waitable for worker in self.workers], self._waker]
         # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
         if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
             watched += self._sentinels
         found = connection.wait(watched, timeout)
         if self._waker in found:
             self._calm()
-        return [one for one in self.handles if one.link.waitable in found], self._sentinels.intersection(found)
+        return [one for one in self.workers if one.link.waitable in found], self._sentinels.intersection(found)
 
     def _calm(self) -> None:
         """Take out what the waker was sent: it woke this process."""

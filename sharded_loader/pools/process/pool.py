@@ -17,7 +17,7 @@ A worker holds at most one task beyond the one that it does. While batches are c
 group is one message (`engine.grouping`).
 
 What can go wrong, and what then:
-  * a worker dies: another takes its place and builds its batches again (`process.workforce`). A batch that has killed
+  * a worker dies: another takes its place and builds its batches again (`pools.supervisor`). A batch that has killed
     ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
     the kernel needs most of that time for the process that ends;
   * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
@@ -43,7 +43,6 @@ from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.open_files import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
-    CANCEL,
     CRASHED,
     FAILED,
     READY,
@@ -51,20 +50,20 @@ from sharded_loader.engine.messages import (
     NewJob,
     Result,
     Task,
-    pack_head,
     pack_tasks,
     unpack_head,
     unpack_reply,
 )
-from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.engine.pool import Pool, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.memory.arena import RecentSizes, Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot, chosen_backend
 from sharded_loader.pools.process.link import Poller
-from sharded_loader.pools.process.resources import WorkerHandle
+from sharded_loader.pools.process.resources import ProcessWorker
 from sharded_loader.pools.process.start import choose_start_method, send_segment
-from sharded_loader.pools.process.workforce import Workforce
+from sharded_loader.pools.process.transport import ProcessTransport
+from sharded_loader.pools.supervisor import Supervisor
 from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 SLOT_BYTES = 32768
@@ -125,8 +124,9 @@ class ProcessPool(Pool):
         self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         self.start_method: Any = choose_start_method(start_method)
         self.worker_init_fn = worker_init_fn
-        self._workforce = Workforce(self.num_workers, self.start_method, self.restarts, self.timeout, max_bytes)
-        self._resources = self._workforce.resources
+        self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
+        self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
+        self._resources = self._transport.resources
         self._sizes = RecentSizes()
         self._grouping = Grouping()
         self._refused: list[Result] = []
@@ -159,17 +159,17 @@ class ProcessPool(Pool):
         self._resources.register = self._resources.arena.register = register
 
     @property
-    def _workers(self) -> list[WorkerHandle]:
-        return self._resources.handles
+    def _workers(self) -> list[ProcessWorker]:
+        return self._resources.workers
 
     @property
     def started(self) -> bool:
-        return bool(self._resources.handles)
+        return bool(self._resources.workers)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers, by number; empty before the first epoch and after `close`."""
-        return [handle.pid for handle in self._workers]
+        return [worker.pid for worker in self._workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
 
@@ -177,20 +177,21 @@ class ProcessPool(Pool):
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        self._workforce.start(NewJob(job, self.worker_init_fn, notes_samples))
+        self._supervisor.notices = self.notices
+        self._supervisor.start(NewJob(job, self.worker_init_fn, notes_samples))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        handles, group = self._resources.handles, self.group
+        workers, group = self._resources.workers, self.group
         forked = self.start_method == "fork"
         for task in tasks:
             if task.lane is not None:
-                chosen = handles[task.lane % len(handles)]
+                chosen = workers[task.lane % len(workers)]
             else:
-                chosen, least = handles[0], len(handles[0].tasks) // group
-                for handle in handles:
-                    if len(handle.tasks) // group < least:
-                        chosen, least = handle, len(handle.tasks) // group
+                chosen, least = workers[0], len(workers[0].tasks) // group
+                for worker in workers:
+                    if len(worker.tasks) // group < least:
+                        chosen, least = worker, len(worker.tasks) // group
             try:
                 own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
                 slot = self._take_slot(chosen)
@@ -202,12 +203,12 @@ class ProcessPool(Pool):
             chosen.slots[key] = slot
             chosen.unsent.append((slot, task, own))
             self.room -= 1
-        for handle in handles:
-            if handle.unsent:
-                handle.link.send(pack_tasks(handle.unsent))
-                handle.unsent.clear()
+        for worker in workers:
+            if worker.unsent:
+                worker.link.send(pack_tasks(worker.unsent))
+                worker.unsent.clear()
 
-    def _take_slot(self, handle: WorkerHandle) -> Slot | None:
+    def _take_slot(self, worker: ProcessWorker) -> Slot | None:
         """Memory for the next batch, which the worker knows; None if the batch is to go through the pipe."""
         wanted = self._sizes.wanted
         slot = self._resources.arena.take(wanted) if wanted >= SLOT_BYTES else None
@@ -218,48 +219,48 @@ class ProcessPool(Pool):
                 f"{self._resources.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
                 f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
             )
-        if slot is not None and slot.segment >= handle.segments:
-            for segment in self._resources.arena.segments[handle.segments : slot.segment + 1]:
-                send_segment(handle.link, segment)
-            handle.segments = slot.segment + 1
+        if slot is not None and slot.segment >= worker.segments:
+            for segment in self._resources.arena.segments[worker.segments : slot.segment + 1]:
+                send_segment(worker.link, segment)
+            worker.segments = slot.segment + 1
         return slot
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         resources = self._resources
-        handles = resources.handles
-        if not handles:
+        workers = resources.workers
+        if not workers:
             return ()
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
-        poller, resources.poller = resources.poller or Poller(handles, resources.wake_reader), None
+        poller, resources.poller = resources.poller or Poller(workers, resources.wake_reader), None
         self.waiting = True
         try:
-            ready, ended = poller.wait(self._workforce.watch.step if block and not self._refused else 0.0)
+            ready, ended = poller.wait(self._supervisor.watch.step if block and not self._refused else 0.0)
         except (OSError, ValueError):
-            if handles is resources.handles:
+            if workers is resources.workers:
                 raise
         self.waiting = False
-        if handles is not resources.handles:
+        if workers is not resources.workers:
             return ()  # a signal handler has closed the pool
-        workforce = self._workforce
-        if poller.handles == handles:
+        supervisor, noted = self._supervisor, self._transport.ended
+        if poller.workers == workers:
             resources.poller = poller
         else:  # a step inside this one has replaced a worker
-            ready = [handle for handle in ready if handle in handles]
-        workforce.ended |= ended.intersection(handle.sentinel for handle in handles) if ended else ended
+            ready = [worker for worker in ready if worker in workers]
+        if ended:
+            noted |= ended.intersection(worker.sentinel for worker in workers)
         results, self._refused = self._refused, []
-        for handle in list(handles) if workforce.ended else ready:
-            link = handle.link
+        for worker in list(workers) if noted else ready:
+            link = worker.link
             if link.outbox:
                 link.flush()
             link.receive()
             if link.inbox:
-                self._take(handle, results)
-            if link.ended or (workforce.ended and handle.is_over(workforce.ended)):
-                results += workforce.bury(handle)
-                self.notices.happened("replaced_workers", f"{workforce.fate(handle)}. Another worker has its place")
+                self._take(worker, results)
+            if link.ended or (noted and worker.is_over(noted)):
+                results += supervisor.replace(worker)
         if self.timeout is not None:
-            workforce.stop_late()
-        requeued = workforce.requeued
+            supervisor.stop_late()
+        requeued = supervisor.requeued
         self._count_room()
         if requeued:
             again = [requeued.popleft() for _ in range(min(self.room + len(requeued), len(requeued)))]
@@ -269,60 +270,55 @@ class ProcessPool(Pool):
 
     def _count_room(self) -> None:
         """What has come back goes out again first."""
-        self.room = HELD * self.group * len(self._resources.handles) - len(self._workforce.requeued)
-        for handle in self._resources.handles:
-            self.room -= len(handle.tasks)
+        self.room = HELD * self.group * len(self._resources.workers) - len(self._supervisor.requeued)
+        for worker in self._resources.workers:
+            self.room -= len(worker.tasks)
 
     def wake(self) -> None:
         self._resources.wake()
 
     def cancel(self, run: int) -> None:
-        workforce = self._workforce
-        workforce.requeued = deque(task for task in workforce.requeued if task.run != run)
-        for handle in self._workers:
-            # The last task of a worker may not have begun; the worker answers for each that it drops.
-            if any(task.run == run for task in handle.tasks.values()):
-                handle.link.send(pack_head(CANCEL, run))
+        self._supervisor.cancel(run)
 
     def close(self) -> None:
-        self._workforce.close()
+        self._supervisor.close()
         self.room = 0
         self._refused.clear()
 
     def closer(self) -> Callable[[], None]:
         return self._resources.close
 
-    def _take(self, handle: WorkerHandle, results: list[Result]) -> None:
+    def _take(self, worker: ProcessWorker, results: list[Result]) -> None:
         """Deal with the messages of a worker."""
-        while handle.link.inbox:
-            message = handle.link.inbox.popleft()
+        while worker.link.inbox:
+            message = worker.link.inbox.popleft()
             kind, _, _, content = unpack_head(message.head)
             if kind == FAILED:
-                self.close()
-                raise PoolBroken(as_exception(decode_error(decode(content)), "while a worker started"))
+                error = as_exception(decode_error(decode(content)), "while a worker started")
+                self._supervisor.give_up_worker(worker, error)
             if kind == READY:
-                handle.ready = True
-                self._workforce.deaths.record_start()
+                worker.ready = True
+                self._supervisor.deaths.record_start()
             elif kind == CRASHED:
-                handle.last_words = bytes(content).decode(errors="replace")
+                worker.traceback = bytes(content).decode(errors="replace")
             else:
                 while len(content):
-                    result, content = self._decode(handle, content, message.buffers)
+                    result, content = self._decode(worker, content, message.buffers)
                     results.append(result)
 
-    def _decode(self, handle: WorkerHandle, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
+    def _decode(self, worker: ProcessWorker, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
         """The first of some results, and the others. The batch's slot is lent out with it."""
         run, seq, wanted, count, pickled, rest = unpack_reply(replies)
         self._sizes.note(wanted)
         buffers = [places.popleft() for _ in range(count)]
-        task, slot = handle.tasks.pop((run, seq), None), handle.slots.pop((run, seq), None)
+        task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
         if slot is not None:
             # Also if nothing lies in it: then it comes back at once.
             buffers = self._resources.arena.lend(slot, buffers)
         result = decode_result(run, seq, pickled, buffers, task)
         if result.seconds:  # it was not dropped
             self.group = self._grouping.note(result.seconds)
-        deaths = self._workforce.deaths
+        deaths = self._supervisor.deaths
         if deaths.unsettled:
             deaths.settle(run, seq)
         return result, rest

@@ -2,7 +2,7 @@
 
     WorkerResources    all of it, also the board (`engine.board`), the lifeline, the template that forked workers come
                        from, the memory of the published job. It knows no job, so finalizers may hold it
-    WorkerHandle       one worker: process, link, the tasks and slots that it has in hand
+    ProcessWorker       one worker: process, link, the tasks and slots that it has in hand
 
 `WorkerResources.close` ends the workers (end-of-file, then SIGKILL, after `BUSY_GRACE` or `CLOSING_GRACE`) and frees a
 slot only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). It is called by the pool, or by a
@@ -31,10 +31,11 @@ from sharded_loader.memory.arena import Arena, Register
 from sharded_loader.memory.inherit import Inherited
 from sharded_loader.memory.publish import Published
 from sharded_loader.memory.segments import Segment, Slot, create
-from sharded_loader.pools.process import worker
 from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.link import Link, Poller
 from sharded_loader.pools.process.template import Template, is_starting_worker
+from sharded_loader.pools.process.worker import STACKS_SIGNAL
+from sharded_loader.pools.supervisor import Worker
 
 CLOSING_GRACE = 0.02
 """Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
@@ -61,7 +62,7 @@ class WorkerResources:
     """The worker processes and the pipe that wakes who waits for them. Knows no job, so finalizers may hold it."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        self.handles: list[WorkerHandle] = []
+        self.workers: list[ProcessWorker] = []
         self.max_bytes = max_bytes
         self.register: Register | None = None
         self.arena = Arena(max_bytes)
@@ -72,7 +73,7 @@ class WorkerResources:
         self.template: Template | None = None
         self.published: Published | None = None
         self.inherited: Inherited | None = None  # descriptors that spawned workers are started with
-        self.poller: Poller | None = None  # of these handles; made again after one of them was replaced
+        self.poller: Poller | None = None  # of these workers; made again after one of them was replaced
         self._oom_kills: int | None = None
         self._pid = os.getpid()
         _in_use[id(self)] = self
@@ -105,9 +106,9 @@ class WorkerResources:
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
-        handles, published = self.handles, self.published
-        steps: list[Any] = [handle.link.close for handle in handles]  # the workers end
-        steps += [handle.slots.clear for handle in handles]
+        workers, published = self.workers, self.published
+        steps: list[Any] = [worker.link.close for worker in workers]  # the workers end
+        steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         steps += [one.close for one in (published, self.arena) if one is not None]
         steps.append(self.stop_workers)
@@ -120,32 +121,32 @@ class WorkerResources:
             for step in reversed(steps):
                 last.callback(step)
 
-    def free_slots(self, handle: WorkerHandle) -> None:
+    def free_slots(self, worker: ProcessWorker) -> None:
         """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
-        slots, handle.slots = handle.slots, {}
+        slots, worker.slots = worker.slots, {}
         for slot in slots.values():
-            if slot is not None and not handle.left_behind:
+            if slot is not None and not worker.left_behind:
                 self.arena.give(slot)
 
     def stop_workers(self) -> None:
-        handles, self.handles, self.poller = self.handles, [], None
+        workers, self.workers, self.poller = self.workers, [], None
         template, self.template = self.template, None
-        for handle in handles:
-            handle.link.close()
+        for worker in workers:
+            worker.link.close()
         began = time.monotonic()
-        for grace, reluctant in ((BUSY_GRACE, WorkerHandle.is_busy), (CLOSING_GRACE, WorkerHandle.is_alive)):
-            for handle in handles:
-                handle.wait(max(0.0, began + grace - time.monotonic()))
+        for grace, reluctant in ((BUSY_GRACE, ProcessWorker.is_busy), (CLOSING_GRACE, ProcessWorker.is_alive)):
+            for worker in workers:
+                worker.wait(max(0.0, began + grace - time.monotonic()))
             # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
-            for handle in handles:
-                if reluctant(handle):
-                    handle.ended_by_close |= not handle.was_killed
-                    handle.kill()
+            for worker in workers:
+                if reluctant(worker):
+                    worker.ended_by_close |= not worker.was_killed
+                    worker.kill()
         if template is not None:
             template.finish()  # it reaps what is left while we wait for that
-        for handle in handles:
-            handle.release()
-            self.free_slots(handle)
+        for worker in workers:
+            worker.release()
+            self.free_slots(worker)
         if template is not None:
             template.close()
 
@@ -180,27 +181,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
-class WorkerHandle:
+class ProcessWorker(Worker):
     """A worker as the trainer sees it. Owns the process object, the link and a descriptor of the process."""
 
     def __init__(self, number: int, process: Any, link: Link) -> None:
-        self.number = number
+        super().__init__(number)
         self.process = process
         self.pid: int = process.pid
         self.link = link
-        self.tasks: dict[tuple[int, int], Task] = {}
         self.slots: dict[tuple[int, int], Slot | None] = {}
         self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
         self.segments = 0
-        self.ready = False
         self.board: Any = new_board()
-        self.hung = False
         self.left_behind = False
         self.ended_by_close = False  # it was told to end, and killed because that took long
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None
-        self.last_words: str | None = None
+        self.traceback: str | None = None  # of its end in its start
         # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
         # what the dataset forks (`keep_from_children`). What code in C forks keeps it open after the worker's death.
         self._pidfd = open_pidfd(process.pid)
@@ -243,9 +241,9 @@ class WorkerHandle:
         """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
         self.link.send(pack_head(STACKS))
         self.wait(SHORT_GRACE)
-        if worker.STACKS_SIGNAL is not None and self.is_alive():
+        if STACKS_SIGNAL is not None and self.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, worker.STACKS_SIGNAL)
+                os.kill(self.pid, STACKS_SIGNAL)
         self.wait(STACKS_GRACE)
 
     def wait(self, timeout: float) -> None:

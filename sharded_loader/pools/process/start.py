@@ -1,6 +1,6 @@
 """How a worker starts: its start method, its pipe, its process, its place on the board, its lifeline.
 
-    launch(number, ...) -> WorkerHandle        spawn: an interpreter of its own (`spawned`)
+    launch(number, ...) -> ProcessWorker       spawn: an interpreter of its own (`spawned`)
                                                forkserver: forked from that; fork: forked from the template
 
 ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
@@ -44,7 +44,7 @@ from sharded_loader.engine.messages import BOARD, JOB, SEGMENT, NewJob, pack_hea
 from sharded_loader.memory.segments import Segment
 from sharded_loader.pools.process import spawned, template, worker
 from sharded_loader.pools.process.link import Link, make_link
-from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
+from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
 
 TEMPLATES = 3
 """How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
@@ -73,7 +73,7 @@ def choose_start_method(start_method: str | None) -> str:
 
 def launch(
     number: int, num_workers: int, start_method: str, resources: WorkerResources, new_job: NewJob
-) -> WorkerHandle:
+) -> ProcessWorker:
     """Start worker ``number`` of ``num_workers``.
 
     Args:
@@ -86,7 +86,7 @@ def launch(
             "this is a worker process, which may have none of its own: give the loader that the dataset makes "
             "num_workers=0, or threads (thread_pool=True)"
         )
-    if start_method == "fork" and not can_pass_descriptors() and len(resources.handles) == num_workers:
+    if start_method == "fork" and not can_pass_descriptors() and len(resources.workers) == num_workers:
         # The template could not be given the worker's end of the pipe, so there is none.
         template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
     for _ in range(TEMPLATES):
@@ -100,16 +100,16 @@ def launch(
             template.warn(f"{error}; {_AS_IT_IS_NOW}")
     else:
         started, link = _start(number, num_workers, start_method, resources, new_job, directly=True)
-    handle = WorkerHandle(number, started, link)
+    launched = ProcessWorker(number, started, link)
     if resources.board is not None:
-        handle.board = board_in(resources.board.mapping, number)
-        handle.board[SAMPLE] = IDLE
+        launched.board = board_in(resources.board.mapping, number)
+        launched.board[SAMPLE] = IDLE
         send_segment(link, resources.board, BOARD, number)
     if resources.lifeline is not None:
         resources.lifeline.tie(started, link)
     if start_method == "fork":
         link.send(pack_head(JOB))
-    return handle
+    return launched
 
 
 def send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:

@@ -264,7 +264,7 @@ class Template:
 
 @dataclass
 class ForkedWorker:
-    """A worker that the template forked; as much of ``multiprocess.Process`` as `WorkerHandle` uses."""
+    """A worker that the template forked; as much of ``multiprocess.Process`` as `ProcessWorker` uses."""
 
     template: Template
     pid: int
@@ -272,13 +272,13 @@ class ForkedWorker:
     exitcode: int | None = None
 
     def kill(self) -> None:
-        """SIGKILL, if it cannot have been reaped. `WorkerHandle` kills nobody after `join`."""
+        """SIGKILL, if it cannot have been reaped. `ProcessWorker` kills nobody after `join`."""
         if not self.template.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def join(self) -> None:
-        """Take note of its end. It has ended: `WorkerHandle` has waited for that."""
+        """Take note of its end. It has ended: `ProcessWorker` has waited for that."""
         self.exitcode = self.template.reap(self.pid)
 
     def close(self) -> None:

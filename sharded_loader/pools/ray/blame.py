@@ -93,8 +93,8 @@ class Blame:
             PoolBroken: actors die without having done anything.
         """
         if member.begun is None:
-            if in_init or self.deaths.record_start_death(member.number, None):
-                raise PoolBroken(_explained(died_in_start(death, traceback=death.cause)))
+            if self.deaths.record_start_death(death._replace(is_final=in_init)):
+                raise PoolBroken(_explained(died_in_start(death)))
             return None
         calls = list(member.calls.values())
         task, words = None, member.words

@@ -126,41 +126,41 @@ class Handle:
 
 
 @pytest.fixture
-def handles() -> Iterator[list[Handle]]:
+def workers() -> Iterator[list[Handle]]:
     made = [Handle(), Handle()]
     yield made
-    for handle in made:
-        handle.close()
+    for worker in made:
+        worker.close()
 
 
-@pytest.mark.skipif(SocketLink not in LINKS, reason="sentinels are handles there")
-def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(handles: list[Handle]) -> None:
+@pytest.mark.skipif(SocketLink not in LINKS, reason="sentinels are workers there")
+def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers: list[Handle]) -> None:
     waker, bell = multiprocess.Pipe(duplex=False)
-    poller = Poller(handles, waker)
+    poller = Poller(workers, waker)
     assert poller.wait(0.0) == ([], set())
-    send_message(handles[1].theirs, b"x", (), ())
-    assert poller.wait() == ([handles[1]], set())
-    handles[1].link.receive()
+    send_message(workers[1].theirs, b"x", (), ())
+    assert poller.wait() == ([workers[1]], set())
+    workers[1].link.receive()
     bell.send_bytes(b"")
     assert poller.wait() == ([], set())
     assert poller.wait(0.0) == ([], set()), "what the waker was sent is taken out"
-    handles[0].die()
-    assert poller.wait() == ([], {handles[0].sentinel})
+    workers[0].die()
+    assert poller.wait() == ([], {workers[0].sentinel})
     waker.close()
     bell.close()
 
 
 @pytest.mark.skipif(SocketLink not in LINKS, reason="needs a socket that does not block")
-def test_a_poller_tells_when_more_can_be_sent(handles: list[Handle]) -> None:
+def test_a_poller_tells_when_more_can_be_sent(workers: list[Handle]) -> None:
     waker, bell = multiprocess.Pipe(duplex=False)
-    poller, (handle, _) = Poller(handles, waker), handles
-    handle.link.send(b"", [memoryview(bytes(4 << 20))])
+    poller, (worker, _) = Poller(workers, waker), workers
+    worker.link.send(b"", [memoryview(bytes(4 << 20))])
     assert poller.wait(0.0) == ([], set())
-    receiver = threading.Thread(target=receive_message, args=(handle.theirs,))
+    receiver = threading.Thread(target=receive_message, args=(worker.theirs,))
     receiver.start()
-    while handle.link.outbox:
-        assert poller.wait(120.0) == ([handle], set())
-        handle.link.flush()
+    while worker.link.outbox:
+        assert poller.wait(120.0) == ([worker], set())
+        worker.link.flush()
     receiver.join()
     assert poller.wait(0.0) == ([], set()), "nothing waits to be sent any more"
     waker.close()

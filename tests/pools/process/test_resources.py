@@ -14,7 +14,7 @@ import pytest
 
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.pools.process import resources
-from sharded_loader.pools.process.resources import WorkerHandle, WorkerResources
+from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -53,9 +53,9 @@ def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again() -> 
 def test_a_slot_of_a_worker_that_is_over_is_free_if_it_is_not_lent() -> None:
     owner = WorkerResources(None)
     slot = owner.arena.take(1 << 20)
-    handle: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None}, left_behind=False)
-    owner.free_slots(handle)
-    assert handle.slots == {}
+    worker: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None}, left_behind=False)
+    owner.free_slots(worker)
+    assert worker.slots == {}
     assert owner.arena.take(1 << 20) == slot
     owner.close()
 
@@ -94,16 +94,16 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
 ) -> None:
     if not pidfd:
         monkeypatch.setattr(resources, "open_pidfd", lambda pid: None)
-    handle = WorkerHandle(0, sleeper, Link())  # type: ignore[arg-type]
-    assert not handle.has_ended() and not handle.is_busy()
-    handle.board[SAMPLE] = 0
-    assert handle.is_busy()
-    sentinel = handle.sentinel
-    handle.wait(0.0)
+    worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
+    assert not worker.has_ended() and not worker.is_busy()
+    worker.board[SAMPLE] = 0
+    assert worker.is_busy()
+    sentinel = worker.sentinel
+    worker.wait(0.0)
     for _ in range(2):
-        handle.release()
-        handle.kill()  # its pid may be another process's
-        assert handle.has_ended() and handle.exitcode == -signal.SIGKILL
+        worker.release()
+        worker.kill()  # its pid may be another process's
+        assert worker.has_ended() and worker.exitcode == -signal.SIGKILL
     with pytest.raises(OSError):
         os.fstat(sentinel)
 
@@ -130,11 +130,11 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
         def release(self) -> None:
             order.append(f"{self.name} released")
 
-    monkeypatch.setattr(resources, "WorkerHandle", Handle)
+    monkeypatch.setattr(resources, "ProcessWorker", Handle)
     order: list[str] = []
     for name, at in (("idle", IDLE), ("busy", 0)):
         board = [0, 0, 0, at]
-        owner.handles.append(
+        owner.workers.append(
             Handle(  # type: ignore[arg-type]
                 name=name,
                 board=board,
@@ -146,12 +146,12 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
                 link=Link(),
             )
         )
-    handles = list(owner.handles)
+    workers = list(owner.workers)
     owner.stop_workers()
-    assert [handle.ended_by_close for handle in handles] == [True, True]
+    assert [worker.ended_by_close for worker in workers] == [True, True]
     assert order == ["busy", "idle", "idle released", "busy released"]
     assert len(waited) == 4 and max(waited[:2]) <= resources.BUSY_GRACE < resources.CLOSING_GRACE
-    assert owner.handles == []
+    assert owner.workers == []
     owner.close()
 
 
@@ -159,14 +159,14 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
 def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(
     sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = WorkerHandle(0, sleeper, Link())  # type: ignore[arg-type]
-    assert not handle.is_over({handle.sentinel})
+    worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
+    assert not worker.is_over({worker.sentinel})
     monkeypatch.setattr(resources, "KILLED_GRACE", -1.0)
-    assert not handle.is_over(set())  # nobody has killed it
-    monkeypatch.setattr(handle.process, "kill", lambda: None)
-    handle.kill()
-    assert not handle.is_over(set())
-    handle.hung = True
-    assert handle.is_over(set())
+    assert not worker.is_over(set())  # nobody has killed it
+    monkeypatch.setattr(worker.process, "kill", lambda: None)
+    worker.kill()
+    assert not worker.is_over(set())
+    worker.hung = True
+    assert worker.is_over(set())
     monkeypatch.undo()
-    handle.release()
+    worker.release()

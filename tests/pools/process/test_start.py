@@ -89,10 +89,10 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
     owner = WorkerResources(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        owner.handles.append(launch(0, 1, "fork", owner, NewJob(Job(range(3), None, 0), None)))
+        owner.workers.append(launch(0, 1, "fork", owner, NewJob(Job(range(3), None, 0), None)))
     assert len(made) == start.TEMPLATES and all(one.closed for one in made)
     assert len(caught) == start.TEMPLATES and "as it is now" in str(caught[0].message)
-    assert owner.handles[0].is_alive() and owner.template is None
+    assert owner.workers[0].is_alive() and owner.template is None
     owner.close()
 
 
@@ -113,7 +113,7 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(start, "make_link", watched)
     owner = resources.WorkerResources(None)
     owner.open(1)
-    owner.handles.append(launch(0, 1, method, owner, NewJob(Job(range(3), None, 0), None)))
+    owner.workers.append(launch(0, 1, method, owner, NewJob(Job(range(3), None, 0), None)))
     lifeline = [DEATH] if sys.platform == "linux" else []
     assert sent == [BOARD, *lifeline, *([JOB] if method == "fork" else [])]
     owner.close()

@@ -1,0 +1,240 @@
+"""Workers are started, replaced and given up by one set of rules. Here over workers that are only pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, UNUSED
+from sharded_loader.engine.messages import NOTHING, Job, NewJob, Task
+from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
+from sharded_loader.pools import deaths as deaths_module
+from sharded_loader.pools.deaths import IDLE_DEATHS, Death
+from sharded_loader.pools.supervisor import Supervisor, Transport, Worker
+
+NEW_JOB = NewJob(Job([1, 2, 3], None, 0), None)
+
+
+class Pretended(Worker):
+    """A worker whose last words a test writes."""
+
+    def __init__(self, number: int, pid: int) -> None:
+        super().__init__(number)
+        self.pid = pid
+        self.ready = True
+        self.board: Sequence[int] | None = UNUSED
+        self.more: dict[str, Any] = {}
+
+
+class PretendedTransport(Transport[Pretended]):
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.alive: list[Pretended] = []
+        self.said: list[tuple[Any, ...]] = []
+        self.needs_all = True
+        self.launched = 0
+
+    @property
+    def workers(self) -> list[Pretended]:
+        return self.alive
+
+    def start(self, new: NewJob) -> list[Task]:
+        self.launch_all()
+        return []
+
+    def launch(self, number: int) -> Pretended:
+        self.launched += 1
+        return Pretended(number, 100 + self.launched)
+
+    def send_cancel(self, worker: Pretended, run: int) -> None:
+        self.said.append(("cancel", worker.number, run))
+
+    def where(self, worker: Pretended) -> Sequence[int] | None:
+        return worker.board if worker.tasks else None
+
+    def kill_late(self, late: Sequence[Pretended], seconds: float) -> None:
+        self.said += [("late", worker.number, seconds) for worker in late]
+
+    def last_words(self, worker: Pretended, error: BaseException | None) -> Death:
+        return Death(worker.number, worker.pid, -9, hung=worker.hung, board=worker.board, **worker.more)
+
+    def release(self, worker: Pretended) -> None:
+        self.said.append(("released", worker.pid))
+
+    def goes_on_without(self, worker: Pretended, error: Exception) -> bool:
+        return not self.needs_all
+
+    def close(self) -> None:
+        self.alive = []
+
+
+class Pool:
+    """A supervisor of two pretended workers, of which a batch may kill some."""
+
+    def __init__(self, restarts: int = 2, timeout: float | None = None, new: NewJob = NEW_JOB) -> None:
+        self.transport = PretendedTransport(2)
+        self.supervisor = Supervisor(self.transport, restarts, timeout)
+        self.supervisor.start(new)
+
+    def give(self, number: int, *tasks: Task, board: Sequence[int] | None = UNUSED) -> None:
+        worker = self.transport.workers[number]
+        worker.tasks.update({(task.run, task.seq): task for task in tasks})
+        worker.board = board
+
+    def kill(self, number: int, **said: Any) -> Any:
+        worker = self.transport.workers[number]
+        worker.more = said
+        return self.supervisor.replace(worker)
+
+    @property
+    def requeued(self) -> list[int]:
+        return [task.seq for task in self.supervisor.requeued]
+
+
+def task(seq: int, run: int = 0, part: PartBatch | None = None) -> Task:
+    return Task(run, seq, 0, 0, ([10, 11, 12],), False, part=part)
+
+
+def reading(seq: int, sample: int = 1) -> list[int]:
+    return [0, seq, 0, sample]
+
+
+def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted() -> None:
+    pool = Pool()
+    assert pool.kill(1) == []
+    assert [(worker.number, worker.pid) for worker in pool.transport.workers] == [(0, 101), (1, 103)]
+    assert pool.transport.said == [("released", 102)]
+    assert pool.supervisor.notices.counts["replaced_workers"] == 1
+
+
+def test_a_death_that_is_told_twice_counts_once() -> None:
+    pool = Pool()
+    worker = pool.transport.workers[0]
+    pool.kill(0)
+    assert pool.supervisor.replace(worker) == []
+    assert pool.transport.launched == 3
+
+
+def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled() -> None:
+    pool = Pool()
+    pool.give(0, task(3), task(4), task(9, run=1))
+    pool.supervisor.requeued.extend([task(8), task(7, run=1)])
+    pool.supervisor.cancel(1)
+    pool.kill(0)
+    assert pool.requeued == [3, 4, 8]
+    assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
+
+
+def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() -> None:
+    pool = Pool(restarts=2)
+    pool.give(0, task(3), task(4), board=reading(3))
+    assert pool.kill(0) == []
+    pool.supervisor.requeued.clear()
+    pool.give(1, task(3), task(5), board=reading(3))
+    [given_up] = pool.kill(1)
+    assert isinstance(given_up.error, WorkerDiedError)
+    assert (given_up.seq, given_up.error.index) == (3, 11)
+    assert pool.requeued == [5]
+
+
+def test_after_a_death_in_bulk_the_samples_are_read_one_by_one() -> None:
+    pool = Pool()
+    pool.give(0, task(3), task(4), board=reading(3, IN_BULK))
+    pool.kill(0)
+    assert [one.careful for one in pool.supervisor.requeued] == [True, False]
+    pool.give(1, task(3), board=reading(3, BEGINNING))
+    assert len(pool.kill(1)) == 1
+
+
+def test_a_part_of_iterable_data_ends_with_a_batch_that_is_given_up_and_all_its_deaths_are_settled() -> None:
+    stream = Stream(2, 4)
+    parts = [PartBatch(0, 0, number, 0, PartPoint()) for number in range(2)]
+    pool = Pool(restarts=1, new=NewJob(Job([1], None, 0, stream=stream), None))
+    pool.give(0, *(task(seq, part=parts[seq % 2]) for seq in range(4)), board=reading(0))
+    pool.supervisor.requeued.extend(task(seq, part=parts[seq % 2]) for seq in (6, 7))
+    pool.supervisor.deaths.suspect([(0, 2)])
+    results = pool.kill(0)
+    assert [(one.seq, one.error is None, one.batch is NOTHING) for one in results] == [
+        (0, False, False),
+        (6, True, True),
+        (2, True, True),
+    ]
+    assert pool.requeued == [1, 3, 7]
+    assert not pool.supervisor.deaths.unsettled
+
+
+def test_where_nobody_knows_what_a_worker_read_all_its_tasks_are_suspects_and_none_is_blamed() -> None:
+    pool = Pool(restarts=1)
+    pool.give(0, task(3), task(4), board=None)
+    assert pool.kill(0) == []
+    assert pool.supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    pool.supervisor.deaths.settle(0, 3)
+    pool.give(1, task(4), board=reading(4))
+    [given_up] = pool.kill(1)
+    assert given_up.seq == 4
+    assert not pool.supervisor.deaths.suspects
+
+
+def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
+    pool = Pool(restarts=1)
+    pool.give(0, task(3), board=reading(3))
+    for _ in range(2 * IDLE_DEATHS):
+        assert pool.kill(0, is_of_machine=True) == []
+    assert pool.requeued == [3]
+
+
+def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool() -> None:
+    pool = Pool()
+    pool.give(0, task(3), board=[0, 3, 0, IDLE])  # it was sent, and had not begun
+    with pytest.raises(PoolBroken, match="between batches") as caught:
+        for _ in range(IDLE_DEATHS):
+            pool.kill(0)
+    assert isinstance(caught.value.error, WorkerDiedError)
+    assert (pool.transport.workers, pool.requeued) == ([], [])
+
+
+@pytest.mark.parametrize("said", [{}, {"is_final": True}])
+def test_workers_that_cannot_start_break_the_pool(said: dict[str, Any]) -> None:
+    pool = Pool(restarts=2)
+    pool.transport.workers[0].ready = False
+    if not said:
+        pool.kill(0)
+        pool.transport.workers[0].ready = False
+    with pytest.raises(PoolBroken, match="died while it started"):
+        pool.kill(0, **said)
+
+
+def test_a_pool_may_go_on_without_a_worker_that_cannot_start() -> None:
+    pool = Pool()
+    pool.transport.needs_all, pool.transport.workers[0].ready = False, False
+    assert pool.kill(0, is_final=True) == []
+    assert pool.transport.launched == 2
+
+
+def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(deaths_module, "time", SimpleNamespace(monotonic=lambda: now))
+    pool = Pool(restarts=1, timeout=2.0)
+    pool.give(0, task(3), board=reading(3))
+    for _ in range(20):
+        now += 0.25
+        pool.supervisor.stop_late()
+    assert pool.transport.said == [("late", 0, 2.0)]
+    [given_up] = pool.kill(0)
+    assert isinstance(given_up.error, WorkerTimeoutError)
+    assert given_up.error.index == 11
+
+
+def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> None:
+    pool = Pool(restarts=1)
+    pool.give(0, task(5), board=None)
+    pool.kill(0)
+    pool.supervisor.close()
+    assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
+    pool.supervisor.start(NEW_JOB)
+    assert len(pool.transport.workers) == 2
