@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items of a list: up to so many are shown; of a longer one so many, and its length
+SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items: a list of up to 6 is shown whole, a longer one as its first 3 and its length
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60

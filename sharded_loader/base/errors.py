@@ -2,11 +2,11 @@
 
 An error that the dataset raises reaches the loop as the object that was raised: same class, same attributes.
 Two notes are added to it: where it happened (epoch, batch, shard, sample, worker) and, as the last line, the
-call that repeats it in the trainer. From a worker process the traceback travels as text and becomes the
+call that repeats it in the main process. From a worker process the traceback travels as text and becomes the
 ``__cause__``.
 
-Own classes exist only where nobody raised anything (a worker died), and inherit from the built-in class that
-a caller would catch.
+The library has classes of its own only where no code raised an error, as when a worker died. They inherit from the
+built-in class that a caller would catch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TooManySkippedError(RuntimeError):
 class SampleReadError(RuntimeError):
     """Stands in for an exception that cannot travel or must not pass through a ``for`` loop as itself.
 
-    The first for exceptions that do not pickle (the message keeps type name and text), the second for
+    Some exceptions do not pickle; the message keeps their type name and text. Others must not be raised in the loop:
     ``StopIteration``, ``SystemExit`` and the like, which would end the loop or the program in silence.
 
     Example:
@@ -214,7 +214,7 @@ _OUR_NOTES = ("sharded_loader:", "see it again,")
 
 
 def read_again(samples: Sequence[Any], epoch: int) -> str:
-    """The line to type to read these samples in the trainer.
+    """The line to type to read these samples in the main process.
 
     Example:
         >>> read_again([3], 1), read_again(range(50), 0)[-9:]
@@ -313,7 +313,7 @@ def without_frames(error: BaseException) -> BaseException:
     """``error`` with its traceback as text: the frames would keep the whole batch alive."""
     if error.__traceback__ is not None:
         text = format_traceback(error, whole=False)
-        # Past a class that refuses attributes (a frozen dataclass).
+        # Past a class that takes no attributes (a frozen dataclass).
         for name, value in (("__traceback__", None), ("__context__", None), ("__cause__", WorkerTraceback(text))):
             BaseException.__setattr__(error, name, value)
     return error
@@ -331,7 +331,7 @@ def notes_of(error: BaseException) -> list[str]:
 def set_notes(error: BaseException, notes: list[str]) -> None:
     """Give an exception these notes, on Python 3.10 too, which keeps but does not print them.
 
-    An exception of a class that refuses attributes (a frozen dataclass) is written past its refusal; one
+    An exception of a class that takes no attributes (a frozen dataclass) is written all the same; one
     that has no room for them stays without: better no notes than another error in its place.
     """
     try:

@@ -6,7 +6,7 @@
     cores_for_workers() -> number
     warn_of_workers(workers)                 far more worker processes than cores: a `LoaderWarning`
 
-`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel does not refuse, it kills. Nothing here
+`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel gives no error, it kills. Nothing here
 imports NumPy or torch.
 """
 
@@ -26,7 +26,7 @@ SMALL = 1 << 28
 """Bytes that are not worth a look at what is free: 0.1 ms."""
 
 FEW = 4
-"""So many processes are no burden on any machine."""
+"""Processes that are no burden on any machine."""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _cgroup(folder: Path, maximum: str, current: str) -> Limit:
 
 def usable_cores() -> int:
     """How many cores this process may run on."""
-    with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by a sandbox
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or a sandbox does not allow it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -184,7 +184,8 @@ def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> No
 
     Args:
         workers: the processes of this loader.
-        environ: where to look for LOCAL_WORLD_SIZE: so many programs on this machine have as many.
+        environ: where to look for LOCAL_WORLD_SIZE. It is the number of programs on this machine, each with as many
+            workers.
     """
     cores, given = cores_for_workers(), environ.get("LOCAL_WORLD_SIZE", "").strip()
     ranks = max(1, int(given)) if given.isdecimal() and usable_cores() == os.cpu_count() else 1

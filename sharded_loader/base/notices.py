@@ -7,9 +7,9 @@
 Which of the two a notice is:
 
 - A `LoaderWarning` says that the program probably does not do what is meant. It comes before samples are read: when the
-  loader is made, when a state is loaded, when an epoch begins. If warnings are errors, the program stops in time. The
-  only ones in mid-epoch say that samples are lost (a whole batch or shard, the rest of a part), or that each comes once
-  for each part of iterable data.
+  loader is made, when a state is loaded, when an epoch begins. If warnings are errors, the program stops in time. In
+  mid-epoch there are two: samples are lost (a whole batch or shard, the rest of a part), or each sample of iterable
+  data comes once for each part.
 - A line of the logger ``sharded_loader`` says what happened while batches were read. The loader has dealt with it. Such
   a line is never an exception. Python prints lines at WARNING to stderr if the program has not set up logging.
 """

@@ -1,4 +1,4 @@
-"""What the operating system gives: calls that it may refuse, each with its twin, and environment variables.
+"""What the operating system gives: calls that it may not allow, each with its twin, and environment variables.
 
     open_pidfd(pid)             None: the caller watches a pipe that the process holds
     open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
@@ -155,7 +155,7 @@ def can_pass_descriptors() -> bool:
             socket.send_fds(ours, [b"\0"], [ours.fileno()])
             _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
     except OSError as error:
-        return error.errno in NO_DESCRIPTORS  # then nothing was refused
+        return error.errno in NO_DESCRIPTORS  # out of descriptors, but the system can pass them
     for descriptor in descriptors:
         os.close(descriptor)
     return bool(descriptors)
@@ -185,11 +185,11 @@ def why_refused(error: OSError) -> str:
         return f"the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         return (
-            f"the system refused ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system refuses "
+            f"the system call failed ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system has no "
             f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "
             f"smaller batches"
         )
-    return f"the system refused ({error})"
+    return f"the system call failed ({error})"
 
 
 # -- environment variables --------------------------------------------------------------------------------------------

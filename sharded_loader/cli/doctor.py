@@ -135,7 +135,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(True, what, f"Allow memfd_create, or enlarge /dev/shm: {size}")
     elif facts.shared_memory == "file":
         folder = f" in {facts.temporary.path}" if facts.temporary else ""
-        what = f"Batches travel through temporary files{folder}, because the system refuses shared memory."
+        what = f"Batches travel through temporary files{folder}, because the system gives no shared memory."
         yield Finding(True, what, f"Allow memfd_create in the seccomp profile, or mount /dev/shm: {size}")
     elif facts.shared_memory == "shm" and shm is not None and min(shm.size, shm.free) < LEAST_SHM:
         what = f"Batches lie in /dev/shm, which has {size_text(shm.size)} ({size_text(shm.free)} free)."

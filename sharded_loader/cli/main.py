@@ -5,8 +5,8 @@
 A new verb is a module with a click command, and a line in `make_command`. Each verb imports what it needs when it runs,
 so ``--help`` and ``--version`` wait neither for torch nor for rich.
 
-Exit codes: 0 done; 1 the command ran and found something wrong, or its output was closed; 2 the command cannot run as
-typed, and one line on stderr says why; 130 Ctrl-C. Any other exception is a bug and keeps its traceback.
+Exit code 0: done. 1: the command ran and found something wrong, or its output was closed. 2: the command cannot run as
+typed, and one line on stderr says why. 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Steps:
         self._bar: Progress | None = None
 
     def update(self, done: int, note: str = "") -> None:
-        """Show that so many steps are done, if it is time to.
+        """Show how many steps are done, if it is time to.
 
         Args:
             done: the number of steps.

@@ -5,7 +5,7 @@
     pack_files(entries, out)                              out.rec and out.idx, both or neither
 
 A record is MXNet's label header and the bytes of the file as they are. Both files are written under other names and
-renamed at the end, so a full disk, Ctrl-C or a file that cannot be read leaves no half of a record file.
+renamed at the end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a record file.
 
 What can go wrong (`CannotRun`, one line): no files, missing files, a line that cannot be read, a name without a number.
 """

@@ -153,8 +153,8 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
     """A loader for this rank, whose batches are on the accelerator's device.
 
     Args:
-        loader: a `ShardedDataLoader`, or a `sharded_loader.torch.DataLoader`, that nobody has iterated over yet. Of all
-            ranks the same. It is closed.
+        loader: a `ShardedDataLoader`, or a `sharded_loader.torch.DataLoader`, that your program has not iterated over
+            yet. It is the same on all ranks. It is closed.
         accelerator: an ``accelerate.Accelerator``.
         device_placement: put batches on the device. None: as the accelerator does.
 

@@ -7,7 +7,7 @@ Shards come from a loader with ``devices=``, or from `parallel.split.split_and_l
 
 `Replicas` owns copies 1.. of the model; replica 0 is the user's own model, moved to ``devices[0]``, so that an
 optimizer made from ``model.parameters()`` keeps working. On several accelerators each device has a thread for
-the length of one `run`, with that device, the caller's streams, grad mode and autocast; on CPU the replicas run one
+the length of one `run`, with that device, the caller's streams, grad mode and autocast. On CPU the replicas run one
 after the other, because torch already uses all cores there and the default generator is shared.
 
 What can go wrong: more shards than replicas, sizes that are not as many as the shards, an absent device: ValueErrors.

@@ -36,7 +36,7 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
             and lists of strings, all with the same number of rows.
         num_slice: how many slices.
         batch_axis: the axis of the rows.
-        even_split: refuse rows that ``num_slice`` does not divide.
+        even_split: raise an error if ``num_slice`` does not divide the rows.
 
     Returns:
         ``num_slice`` views (empty ones where there are fewer rows), each of the structure of ``data``.
@@ -124,7 +124,7 @@ def split_and_load(
         data: as for `split_data`; dtypes are kept.
         devices: names, indices or `torch.device` objects, or ``"auto"``: all visible accelerators, else the CPU.
         batch_axis: the axis of the rows.
-        even_split: refuse rows that the number of devices does not divide.
+        even_split: raise an error if the number of devices does not divide the rows.
         ctx_list: Gluon's name for ``devices``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The indices of a part of a dataset: a range, an array, or a view that computes them when somebody asks.
+"""The indices of a part of a dataset: a range, an array, or a view that computes them when they are read.
 
     shuffled_parts(n, sizes, *key)      a shuffle cut into parts: sequences of indices, of any length
     taken(indices, positions)           the indices at these positions

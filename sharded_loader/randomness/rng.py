@@ -1,8 +1,8 @@
 """Randomness that depends on (seed, epoch, sample) and on nothing else.
 
 Every random number of the library comes from a *key*: a 128-bit hash of a few integers and strings. The
-order of an epoch is keyed by (seed, epoch), the numbers that one sample draws by (seed, epoch, index), the
-global generators of a process worker by (seed, epoch, position of the batch). So neither the pool, nor the
+key of an epoch's order is (seed, epoch). The key of the numbers that one sample draws is (seed, epoch, index). The
+global generators of a process worker have the key (seed, epoch, position of the batch). So neither the pool, nor the
 number of workers, nor history can change the numbers, and a batch that is built again is the same batch.
 
     derive_key(seed, label, ...) -> key -> philox(...)            our own order, ``sample_rng``
@@ -180,7 +180,7 @@ class SampleScope:
     """Which sample the thread that owns this scope is reading.
 
     While samples are read one by one, nothing is noted for each. The reader iterates over ``items``, and how far it is
-    follows from `operator.length_hint` when somebody asks.
+    follows from `operator.length_hint` when it is asked for.
 
     Attributes:
         seed: of the loader.
@@ -235,7 +235,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
     Args:
         index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
             wrapper that gives samples other indices (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own
-            index, so its numbers differ from those of a sample that is read alone.
+            index. Its numbers then differ from those of a sample that is read alone.
 
     Returns:
         A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.
