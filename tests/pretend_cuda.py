@@ -51,6 +51,11 @@ class Stream:
     def give(self, seconds: float) -> None:
         self.busy_until = max(self.busy_until, time.monotonic()) + seconds
 
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         self.busy_until = max(self.busy_until, event.at)
 

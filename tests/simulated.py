@@ -20,7 +20,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,23 @@ KIND = "privateuseone"
 
 
 class Event:
-    def __init__(self) -> None:
+    """As torch's events: `Stream.record_event` makes them."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        self.machine = machine
+        self.device = device
         self.passed = False
+
+    def query(self) -> bool:
+        self.machine.asks(self.device)
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.machine.asks(self.device)
+        if not self.passed:
+            self.machine.blocked += 1
+        while not self.passed:
+            assert self.machine.run(1), "the host waits for an event that never passes"
 
 
 class PinnedBlock:
@@ -48,16 +63,28 @@ class PinnedBlock:
 
 
 class Stream:
-    """A queue of work: (what, whether it can be done now)."""
+    """A queue of work: (what, whether it can be done now, what it reads)."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
+        self.machine = machine
+        self.device = device
+        self.name = f"{device} {name}"
         self.queue: deque[tuple[Callable[[], None], Callable[[], bool], range | None]] = deque()
 
     def give(
         self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None
     ) -> None:
         self.queue.append((work, ready, reads))
+
+    def record_event(self) -> Event:
+        self.machine.asks(self.device)
+        self.machine.log.append(("record", self.name))
+        return self.machine.record(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.machine.asks(self.device)
+        self.machine.log.append(("wait", self.name))
+        self.give(lambda: None, lambda: event.passed)
 
 
 class Machine:
@@ -70,7 +97,7 @@ class Machine:
 
     def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None) -> None:
         self.devices = [torch.device(KIND, number) for number in range(count)]
-        self.streams: dict[torch.device, list[Stream]] = {one: [Stream(f"{one} default")] for one in self.devices}
+        self.streams: dict[torch.device, list[Stream]] = {one: [Stream(self, one, "default")] for one in self.devices}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.blocks = blocks
@@ -108,7 +135,7 @@ class Machine:
             setattr(self._current, str(device), before)
 
     def new_stream(self, device: torch.device) -> Stream:
-        self.streams[device].append(Stream(f"{device} {len(self.streams[device])}"))
+        self.streams[device].append(Stream(self, device, str(len(self.streams[device]))))
         return self.streams[device][-1]
 
     def run(self, steps: int) -> int:
@@ -130,7 +157,7 @@ class Machine:
         assert not stuck, f"streams that wait for ever: {stuck}"
 
     def record(self, stream: Stream) -> Event:
-        event = Event()
+        event = Event(self, stream.device)
         stream.give(lambda: setattr(event, "passed", True))
         return event
 
@@ -276,31 +303,14 @@ class SimulatedStreams(Streams):
     def on(self, stream: Stream) -> Any:
         return self.machine.on(self.device, stream)
 
-    def record(self, stream: Stream) -> Event:
-        self.machine.asks(self.device)
-        self.machine.log.append(("record", stream.name))
-        return self.machine.record(stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self.machine.asks(self.device)
-        self.machine.log.append(("wait", stream.name))
-        stream.give(lambda: None, lambda: event.passed)
-
-    def has_passed(self, event: Event) -> bool:
-        self.machine.asks(self.device)
-        return event.passed
-
-    def block(self, event: Event) -> None:
-        self.machine.asks(self.device)
-        if not event.passed:
-            self.machine.blocked += 1
-        while not event.passed:
-            assert self.machine.run(1), "the host waits for an event that never passes"
-
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         machine, stream = self.machine, self.caller_stream()
         machine.log.append(("copy", stream.name))
         start, nbytes = source.data_ptr(), source.nbytes
@@ -308,7 +318,7 @@ class SimulatedStreams(Streams):
             machine.faults.append("a copy from memory that is not pinned: the host waits for it")
         if source.stride() != target.stride():
             machine.faults.append("a copy between layouts: the host makes one first, and waits")
-        to, done = target.data_ptr(), Event()
+        to, done = target.data_ptr(), Event(machine, self.device)
         machine.guards(source).append(done)
 
         def move() -> None:
@@ -317,9 +327,10 @@ class SimulatedStreams(Streams):
 
         stream.give(move, reads=range(start, start + nbytes))
 
-    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.machine.log.append(("used_on", stream.name))
-        self.machine.recorded[tensor.data_ptr()].append(stream)
+    def used_on(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
+        for tensor in tensors:
+            self.machine.log.append(("used_on", stream.name))
+            self.machine.recorded[tensor.data_ptr()].append(stream)
 
     def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
         machine, address = self.machine, host.data_ptr()

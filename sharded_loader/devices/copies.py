@@ -1,7 +1,7 @@
 """The copies to one accelerator: ahead of the consumer, past the host, in memory that is neither lost nor reused early.
 
-    begin(host batch) -> PendingCopy     memory is allocated on the device, the copy stream is given the copies
-    finish(pending)   -> batch           ready on the caller's current stream, on which objects move themselves now
+    begin(batch)    -> PendingCopy       memory is allocated on the device, the copy stream is given the copies
+    finish(pending) -> batch             ready on the caller's current stream, on which objects move themselves now
     close()                              wait for the copies, but not for ever
 
     caller's stream  --- step k-1 --o-------- step k --------- step k+1 ---
@@ -37,18 +37,18 @@ the pattern that PyTorch's notes on CUDA semantics recommend for work on side st
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sharded_loader.base.interrupts import program_ends
-from sharded_loader.batching.tree import ATOMS, map_leaves
+from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.streams import Streams
 
 HOST_AHEAD = 4
@@ -71,26 +71,21 @@ class PendingCopy:
     """A batch on its way to a device.
 
     Attributes:
-        batch: of tensors on the device. Only `CopyStream.finish` may hand it out.
-        targets: the tensors that are copied to.
         home: the stream that the targets belong to.
+        batch: of tensors on the device. Only `CopyStream.finish` may hand it out.
+        sources, targets: the tensors that are copied from and to.
+        unclaimed: the targets, as long as nobody waits for the copies: `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: the objects in the batch that `CopyStream.finish` asks to move themselves.
-        kept: where the targets go if nobody waits for the batch.
     """
 
-    batch: Any
-    targets: list[torch.Tensor]
     home: Any
-    event: Any
-    staged: list[_Staged]
-    kept: Kept
-    finished: bool = False
-
-    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Anywhere, also inside the collector: a deque's append and nothing else.
-        if not self.finished and self.event is not None and not _is_finalizing():
-            self.kept.append((self.event, self.targets))
+    batch: Any = None
+    sources: list[torch.Tensor] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    unclaimed: list[torch.Tensor] = field(default_factory=list)
+    event: Any = None
+    staged: list[_Staged] = field(default_factory=list)
 
 
 class _Staged:
@@ -120,56 +115,55 @@ class CopyStream:
         self._given: Any = None  # sources and targets of copies that nobody keeps yet
         self._left_alone = False
 
-    def begin(self, host: Any) -> PendingCopy:
+    def begin(self, batch: Any) -> PendingCopy:
         """Start to copy a batch.
 
         Args:
-            host: a structure of host tensors; other leaves stay as they are, or are asked to move themselves.
+            batch: a structure of arrays and host tensors; other leaves stay as they are, or are asked to move
+                themselves.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
             Exception: what an object that moves itself raises.
         """
         streams = self.streams
-        sources: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        staged: list[_Staged] = []
-
-        def place(leaf: Any) -> Any:
-            if _is_plain(leaf):
-                target = streams.empty_like(leaf)
-                sources.append(self._source(leaf, target))
-                targets.append(target)
-                return target
-            if not has_method(leaf, "to") or getattr(leaf, "device", None) == streams.device:
-                return leaf
-            staged.append(_Staged(self._stage(leaf)))
-            return staged[-1]
-
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
         with self._lock, torch.inference_mode(False), streams.current():
             self._let_go()
-            home = streams.caller_stream()
-            batch = map_leaves(place, host, own="to", skip=ATOMS)
-            event = self._copy(sources, targets, home) if targets else None
-            pending = PendingCopy(batch, targets, home, event, staged, self.kept)
-            if targets:
-                self.kept.append((event, sources))
-                self._given = None
+            pending = PendingCopy(streams.caller_stream())
+            pending.batch = to_torch(batch, functools.partial(self._place, pending))
+            if not pending.targets:
+                return pending
+            if self._stream is None:
+                self._stream = streams.new_stream()
+            # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
+            self._stream.wait_event(pending.home.record_event())
+            pending.unclaimed = list(pending.targets)
+            self._given = pending.sources, pending.unclaimed
+            with streams.on(self._stream):
+                streams.copy(pending.targets, pending.sources)
+            pending.event = self._stream.record_event()
+            self.kept.append((pending.event, self._given))
+            self._given = None
             return pending
 
-    def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor], home: Any) -> Any:
-        """Give the copies to the copy stream; the event after them."""
-        streams = self.streams
-        if self._stream is None:
-            self._stream = streams.new_stream()
-        # After the targets were allocated: their memory may be that of a batch which was dropped a moment ago.
-        streams.wait(self._stream, streams.record(home))
-        self._given = sources, targets
-        with streams.on(self._stream):
-            for target, source in zip(targets, sources, strict=True):
-                streams.copy(target, source)
-        return streams.record(self._stream)
+    def _place(self, pending: PendingCopy, leaves: Sequence[Any]) -> list[Any]:
+        """What stands in the places of leaves: memory on the device for plain tensors, which are not copied yet."""
+        streams, places = self.streams, []
+        for leaf in leaves:
+            if _is_plain(leaf):
+                target = streams.empty_like(leaf)
+                # In pinned memory and in the layout of its target: anything else makes the host wait.
+                ready = leaf.stride() == target.stride() and not (leaf.is_conj() or leaf.is_neg())
+                ready = ready and streams.is_pinned(leaf)
+                pending.sources.append(leaf if ready else streams.pin(leaf, target.stride()))
+                pending.targets.append(target)
+                leaf = target
+            elif has_method(leaf, "to") and getattr(leaf, "device", None) != streams.device:
+                leaf = _Staged(self._stage(leaf))
+                pending.staged.append(leaf)
+            places.append(leaf)
+        return places
 
     def finish(self, pending: PendingCopy) -> Any:
         """The batch, ready on the current stream of this thread.
@@ -182,13 +176,12 @@ class CopyStream:
         if pending.event is not None:
             with streams.current():
                 current = streams.caller_stream()
-                streams.wait(current, pending.event)
+                current.wait_event(pending.event)
                 if current != pending.home:
-                    for target in pending.targets:
-                        streams.used_on(target, current)
+                    streams.used_on(pending.targets, current)
+            pending.unclaimed.clear()
         if pending.staged:
             self._move(pending)
-        pending.finished = True
         return pending.batch
 
     def _move(self, pending: PendingCopy) -> None:
@@ -198,7 +191,7 @@ class CopyStream:
             try:
                 pending.batch = map_leaves(self._moved_leaf, pending.batch, own="to", skip=ATOMS)
             finally:
-                self._moved.append((streams.record(streams.caller_stream()), pending.staged))
+                self._moved.append((streams.caller_stream().record_event(), pending.staged))
             pending.staged = []
 
     def _moved_leaf(self, leaf: Any) -> Any:
@@ -213,18 +206,19 @@ class CopyStream:
 
     def _let_go(self) -> None:
         """Let go of what is not needed any more."""
-        self._keep_given()
+        if self._given is not None:
+            self._keep_given()
         for kept in (self.kept, self._moved):
             if len(kept) >= HOST_AHEAD:
-                self.streams.block(kept[0][0])
-            while kept and self.streams.has_passed(kept[0][0]):
+                kept[0][0].synchronize()
+            while kept and kept[0][0].query():
                 kept.popleft()
 
     def _keep_given(self) -> None:
         """Keep what an interrupted `begin` has left."""
         if self._given is not None:
             with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
-                self.kept.append((self.streams.record(self._stream), self._given))
+                self.kept.append((self._stream.record_event(), self._given))
             self._given = None
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
@@ -253,10 +247,10 @@ class CopyStream:
             # Device 0 is current in a new thread. To ask there for an event would make a context on it: 0.5 GB.
             with contextlib.suppress(RuntimeError), self.streams.current():
                 for event in events:
-                    self.streams.block(event)
+                    event.synchronize()
 
         with contextlib.suppress(RuntimeError):
-            events = [event for event in events if not self.streams.has_passed(event)]
+            events = [event for event in events if not event.query()]
         if not events:
             return True
         # An event can only be waited for without end. So a thread does it, which is left behind if the device hangs.
@@ -293,12 +287,7 @@ class CopyStream:
             self.drain()
             self.streams.empty_cache()
 
-    # -- host memory ----------------------------------------------------------------------------------------
-
-    def _source(self, host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned memory and in the layout of its target: anything else makes the host wait."""
-        ready = host.stride() == target.stride() and not (host.is_conj() or host.is_neg())
-        return host if ready and self.streams.is_pinned(host) else self.streams.pin(host, target.stride())
+    # -- objects that move themselves ------------------------------------------------------------------------
 
     def _stage(self, leaf: Any) -> Any:
         """The object with its tensors in pinned memory of torch's own, as torch's loader makes it, where that works."""

@@ -26,19 +26,19 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.batching.protocol import Empty
+from sharded_loader.batching.protocol import BatchifyError, Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
-from sharded_loader.devices.streams import is_capturing, note_late, streams_of
+from sharded_loader.devices.streams import Streams, capture_probe, note_late, streams_of
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.memory.reused import ReusedMemory
 
@@ -68,6 +68,7 @@ class Placement:
         asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
         kinds: the kinds of accelerators that a batch is copied or pinned for.
         ahead: how many batches to begin behind the next one.
+        copies: the `CopyStream` of each device; None where it has no streams.
     """
 
     def __init__(self, devices: list[torch.device] | None, pin_memory: bool) -> None:
@@ -82,7 +83,8 @@ class Placement:
         self.is_plain = self._on_host and not self._pins
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
         self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
-        self._copies: dict[torch.device, CopyStream | None] = {}
+        self._capture_probes = [probe for probe in map(capture_probe, self.kinds) if probe is not None]
+        self.copies = _CopyStreams()
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
         self._gives_pinned = False
@@ -93,27 +95,23 @@ class Placement:
         self.ahead = self._wanted = count if self.asynchronous else 0
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
-    def copies(self, device: torch.device) -> Any:
-        """The copies to a device; None where it has no streams. ``cuda`` is the current device at the first call."""
-        if device not in self._copies:
-            number = indexed(device)
-            warn_of_rank(device, number)
-            streams = streams_of(number)
-            self._copies[device] = None if streams is None else CopyStream(streams)
-        return self._copies[device]
-
     def check_not_capturing(self) -> None:
         """Reject a call inside a graph capture, before anything is done that would break the capture.
 
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        if any(map(is_capturing, self.kinds)):
-            raise RuntimeError(
-                "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
-                "of a graph. Call next() before the capture. For each replay copy the batch into the tensor that was "
-                "captured: static.copy_(next(batches)); graph.replay()"
-            )
+        for probe in self._capture_probes:
+            try:
+                is_capturing = probe()
+            except RuntimeError:  # a torch without this accelerator
+                continue
+            if is_capturing:
+                raise RuntimeError(
+                    "next() was called on a loader while a graph is being captured, and the loader's copies cannot be "
+                    "part of a graph. Call next() before the capture. For each replay copy the batch into the tensor "
+                    "that was captured: static.copy_(next(batches)); graph.replay()"
+                )
 
     # -- memory that batches come from ----------------------------------------------------------------------
 
@@ -122,13 +120,19 @@ class Placement:
         if not self.asynchronous:
             return None
         if self._registrar is None:
-            self._registrar = Registrar(self.copies(self.asynchronous[0]).streams, self.closer())
+            self._registrar = Registrar(self._first_streams, self.closer())
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
         """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
         for device in self.asynchronous:
-            self.copies(device)
+            self.copies[device]
+
+    @property
+    def _first_streams(self) -> Streams:
+        copies = self.copies[self.asynchronous[0]]
+        assert copies is not None  # the device is asynchronous
+        return copies.streams
 
     @property
     def empty(self) -> Empty:
@@ -140,7 +144,7 @@ class Placement:
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         self._gives_pinned = True
-        return pinned_empty(self.copies(self.asynchronous[0]).streams, shape, dtype)
+        return pinned_empty(self._first_streams, shape, dtype)
 
     # -- batches --------------------------------------------------------------------------------------------
 
@@ -172,25 +176,23 @@ class Placement:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
-        host = to_torch(batch)
         if self._gives_pinned:
-            host = copied_out(self.copies(self.asynchronous[0]).streams, host)
-        shards = host if sharded else [host]
-        return [self._send(device, shard) for device, shard in zip(self.devices or (), shards, strict=False)]
-
-    def _send(self, device: torch.device, shard: Any) -> Part:
-        """Begin to put a shard on a device."""
-        if type(shard) is Placed:
-            return None, shard.shard
-        copies = self.copies(device)
-        try:
-            if copies is None:
-                move = functools.partial(_move, device=device)
-                return None, map_leaves(move, shard, own="to", skip=ATOMS)
-            return copies, copies.begin(shard)
-        except Exception as error:
-            _note(error, device)
-            raise
+            batch = copied_out(self._first_streams, to_torch(batch))
+        parts: list[Part] = []
+        for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
+            if type(shard) is Placed:
+                parts.append((None, shard.shard))
+                continue
+            copies = self.copies[device]
+            try:
+                if copies is None:
+                    parts.append((None, to_torch(shard, functools.partial(_move, device))))
+                else:
+                    parts.append((copies, copies.begin(shard)))
+            except Exception as error:
+                _note(error, device)
+                raise
+        return parts
 
     def finish(self, begun: list[Part], sharded: bool) -> Any:
         """The batch that `begin` was given, ready on the current stream of this thread."""
@@ -208,12 +210,12 @@ class Placement:
         if self._retried:
             self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
         self.ahead, self._until_retry = max(0, self.ahead - 1), self._pause
-        for copies in filter(None, self._copies.values()):
+        for copies in filter(None, self.copies.values()):
             copies.make_room()
 
     def end_epoch(self) -> None:
         """Wait for the last copies of an epoch, so that no host memory is held for them until the next one."""
-        for copies in filter(None, self._copies.values()):
+        for copies in filter(None, self.copies.values()):
             copies.drain()
 
     def closer(self) -> Callable[[], bool]:
@@ -221,7 +223,18 @@ class Placement:
 
         It returns whether they are done. If not, the memory that they read must stay as it is.
         """
-        return functools.partial(_close, self._copies, self._reused, os.getpid())
+        return functools.partial(_close, self.copies, self._reused, os.getpid())
+
+
+class _CopyStreams(dict[torch.device, "CopyStream | None"]):
+    """The copies to each device; None where it has no streams. ``cuda`` is the current device at the first look."""
+
+    def __missing__(self, device: torch.device) -> CopyStream | None:
+        number = indexed(device)
+        warn_of_rank(device, number)
+        streams = streams_of(number)
+        self[device] = None if streams is None else CopyStream(streams)
+        return self[device]
 
 
 class Placed:
@@ -246,7 +259,7 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
 
 
 def _note(error: Exception, device: torch.device) -> None:
-    if not note_late(error):
+    if not isinstance(error, BatchifyError) and not note_late(error):
         add_note(error, f"raised while the batch was copied to {device}")
 
 
@@ -271,8 +284,8 @@ def _pin(leaf: Any) -> Any:
         raise
 
 
-def _move(leaf: Any, device: torch.device) -> Any:
+def _move(device: torch.device, leaves: Sequence[Any]) -> list[Any]:
     if device.type == "cpu":
         # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not know of it.
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-    return leaf.to(device) if has_method(leaf, "to") else leaf
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [leaf.to(device) if has_method(leaf, "to") else leaf for leaf in leaves]

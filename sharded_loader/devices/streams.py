@@ -10,6 +10,8 @@ What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (Ru
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,63 +35,46 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Streams:
     """One accelerator, as far as copies to it are concerned.
 
+    What torch does in one call is torch's own function here, and streams and events are torch's own objects
+    (``record_event``, ``wait_event``, ``query``, ``synchronize``).
+
     Args:
         device: with its number.
+
+    Attributes:
+        device: as given.
+        current: ``with current():`` makes the device current, as pinning and every call about an event require.
+            Otherwise CUDA makes a context on the device that is current: in a new thread that is device 0.
+        new_stream: ``new_stream()``, a stream of the device.
+        caller_stream: ``caller_stream()``, the current stream of the calling thread.
+        on: ``with on(stream):`` gives the work in the block to the stream.
+        empty_like: ``empty_like(host)``, memory on the device in the layout of a host tensor, taken on the caller's
+            stream.
+        is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
+        empty_cache: ``empty_cache()`` gives unused memory back to the device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        module: Any = torch.get_device_module(device)
         self.device = device
-        self._module: Any = torch.get_device_module(device)
+        self._module = module
+        self.current: Callable[[], AbstractContextManager[Any]] = functools.partial(module.device, device)
+        self.new_stream: Callable[[], Any] = functools.partial(module.Stream, device)
+        self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device)
+        self.on: Callable[[Any], AbstractContextManager[Any]] = module.stream
+        self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
+        self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned
+        self.empty_cache: Callable[[], None] = module.empty_cache
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Make the device current in the block, as pinning and every call about an event require.
-
-        Otherwise CUDA makes a context on the device that is current: in a new thread that is device 0.
-        """
-        return self._module.device(self.device)  # type: ignore[no-any-return]
-
-    def new_stream(self) -> Any:
-        return self._module.Stream(self.device)
-
-    def caller_stream(self) -> Any:
-        """The current stream of the calling thread."""
-        return self._module.current_stream(self.device)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Give the work in the block to ``stream``."""
-        return self._module.stream(stream)  # type: ignore[no-any-return]
-
-    def record(self, stream: Any) -> Any:
-        """An event that passes when all work that ``stream`` has been given is done."""
-        event = self._module.Event()
-        event.record(stream)
-        return event
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Work that ``stream`` is given from now on waits for the event; the host does not."""
-        stream.wait_event(event)
-
-    def has_passed(self, event: Any) -> bool:
-        return bool(event.query())
-
-    def block(self, event: Any) -> None:
-        """Let the host wait for the event."""
-        event.synchronize()
-
-    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Memory on the device for a host tensor, in its layout; taken on the caller's stream."""
-        return torch.empty_like(host, device=self.device)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
         """Copy from pinned host memory, on the current stream."""
-        target.copy_(source, non_blocking=True)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
-    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """When the tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""
-        tensor.record_stream(stream)
-
-    def is_pinned(self, host: torch.Tensor) -> bool:
-        return host.is_pinned()
+    def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
+        """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """A copy in pinned memory with these strides; torch uses that again when the copies from it have passed."""
@@ -107,7 +92,7 @@ class Streams:
     def load(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the device, for use by any stream: the host waits for it."""
         loaded = host.to(self.device)
-        self.block(self.record(self.caller_stream()))
+        self.caller_stream().record_event().synchronize()
         return loaded
 
     def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -119,10 +104,6 @@ class Streams:
         """
         words = column.view(_WORDS.get(column.itemsize, column.dtype))
         return words.index_select(0, rows).view(column.dtype)
-
-    def empty_cache(self) -> None:
-        """Give unused memory back to the device."""
-        self._module.empty_cache()
 
     def memory(self) -> tuple[int, int] | None:
         """Bytes that torch can still use on the device, and all its bytes; None if the device does not tell."""
@@ -161,18 +142,18 @@ def note_late(error: BaseException) -> bool:
     return True
 
 
-def is_capturing(kind: str) -> bool:
-    """Whether the current stream of an accelerator of this kind is being captured into a graph.
+def capture_probe(kind: str) -> Callable[[], bool] | None:
+    """What tells whether the current stream of an accelerator of this kind is being captured into a graph.
+
+    Returns:
+        torch's function, which raises RuntimeError in a torch without this accelerator; None: there is none.
 
     Example:
-        >>> is_capturing("cpu")
-        False
+        >>> capture_probe("cpu") is None
+        True
     """
-    probe = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
-    try:
-        return probe is not None and bool(probe())
-    except RuntimeError:  # a torch without this accelerator
-        return False
+    probe: Callable[[], bool] | None = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
+    return probe
 
 
 def streams_of(device: torch.device) -> Streams | None:

@@ -131,7 +131,7 @@ class ResidentPool(Pool):
             self.forget()
         for device in self._devices:
             if device not in self._on:
-                copies = self._placement.copies(device)
+                copies = self._placement.copies[device]
                 self._on[device] = None if copies is None else self._load(copies.streams)
         return bool(self.devices) or all(device.type == "cpu" for device in self._devices)
 
@@ -193,11 +193,10 @@ class ResidentPool(Pool):
             current = streams.caller_stream()
             # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
             rows = streams.empty_like(host)
-            streams.copy(rows, streams.pin(host, (1,)))
+            streams.copy([rows], [streams.pin(host, (1,))])
             fields = [streams.take(column, rows) for column in at.columns]
             if current != at.home:
-                for column in at.columns:
-                    streams.used_on(column, current)
+                streams.used_on(at.columns, current)
         return Placed(self._dataset.as_batch(fields))
 
     def cancel(self, run: int) -> None:

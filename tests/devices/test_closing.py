@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import InterruptAt
-from simulated import Machine, SimulatedStreams
+from simulated import Event, Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import copies, placement
@@ -127,7 +127,7 @@ def test_every_segment_is_given_up_if_an_undo_raises(machine: Machine) -> None:
 def test_a_loader_can_be_closed_after_the_context_broke(
     machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: SimulatedStreams, *arguments: Any) -> Any:
+    def broken(event: Event) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     loader = ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool)
@@ -135,8 +135,8 @@ def test_a_loader_can_be_closed_after_the_context_broke(
     held = [next(batches) for _ in range(4)]
     assert machine.registered
     with monkeypatch.context() as patch:
-        patch.setattr(SimulatedStreams, "has_passed", broken)
-        patch.setattr(SimulatedStreams, "block", broken)
+        patch.setattr(Event, "query", broken)
+        patch.setattr(Event, "synchronize", broken)
         patch.setattr(Machine, "cudaHostUnregister", lambda self, address: 710)  # the error stays
         loader.close()
     assert process_pool._resources.arena.segments == []
@@ -150,8 +150,8 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     test_ends = threading.Event()
 
     def hang() -> None:
-        monkeypatch.setattr(SimulatedStreams, "has_passed", lambda self, event: False)
-        monkeypatch.setattr(SimulatedStreams, "block", lambda self, event: test_ends.wait())
+        monkeypatch.setattr(Event, "query", lambda event: False)
+        monkeypatch.setattr(Event, "synchronize", lambda event: test_ends.wait())
         monkeypatch.setattr(placement, "CLOSING_SECONDS", 0.05)
 
     yield hang
@@ -260,7 +260,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=process_pool) as loader:
         for _ in range(2):
             for _ in loader:  # the device does nothing until the host has to wait for it
-                (one,) = loader._placement._copies.values()
+                (one,) = loader._placement.copies.values()
                 assert len(one.kept) <= HOST_AHEAD <= 4
             assert (len(one.kept), process_pool._resources.arena.lent) == (0, 0)
     assert machine.faults == []
@@ -274,7 +274,7 @@ def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Po
                 held = batch
         del batch
         gc.collect()
-        (one,) = loader._placement._copies.values()
+        (one,) = loader._placement.copies.values()
         assert len(one.kept) == 0
         # What pools hold for the next epoch, and the loader's own, is not what batches lie in.
         assert sum(machine.pinned.values()) == 0

@@ -31,7 +31,7 @@ def sent(tensor: torch.Tensor) -> torch.Tensor:
     streams = STREAMS["device"]
     moved = streams.empty_like(tensor)
     STREAMS["log"].append(("to", streams.caller_stream().name))  # type: ignore[attr-defined]
-    streams.copy(moved, tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride()))
+    streams.copy([moved], [tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride())])
     return moved
 
 

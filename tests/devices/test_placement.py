@@ -116,8 +116,8 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
     placed = Placement([torch.device("privateuseone")], pin_memory=False)
     assert asked == []  # a loader that is only constructed touches no device
     placed.settle()
-    first = placed.copies(placed.asynchronous[0])
-    assert first is placed.copies(placed.asynchronous[0])
+    first = placed.copies[placed.asynchronous[0]]
+    assert first is placed.copies[placed.asynchronous[0]]
     assert first.streams.device == machine.devices[0]
     assert len(asked) == 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated import Machine, SimulatedStreams
+from simulated import Machine, SimulatedStreams, Stream
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
@@ -37,7 +37,7 @@ if hasattr(torch, "AcceleratorError"):
 def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, error: RuntimeError, where: str
 ) -> None:
-    def fail(self: SimulatedStreams, *arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise error
 
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool) as loader:
@@ -45,7 +45,7 @@ def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
         next(batches)
         machine.finish()
         with monkeypatch.context() as patch:
-            patch.setattr(SimulatedStreams, where, fail)
+            patch.setattr(*{"copy": (SimulatedStreams, "copy"), "wait": (Stream, "wait_event")}[where], fail)
             # What was begun before is handed out still.
             with pytest.raises(type(error)) as caught:
                 for _ in range(4):
@@ -76,7 +76,7 @@ def test_other_errors_are_the_batchs(machine: Machine, monkeypatch: pytest.Monke
 def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
 ) -> None:
-    monkeypatch.setattr(placement, "is_capturing", lambda kind: kind == "privateuseone" and capturing)
+    monkeypatch.setattr(placement, "capture_probe", {"privateuseone": lambda: capturing}.get)
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0], pool=pool, resident=resident) as loader:
         capturing, batches = False, iter(loader)
         seen = [next(batches)]
@@ -95,14 +95,23 @@ def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
 
 def test_pinning_inside_a_capture_is_rejected_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(placement, "is_capturing", lambda kind: kind == "cuda")
+    monkeypatch.setattr(placement, "capture_probe", {"cuda": lambda: True}.get)
     batches = iter(ShardedDataLoader(dataset(), 4, pin_memory=True))
     with pytest.raises(RuntimeError, match="graph is being captured"):
         next(batches)
 
 
+def test_a_torch_without_the_accelerator_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe() -> bool:
+        raise RuntimeError("torch was not compiled with CUDA")
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(placement, "capture_probe", {"cuda": probe}.get)
+    Placement(None, pin_memory=True).check_not_capturing()
+
+
 def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "is_capturing", lambda kind: True)
+    monkeypatch.setattr(placement, "capture_probe", lambda kind: lambda: True)
     assert next(iter(ShardedDataLoader(dataset(), 4))).tolist() == [0, 1, 2, 3]
 
 

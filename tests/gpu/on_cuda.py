@@ -37,7 +37,7 @@ def sleep(cycles: int) -> None:
 
 def copy_streams_of(loader: ShardedDataLoader) -> list[CopyStream]:
     """The copy streams of a loader that has delivered something."""
-    return list(loader._placement._copies.values())
+    return list(loader._placement.copies.values())
 
 
 def let_workers_finish(loader: ShardedDataLoader, batches: Any) -> None:

@@ -38,19 +38,20 @@ def images(count: int, megabytes: float = 0.25) -> ArrayDataset:
 def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked, paged, copies, copy = [], [], 0, Streams.copy
 
-    def watched(streams: Streams, target: torch.Tensor, source: torch.Tensor) -> None:
+    def watched(streams: Streams, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         nonlocal copies
-        copies += 1
-        # From other memory, or into another layout, the host waits, and torch does not tell.
-        paged.extend(source.shape for _ in range(not source.is_pinned() or source.stride() != target.stride()))
-        copy(streams, target, source)
+        for target, source in zip(targets, sources, strict=True):
+            copies += 1
+            # From other memory, or into another layout, the host waits, and torch does not tell.
+            paged.extend(source.shape for _ in range(not source.is_pinned() or source.stride() != target.stride()))
+        copy(streams, targets, sources)
 
     with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, pool=pool) as loader:
         total = torch.zeros((), device=cuda)
         for values, _ in loader:  # segments are registered, and memory is allocated
             total += values.mean()
         torch.cuda.synchronize(cuda)
-        monkeypatch.setattr(Streams, "block", lambda self, event: blocked.append(event))
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: blocked.append(event))
         monkeypatch.setattr(Streams, "copy", watched)
         for _ in range(3):
             torch.cuda.synchronize(cuda)

@@ -170,11 +170,10 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
     early, again, copies = [], 0, []
     take, copy = Arena.take, Streams.copy
 
-    def noted(streams: Streams, target: torch.Tensor, source: torch.Tensor) -> None:
-        copy(streams, target, source)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(cuda))
-        copies.append((source.data_ptr(), event))
+    def noted(streams: Streams, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copy(streams, targets, sources)
+        event = torch.cuda.current_stream(cuda).record_event()
+        copies.extend((source.data_ptr(), event) for source in sources)
 
     def watched(arena: Arena, nbytes: int) -> Any:
         nonlocal again
