@@ -62,12 +62,12 @@ def planning(make: Callable[[], dict[str, Any]], ranks: int) -> tuple[float, flo
     first = time.perf_counter() - began
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    plan = batches.run.plan
+    epoch = batches.run.epoch
     times = []
     for number in range(ROUNDS):
         began = time.perf_counter()
         for seq in range(1 + number * BATCHES, 1 + (number + 1) * BATCHES):
-            plan.task(seq)
+            epoch.task(seq)
         times.append((time.perf_counter() - began) / BATCHES * 1e6)
     return statistics.median(times), first, most
 

@@ -15,7 +15,17 @@ from typing import Any
 import sharded_loader
 
 PUMP = (
-    *("loader.py", "iterator.py", "progress.py", "stats.py", "pipeline.py", "plan.py", "order.py", "messages.py"),
+    *(
+        "loader.py",
+        "iterator.py",
+        "progress.py",
+        "stats.py",
+        "pipeline.py",
+        "run.py",
+        "split.py",
+        "order.py",
+        "messages.py",
+    ),
     *("pool.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
     *("placement.py", "tree.py", "deaths.py", "grouping.py"),
 )

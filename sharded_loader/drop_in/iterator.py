@@ -28,21 +28,21 @@ from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
 from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.place import Place, stream_of
-from sharded_loader.drop_in.reading import LanePlan, SamplerReading
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Run
+from sharded_loader.engine.run import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
 from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
 from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.reader import StreamReader
-from sharded_loader.streams.reading import StreamPlan
 
 _numbers = itertools.count()
 
@@ -132,7 +132,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pool.notices = loader._meter.notices
         place = self._placement
         self._pool.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
-        self._pipeline = Pipeline(self._pool)
+        self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
         # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
         self._pipeline.scale_by_group = loader._scales_prefetch
         self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
@@ -161,7 +161,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             loader, state: as above.
             items: of the sampler. None: torch asks for them a second time if it has workers, so it is done here too.
         """
-        number, lanes = next(_numbers), max(1, loader.num_workers)
         finished = state is not None and bool(state["_iterator_finished"])
         # A state may tell nothing of a worker that has done nothing: its generators are what they were.
         # An epoch without persistent workers begins with new ones.
@@ -172,26 +171,23 @@ class LoaderIterator(_BaseDataLoaderIter):
         epoch = _epoch_of(loader, start, state, finished)
         loader._epochs.next = epoch + 1
         seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
-        split = make_split(self._devices, self._sharded, loader.num_shards)
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
         order: StreamOrder | None = None
-        plan: LanePlan | StreamPlan
+        reading: TorchEpoch | StreamEpoch
         if start is None:
             order, reading = self._stream(loader, seed, None if ignores_state else state, finished)
-            plan = StreamPlan(number, reading, split)
             job = replace(job, stream=order.stream._replace(tells_epoch=False))
         else:
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader was told.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._is_told)
             reading = self._sampled(start, state, items, begins)
             self._pipeline.one_by_one = start.may_draw
-            plan = LanePlan(number, reading, lanes, self._auto_collation, split)
-        reading.epoch = epoch  # what is random differs from epoch to epoch, also in workers that live on
+        reading.number = epoch  # what is random differs from epoch to epoch, also in workers that live on
         any_order = not loader.in_order and loader.num_workers > 0
         if any_order:
             reading.any_order = True
-        run = Run(number, epoch, plan, reading, reading.first, reading.first, any_order=any_order)
+        run = Run(next(_numbers), reading, any_order=any_order)
         one: Any = _OneEpoch(self._pipeline, run, job)
         meter, place = loader._meter, self._placement
         self._inner = EpochIterator(None, one, self._pipeline, place, meter, one)  # type: ignore[arg-type]
@@ -199,9 +195,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before)
         if loader.num_workers == 0:
-            self._prime(plan, reading, is_new=state is None or finished)
+            self._prime(reading, is_new=state is None or finished)
 
-    def _stream(self, loader: Any, seed: int, state: dict[str, Any] | None, finished: bool) -> tuple[StreamOrder, Any]:
+    def _stream(
+        self, loader: Any, seed: int, state: dict[str, Any] | None, finished: bool
+    ) -> tuple[StreamOrder, StreamEpoch]:
         """The order and the reading of an epoch of iterable data; see `stream_of`."""
         missing = {part: self._before[part] for part in self._unread & set(self._before)}
         order, reading = stream_of(loader, seed, state and state["_stream"], finished, missing)
@@ -209,7 +207,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._unread = {part for part, point in reading.at_beginning().points.items() if point.ended}
         return order, reading
 
-    def _sampled(self, start: SamplerStart, state: dict[str, Any] | None, items: Any, begins: bool) -> SamplerReading:
+    def _sampled(self, start: SamplerStart, state: dict[str, Any] | None, items: Any, begins: bool) -> TorchEpoch:
         """The reading of an epoch of map-style data.
 
         Args:
@@ -224,16 +222,16 @@ class LoaderIterator(_BaseDataLoaderIter):
         if not begins:
             datasets = enumerate((found or {}).get("datasets", ()))
             points = {lane % lanes: PartPoint(state=of_dataset) for lane, of_dataset in datasets}
-        reading = SamplerReading(start, lanes, points, is_stateful(self._dataset), self._number)
+        reading = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), self._number)
         if self._num_workers > 0 and start.loaded is None:  # torch's workers are sent the first indices now
             start.settle()
             if not start.may_be_told:
                 reading.begin()
         return reading
 
-    def _prime(self, plan: LanePlan | StreamPlan, reading: Any, is_new: bool) -> None:
+    def _prime(self, reading: TorchEpoch | StreamEpoch, is_new: bool) -> None:
         """Ask for the iterator of a dataset that is read in this process, and for its state, as torch does now."""
-        if not self._is_stream:
+        if isinstance(reading, TorchEpoch):
             if self._job.keeps_state and is_new:
                 dataset: Any = self._dataset
                 reading.primed(copy.deepcopy(dataset.state_dict()))
@@ -242,7 +240,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             inside = self._pipeline.begin()
             self._pool.start(self._job)
             self._pipeline.end(inside)
-        task, reader = plan.task(reading.first), getattr(self._pool, "reader", None)
+        task, reader = reading.task(reading.first), getattr(self._pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
             reading.primed(task.part.number, reader.prime(task))
         elif self._unread == {0}:  # the state was taken behind the last batch, but the end was not seen

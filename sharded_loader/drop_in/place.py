@@ -17,11 +17,12 @@ from typing import Any
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.start import generator_state, next_draws, tellable
-from sharded_loader.engine.plan import Run
+from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.run import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.sampling.base import nested
 from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.state import StreamPosition, differences
+from sharded_loader.streams.state import differences
 
 
 class Place:
@@ -68,20 +69,20 @@ class Place:
             # A new iterator draws the loader's seed, and then the sampler one of its own.
             state["_next"] = [self.base_seed, *next_draws(1)] if self._lives_on else next_draws(2)
         if self.order is None:
-            state["_sampler"] = found = self.reading.state_after(delivered, finished)
+            state["_sampler"] = found = self.reading.state(self.reading.position(delivered), finished)
             datasets = found.get("datasets", [None] * max(1, self._num_workers))
             snapshots = [{"dataset_state": one, "fetcher_state": None} for one in datasets]
         else:
-            position = self.reading.position_after(delivered)
+            position = self.reading.position(delivered)
             if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
                 position = replace(position, points={})
             if not position.counts:
                 position = self.reading.at_beginning()
             missing = {part: point for part, point in self._before.items() if not position.counts[part]}
             position = replace(position, points={**position.points, **missing})
-            state["_stream"] = self.order.dump(position, self.order.signature())
+            state["_stream"] = self.reading.state(position)
             snapshots = [_snapshot(position, part) for part in position.counts]
-        state["_epoch"] = self.reading.epoch
+        state["_epoch"] = self.reading.number
         if self._num_workers == 0:
             return {**state, **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **one} for i, one in enumerate(snapshots)}
@@ -97,7 +98,7 @@ class Place:
             return points
         if not self.finished:
             return {}
-        return dict(next_epoch(self.reading.position_after(self.run.delivered)).points)
+        return dict(next_epoch(self.reading.position(self.run.delivered)).points)
 
 
 def at_told_epoch(state: dict[str, Any], loader: Any) -> dict[str, Any]:
@@ -122,13 +123,13 @@ def at_told_epoch(state: dict[str, Any], loader: Any) -> dict[str, Any]:
     return {**state, "_iterator_finished": True}
 
 
-def next_epoch(position: StreamPosition) -> StreamPosition:
+def next_epoch(position: Position) -> Position:
     """The beginning of an epoch that goes on with the datasets as they are at a position."""
     points = {}
     for part, point in position.points.items():
         state = None if point.state is None else (*point.state[:2], "next")
         points[part] = point._replace(batches=0, samples=0, checksum=0, ended=False, state=state)
-    return StreamPosition(0, 0, dict.fromkeys(position.counts, 0), points)
+    return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
 
 
 def stream_of(
@@ -155,20 +156,20 @@ def stream_of(
         num_workers=loader.num_workers,
     )
     if state is None:
-        return order, order.read(0, StreamPosition(0, 0, {}, points) if points else None)
+        return order, order.epoch(0, Position(0, 0, None, {}, points) if points else None)
     position, signature = order.parse(state)
     own = replace(order.signature(), streams=signature.streams)
-    found = differences(signature, own, position if any(position.counts.values()) else StreamPosition(0), strict=False)
+    found = differences(signature, own, position if any(position.counts.values()) else Position(0), strict=False)
     if found:
         raise ValueError(
             f"the state cannot be resumed, it was saved by another loader: {', '.join(found)}. Make the loader as it "
             f"was then"
         )
-    order.adopt(signature)
-    return order, order.read(0, next_epoch(position) if finished else position)
+    order._adopt(signature)
+    return order, order.epoch(0, next_epoch(position) if finished else replace(position, epoch=0))
 
 
-def _snapshot(position: StreamPosition, part: int) -> dict[str, Any]:
+def _snapshot(position: Position, part: int) -> dict[str, Any]:
     """The state of one part as torchdata's loader shows it."""
     point = position.points.get(part)
     of_dataset, of_items, *_ = (point.state if point is not None else None) or (None, None)

@@ -83,7 +83,7 @@ class SamplerStart:
 
     Args:
         sampler: the user's: of batches, or of single indices.
-        state: what `SamplerReading.state_after` has returned; None: at its beginning.
+        state: what `TorchEpoch.state` has returned; None: at its beginning.
         finished: the state was taken at the end of its epoch, and the next one begins.
         epochs: counts the loader's epochs.
 

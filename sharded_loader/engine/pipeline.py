@@ -1,6 +1,6 @@
 """Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
 
-    EpochPlan --fill--> window of entries --dispatch--> pool --wait--> entries filled in --head--> in order
+    Epoch --fill--> window of entries --dispatch--> pool --wait--> entries filled in --head--> in order
 
 No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
 one lock. Iterators in several threads take turns at that lock.
@@ -25,8 +25,9 @@ from collections import deque
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.plan import Entry, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.run import Entry, Run
+from sharded_loader.engine.split import Split
 
 CLOSING_SECONDS = 1.0
 """How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
@@ -44,12 +45,13 @@ class Pipeline:
 
     Args:
         pool: reads the batches.
+        split: how batches become shards, when they are given to the pool.
 
     Attributes:
         prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
             time.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
-        one_by_one: for each batch that is taken, the plan is asked for one: what it draws then depends on no clock.
+        one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
         lock: one for all iterators. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
             handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
@@ -58,8 +60,8 @@ class Pipeline:
         pid: the process whose pipeline this is. A forked child has the object, but no workers.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, split: Split) -> None:
+        self.pool, self.split = pool, split
         self.prefetch = 0
         self.scale_by_group = self.one_by_one = False
         self.min_ready = 2
@@ -236,14 +238,14 @@ class Pipeline:
         """
         window, group = run.window, self.pool.group
         scale = group * (SLACK if group > 1 else 1) if self.scale_by_group and not self.one_by_one else 1
-        unit, share = (group * self.pool.num_workers, 2) if run.plan.takes_turns and group > 1 else (group, 4)
+        unit, share = (group * self.pool.num_workers, 2) if run.epoch.takes_turns and group > 1 else (group, 4)
         planned: Task | Exception | None = None
         entry: Entry | None = None
         depth = max(least, self.prefetch * scale) if self.pool.num_workers else least
         missing = depth - before - len(window)
         if missing > 0 and (self.one_by_one or missing >= min(unit, depth // share) or missing == depth):
             for seq in range(run.planned, run.planned + missing):
-                planned = run.plan.task(seq)
+                planned = run.epoch.task(seq)
                 if planned is None:
                     run.exhausted = True
                     break
@@ -261,7 +263,7 @@ class Pipeline:
     def _dispatch(self, run: Run) -> None:
         """Give waiting tasks to the pool. Of several runs, those tasks that are needed soonest go first."""
         tasks: list[Task] = []
-        room = self.pool.room
+        room, splits = self.pool.room, self.split.num_shards is not None
         while len(tasks) < room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=_distance)
@@ -273,12 +275,12 @@ class Pipeline:
             if run.leave_out(entry):
                 continue
             try:
-                if run.plan.splits:
-                    entry.task = task = run.plan.split(task)
+                if splits:
+                    entry.task = task = self.split.sharded(task)
                 tasks.append(task)
             except Exception as raised:
                 error = as_batch_error(raised, "while the batch was split into shards")
-                Location(run.epoch, entry.seq).note(error, samples=task.shards[0])
+                Location(run.epoch.number, entry.seq).note(error, samples=task.shards[0])
                 entry.result = Result(run.number, entry.seq, error=error)
         if tasks:
             self.pool.submit(tasks)
@@ -302,7 +304,7 @@ class Pipeline:
                 number = (filed.moved.pop(result.seq, result.seq) if filed.moved else result.seq) - window[0].seq
             if filed is not None and 0 <= number < len(window) and window[number].result is None:
                 if (task := window[number].task) is not None and task.part is not None:
-                    result = filed.plan.note(result, window[number].seq)
+                    result = filed.epoch.came(window[number].seq, result)
                 window[number].result = result
         # Their errors lead to this frame, and from there to the loader, which would wait for the collector.
         came, results, result = bool(results), (), None

@@ -27,12 +27,11 @@ from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool, check_init_fn
+from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
-from sharded_loader.sampling.shards import check_shares
 
 INSTEAD = {
     "generator": "write seed= (an int) instead",

@@ -20,8 +20,8 @@ from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Split
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import (
     check_count,
     check_prefetch,
@@ -33,7 +33,7 @@ from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.progress import Progress
 from sharded_loader.loader.stats import LoaderStats, Metered, quiet_counts
 from sharded_loader.pools.resident import ResidentPool
-from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
 _INSTEAD_OF_SETTING = {
@@ -48,7 +48,7 @@ class LoaderAttributes(Metered):
 
     _batch_size: int | None
     _pin_memory: bool
-    _order: EpochOrder | StreamOrder
+    _order: MapOrder | StreamOrder
     _split: Split
     _placement: Placement
     _pipeline: Pipeline

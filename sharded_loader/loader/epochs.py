@@ -29,18 +29,18 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.data.arrays import takes_arrays
 from sharded_loader.data.following import can_follow, follow
 from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.epoch import Epoch
 from sharded_loader.engine.messages import NOTHING, Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import EpochPlan, Run, Split
+from sharded_loader.engine.run import Run
+from sharded_loader.engine.split import Split, is_sharded
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.progress import Mark, Progress
 from sharded_loader.pools.resident import ResidentPool
 from sharded_loader.pools.task_reader import reader_for
-from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.shards import is_sharded
+from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.reading import StreamPlan, StreamReading
 
 
 class _KeptRun(NamedTuple):
@@ -93,7 +93,7 @@ class Epochs:
         dataset: Any,
         batchify_fn: Callable[[list[Any]], Any] | None,
         on_error: OnError,
-        order: EpochOrder | StreamOrder,
+        order: MapOrder | StreamOrder,
         split: Split,
         placement: Placement,
         pipeline: Pipeline,
@@ -103,11 +103,11 @@ class Epochs:
     ) -> None:
         self.dataset, self.batchify_fn, self._on_error = dataset, batchify_fn, on_error
         self._split, self._placement = split, placement
-        self._order: Any = order  # each kind has positions of its own kind
+        self._order = order
         self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
         self._resident, self.prefetch_epochs = resident, prefetch_epochs
         self._numbers = itertools.count()
-        order.arrays = batchify_fn is None and takes_arrays(dataset)
+        order.arrays, order.max_shards = batchify_fn is None and takes_arrays(dataset), split.max_shards
         self._kept: _KeptRun | None = None
         self.stale = False
 
@@ -134,7 +134,7 @@ class Epochs:
         if pool.shares_dataset:
             self._placement.settle()
             self._tell_epoch(run)
-        self._order.begun(run.reading)
+        self._order.begun(run.epoch)
         self._pipeline.open(run, self._job(), renew=self.stale)
         self.stale = False
         self._tell_order(iterator)
@@ -181,7 +181,7 @@ class Epochs:
             return None
         run = kept.run
         is_wanted = kept.mark == mark and not self.stale and run.dead is None
-        if is_wanted and kept.order in (None, (self._order.facts(run.epoch), self._split.weights)):
+        if is_wanted and kept.order in (None, (self._order.facts(run.epoch.number), self._split.weights)):
             run.is_ahead = False
             return run
         self._drop(run)
@@ -197,15 +197,10 @@ class Epochs:
         if self._resident is not None:
             self._resident.forget()
 
-    def _new_run(self, reading: EpochReading | StreamReading) -> Run:
-        number = next(self._numbers)
-        if isinstance(reading, StreamReading):
-            stream_plan, first = StreamPlan(number, reading, self._split), reading.first
-            return Run(number, reading.epoch, stream_plan, reading, delivered=first, planned=first)
-        size = None if isinstance(self.dataset, Mapping) else length(self.dataset)
-        given, first = self._order.given_batches, reading.first
-        plan = EpochPlan(number, reading.epoch, reading, size, self._split, may_shard=given)
-        return Run(number, reading.epoch, plan, reading, delivered=first, planned=first)
+    def _new_run(self, epoch: Epoch) -> Run:
+        if self._order.stream is None and not isinstance(self.dataset, Mapping):
+            epoch.limit = length(self.dataset)
+        return Run(next(self._numbers), epoch)
 
     def _job(self) -> Job:
         order = self._order
@@ -213,39 +208,36 @@ class Epochs:
 
     # -- single batches and samples -------------------------------------------------------------------------
 
-    def first_batch(self, reading: Any = None) -> Any:
+    def first_batch(self, epoch: Epoch | None = None) -> Any:
         """The first batch of the next epoch, read here and now.
 
         Args:
-            reading: its batches; None: what the loader reads next.
+            epoch: its batches; None: what the loader reads next.
 
         Raises:
             IndexError: the epoch has no batches.
         """
         self._placement.check_not_capturing()
-        reading = self._progress.begin() if reading is None else reading
-        while reading.in_mid_epoch and reading.batch(reading.first) is None:  # a sampler without a length: noticed here
-            position = reading.following()
-            reading = self._order.read(position.epoch, position)
-        run = self._new_run(reading)
-        with self._in_epoch(run.epoch):
-            reader, seq = reader_for(self._job(), readers=0), run.delivered
-            while (planned := run.plan.task(seq)) is not None:
+        run = self._new_run(self._progress.begin() if epoch is None else epoch)
+        epoch = run.epoch
+        with self._in_epoch(epoch.number):
+            reader, seq = reader_for(self._job(), readers=0), epoch.first
+            while (planned := epoch.task(seq)) is not None:
                 if isinstance(planned, BaseException):
                     raise planned
-                task = run.plan.split(planned)
+                task = self._split.sharded(planned)
                 result = reader.read(task)
                 if result.error is not None:
                     raise result.error
                 if task.part is not None:
-                    result = run.plan.note(result, seq)
+                    result = epoch.came(seq, result)
                 if result.batch is not NOTHING:
                     return self._placement.place(result.batch, task.sharded)
                 seq += 1
-        if self._order.stream is not None and reading.in_mid_epoch:  # the position lies at the end: noticed here
-            position = reading.following()
-            return self.first_batch(self._order.read(position.epoch, position))
-        raise IndexError(f"epoch {run.epoch} has no batches to peek at")
+        if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
+            position = epoch.following()
+            return self.first_batch(self._order.epoch(position.epoch, position))
+        raise IndexError(f"epoch {epoch.number} has no batches to peek at")
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
@@ -259,14 +251,17 @@ class Epochs:
         run = iterator.run
         if not self._workers.is_here:
             return  # each of their machines has a cache of its own
-        if self._order.stream is not None or not can_follow(self.dataset) or self._order.facts(run.epoch) is None:
+        epoch, order = run.epoch, self._order
+        if isinstance(order, StreamOrder) or not isinstance(epoch, MapEpoch) or not can_follow(self.dataset):
             return
-        reading, held = run.reading.again(), weakref.ref(iterator)
-        following = self._order.read(run.epoch + 1)
+        if order.facts(epoch.number) is None:
+            return
+        again, held = epoch.again(), weakref.ref(iterator)
+        following = order.epoch(epoch.number + 1)
 
-        def batch(number: int, reading: EpochReading = reading) -> Any:
-            found = reading.batch(number)
-            if found is None or not (self._order.given_batches and is_sharded(found[0])):
+        def batch(number: int, epoch: MapEpoch = again) -> Any:
+            found = epoch.batch(number)
+            if found is None or not (order.given_batches and is_sharded(found[0])):
                 return found and found[0]
             return [index for shard in found[0] for index in shard]
 
@@ -284,14 +279,15 @@ class Epochs:
         set_epoch = self._set_epoch()
         if set_epoch is None:
             return
+        new = begins.epoch.number
         for run in self._progress.live_runs():
-            if run is not begins and not run.ended and run.epoch != begins.epoch:
+            if run is not begins and not run.ended and run.epoch.number != new:
                 run.dead = (
-                    f"epoch {run.epoch} cannot go on: epoch {begins.epoch} was begun, and the dataset, which has "
+                    f"epoch {run.epoch.number} cannot go on: epoch {new} was begun, and the dataset, which has "
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
                     f"use worker processes, or finish one epoch before the next"
                 )
-        set_epoch(begins.epoch)
+        set_epoch(new)
 
     def _set_epoch(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
@@ -310,10 +306,10 @@ class Epochs:
             return
         if self._workers.num_workers and self._workers.shares_dataset:
             for run in self._progress.live_runs():
-                if not run.ended and run.dead is None and run.epoch != epoch:
+                if not run.ended and run.dead is None and run.epoch.number != epoch:
                     raise RuntimeError(
-                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch}: the dataset, which has "
-                        f"set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
+                        f"cannot read in epoch {epoch} while threads read epoch {run.epoch.number}: the dataset, which "
+                        f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
                     )
         set_epoch(epoch)
         try:

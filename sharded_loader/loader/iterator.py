@@ -33,10 +33,11 @@ from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Entry, Run
+from sharded_loader.engine.run import Entry, Run
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.progress import Mark, Progress
 from sharded_loader.loader.stats import ZERO, Counts, Meter
+from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -101,7 +102,7 @@ class EpochIterator(Iterator[Batch]):
         Raises:
             TypeError: the sampler has no length.
         """
-        return len(self._owner) if self.run is None else self.run.reading.length()
+        return len(self._owner) if self.run is None else self.run.epoch.length()
 
     def __bool__(self) -> bool:
         """True, as for other iterators, whatever ``len`` says."""
@@ -172,7 +173,7 @@ class EpochIterator(Iterator[Batch]):
                 if mark is not None and is_first:
                     self._epochs.keep(self, mark)
                 return None, entry
-            if entry is None or entry.seq == run.reading.second_turn:
+            if entry is None or entry.seq == run.epoch.second_turn:
                 self._check_parts(run, at_end=entry is None)
             if entry is None:
                 if not self._end(run, is_first):
@@ -191,7 +192,7 @@ class EpochIterator(Iterator[Batch]):
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
             if self._counted is not run:
-                self._counted, self._counts = run, meter.begin(run.epoch, self._own)
+                self._counted, self._counts = run, meter.begin(run.epoch.number, self._own)
             waiting = self._last_ended - began
             meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
             if result.error is None and meter.looks is None:
@@ -248,24 +249,25 @@ class EpochIterator(Iterator[Batch]):
         self._progress.shown = run
         if run.exhausted and run.next is None:
             self._epochs.read_ahead(run)
-        if run.reading.keeps:
-            run.reading.forget(run.delivered)
+        if run.epoch.keeps:
+            run.epoch.forget(run.delivered)
         if result.skipped:
-            error = self._note_skipped(f"epoch {run.epoch}, batch {seq}", result)
+            error = self._note_skipped(f"epoch {run.epoch.number}, batch {seq}", result)
             if result.error is None and error is not None:
                 return Result(result.run, result.seq, error=error)
         return result
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""
-        reading, notices = run.reading, self._meter.notices
-        if reading.second_turn < 0 or self._pipeline.pool.worker_init_fn is not None:  # which may divide the data
+        epoch, notices = run.epoch, self._meter.notices
+        divides = self._pipeline.pool.worker_init_fn is not None  # it may
+        if divides or not isinstance(epoch, StreamEpoch):
             return
-        repeats = reading.repeats(run.delivered, at_end)
+        repeats = epoch.repeats(run.delivered, at_end)
         if repeats is False:
             notices.settle("parts")
         elif repeats:
-            parts, but = reading.stream.parts, ", unless its samples are random" if at_end else ""
+            parts, but = epoch.stream.parts, ", unless its samples are random" if at_end else ""
             notices.warn(
                 "parts",
                 f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
@@ -275,11 +277,12 @@ class EpochIterator(Iterator[Batch]):
 
     def _check_skipped(self, run: Run) -> None:
         """Warn if an epoch is over, and ``on_error`` has left no batch of it."""
-        if self._skipped and self._counted is not run and not run.reading.resumed:
+        if self._skipped and self._counted is not run and not run.epoch.resumed:
             _, error = self._meter.skipped[-1]
+            name = f"epoch {run.epoch.number}"
             self._meter.notices.warn(
-                f"epoch {run.epoch}",
-                f"epoch {run.epoch} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
+                name,
+                f"{name} has no batches: on_error has skipped all of its {self._skipped} samples. Look at "
                 f"loader.skipped. The last error is {type(error).__name__}: {text_of(error)}",
             )
 
@@ -294,7 +297,7 @@ class EpochIterator(Iterator[Batch]):
         if self.run is None:
             return
         self._pipeline.fail()
-        self.run.delivered, self.run.ended = self.run.reading.first if run is None else delivered, False
+        self.run.delivered, self.run.ended = self.run.epoch.first if run is None else delivered, False
         if run is None and mark is not None:
             self._epochs.keep(self, mark)
 

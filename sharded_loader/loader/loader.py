@@ -1,6 +1,6 @@
 """`ShardedDataLoader`: the arguments, and what becomes of them.
 
-    dataset, sampling arguments  -> EpochOrder   which samples, in which order        (sampling/)
+    dataset, sampling arguments  -> MapOrder   which samples, in which order        (sampling/)
     num_workers, pool            -> Pool         who reads them                       (pools/)
     devices, pin_memory          -> Placement    where the batches end up             (devices/)
     pool                         -> Pipeline     keeps batches in flight              (engine/)
@@ -57,7 +57,7 @@ from sharded_loader.loader.progress import Progress
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import ResidentPool, check_resident
-from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
 
@@ -205,13 +205,13 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             "seed": seed,
             "steps_per_epoch": steps_per_epoch,
         }
-        self._order: EpochOrder | StreamOrder
+        self._order: MapOrder | StreamOrder
         if is_stream(dataset):
             check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
             self._order = StreamOrder(dataset, streams=streams, num_workers=self._workers.num_workers, **common)
         else:
             refuse_streams(streams, dataset)
-            self._order = EpochOrder(
+            self._order = MapOrder(
                 length(dataset, needed=sampler is None and batch_sampler is None),
                 shuffle=shuffle,
                 sampler=sampler,
@@ -228,7 +228,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         if check_resident(resident, dataset, found, batchify_fn):
             self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
         reads_ahead = check_prefetch_epochs(prefetch_epochs, self._workers)
-        self._pipeline = Pipeline(self._workers)
+        self._pipeline = Pipeline(self._workers, self._split)
         self.prefetch = prefetch
         claim(self._workers, self._pipeline)
         place = self._placement

@@ -1,7 +1,7 @@
 """Where a loader is: the position that `epoch`, `position`, `state_dict` and ``repr`` tell.
 
     iter(loader)                                                       nothing
-    the first next(iterator): begin() -> EpochReading -> Run, then begun(run)
+    the first next(iterator): begin() -> Epoch -> Run, then begun(run)
     each next(iterator): shown = its run                               the position is that run's
     load_state_dict: load(state)                                       the position is pending until an epoch begins
 
@@ -20,10 +20,9 @@ from typing import Any
 
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.fingerprint import warn_of_other_data
-from sharded_loader.engine.plan import Run
-from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.state import Position
+from sharded_loader.engine.epoch import Epoch, Position
+from sharded_loader.engine.run import Run
+from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
 Mark = tuple[int, Position | None, Run | None]
@@ -42,9 +41,9 @@ class Progress:
         shown: the run that has given a batch, or its end, most recently.
     """
 
-    def __init__(self, order: EpochOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, order: MapOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
         self._fingerprint = fingerprint
-        self._order: Any = order  # each kind has positions of its own kind
+        self._order = order
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.shown: Run | None = None
         self._pending: Position | None = None
@@ -70,8 +69,8 @@ class Progress:
     def begun(self, run: Run, iterator: Any) -> None:
         """An epoch has begun, with its first batch: the one after it is next."""
         self.live[run.number] = iterator
-        self._pending = run.reading.carry
-        self._order.set_epoch(run.epoch + 1)
+        self._pending = run.epoch.carry
+        self._order.set_epoch(run.epoch.number + 1)
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -79,11 +78,11 @@ class Progress:
         `load` notices this where the sampler has a length. The next epoch is the one after it. If ``set_epoch`` has
         asked for the run's epoch since, that epoch begins again.
         """
-        reading = run.reading
-        if not reading.in_mid_epoch or reading.batches(run.delivered) != reading.first:
+        epoch = run.epoch
+        if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
             return False
-        if self._restarts and self._order.next_epoch == run.epoch + 1:
-            self._order.set_epoch(run.epoch)
+        if self._restarts and self._order.next_epoch == epoch.number + 1:
+            self._order.set_epoch(epoch.number)
         return True
 
     def set_epoch(self, epoch: int) -> None:
@@ -92,7 +91,7 @@ class Progress:
         self._loaded()
         self._restarts = True
 
-    def begin(self) -> Any:
+    def begin(self) -> Epoch:
         """The epoch that begins now.
 
         Raises:
@@ -106,15 +105,15 @@ class Progress:
                 f"{self._order.dataset_length}: drop the position with "
                 f"set_epoch({position.epoch + 1}), and begin any epoch"
             )
-        coming: Any = self.coming()
-        if position is None and self.shown is not None and isinstance(coming, EpochReading):
-            coming.go_on_from(self.shown.reading)
+        coming = self.coming()
+        if position is None and self.shown is not None:
+            coming.go_on_from(self.shown.epoch)
         return coming
 
-    def coming(self) -> Any:
+    def coming(self) -> Epoch:
         """The epoch that begins next, from the loaded position on if there is one."""
         position = self._loaded()
-        return self._order.read(self._order.next_epoch, position)
+        return self._order.epoch(self._order.next_epoch, position)
 
     def _loaded(self) -> Position | None:
         """The loaded position, as long as its epoch is the next one."""
@@ -132,14 +131,14 @@ class Progress:
         run = self.shown
         if run is None or run.ended or self.resumes:
             return None
-        alive = run.epoch + 1 == self._order.next_epoch or self.live.get(run.number) is not None
+        alive = run.epoch.number + 1 == self._order.next_epoch or self.live.get(run.number) is not None
         return run if alive else None
 
     def at(self) -> tuple[int, int]:
         """Epoch, and batches delivered in it."""
         run = self.run()
         if run is not None:
-            return run.epoch, int(run.reading.batches(run.delivered))
+            return run.epoch.number, run.epoch.batches(run.delivered)
         if not self.resumes:
             return self._order.next_epoch, 0
         return self._order.next_epoch, self.coming().first
@@ -147,25 +146,24 @@ class Progress:
     def length(self) -> int:
         """Batches in the epoch of `at`."""
         run = self.run()
-        if run is not None and run.reading.resumed:
-            return int(run.reading.length())
-        return int(self.coming().length() if self.resumes else self._order.length(self.at()[0]))
+        if run is not None and run.epoch.resumed:
+            return run.epoch.length()
+        return self.coming().length() if self.resumes else self._order.length(self.at()[0])
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The position as a state."""
         run = self.run()
-        reading: Any = self.coming() if run is None else run.reading
+        epoch = self.coming() if run is None else run.epoch
         ahead, is_over = fetched_by_lightning()
-        if run is not None and is_over and isinstance(self._order, StreamOrder):
-            run, reading = None, self._order.read(reading.epoch + 1)
-        position = reading.position_after(reading.first if run is None else max(reading.first, run.delivered - ahead))
+        if run is not None and is_over and self._order.stream is not None:
+            run, epoch = None, self._order.epoch(epoch.number + 1)
+        position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
         ended = self.shown
-        if run is None and ended is not None and ended.ended and ended.epoch + 1 == position.epoch:
-            before: Any = ended.reading
-            position = before.after(position)
-        state: dict[str, Any] = self._order.dump(position, reading.signature)
+        if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
+            position = ended.epoch.after(position)
+        state = epoch.state(position)
         data = self._fingerprint()
         return state if data is None else {**state, "data": data}
 
@@ -178,33 +176,13 @@ class Progress:
         Raises:
             TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
-        position, saved = self._order.parse(state)
-        found = self._order.differences(saved, position, strict)
-        if found:
-            hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
-            raise ValueError(
-                f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
-                f"was then{hint}"
-            )
+        position, changed = self._order.load(state, strict)
         if strict:
             one = state[0] if isinstance(state, list | tuple) else state
             warn_of_other_data(one.get("data"), self._fingerprint())
-        changed: bool = self._order.adopt(saved)
-        position = self._settled(position)
         self._order.set_epoch(position.epoch)
         self.shown = None
         self._restarts = False
         self._pending = position
-        self._length = saved.dataset_length
+        self._length = self._order.dataset_length
         return changed
-
-    def _settled(self, position: Position) -> Position:
-        """The position, or, where no batch of its epoch is left, the beginning of the next epoch."""
-        while (reading := self._order.read(position.epoch, position)).is_over():
-            position = reading.following()
-        return position
-
-
-def _only_batch_size(found: list[str], strict: bool) -> bool:
-    wrong = found[0]
-    return strict and len(found) == 1 and wrong.startswith("batch_size") and "None" not in wrong and "stay" not in wrong

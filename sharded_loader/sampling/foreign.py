@@ -8,7 +8,7 @@
 
 A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and jumps to any item
 (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
-of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.reading`).
+of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.epoch`).
 
 A `Start` starts a foreign sampler. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.start`). `keyed`
 starts it, with its first item, under these conditions, and puts back what was there before.

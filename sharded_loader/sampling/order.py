@@ -1,7 +1,7 @@
 """The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
 
     sampler, batch_size, last_batch  or  batch_sampler
-        -> EpochOrder.read(epoch, position) -> EpochReading
+        -> MapOrder.epoch(number, position) -> MapEpoch
 
 The samplers that the user gave belong to the user. The order reads them as functions of (seed, epoch) and changes
 nothing in them, so several loaders may share one. If a sampler has no seed of its own and the loader has one, the order
@@ -22,27 +22,20 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
-from sharded_loader.randomness.rng import draw_seed
+from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Order
 from sharded_loader.sampling.base import DrawnSeed, Sampler, check_sampler, find_foreign, is_own, is_wrapper, nested
 from sharded_loader.sampling.batch_samplers import BatchSampler
+from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.epoch_requests import EpochRequests
 from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
-from sharded_loader.sampling.reading import EpochReading, Source
-from sharded_loader.sampling.replicas import (
-    ReplicaSampler,
-    refuse_distributed_sampler,
-    resolve_replicas,
-    text_if_ranks_repeat,
-)
+from sharded_loader.sampling.replicas import ReplicaSampler, refuse_distributed_sampler, text_if_ranks_repeat
 from sharded_loader.sampling.state import (
-    Position,
     Signature,
     arguments_of,
     differences,
-    dump,
     kind_of,
     other_arguments,
     out_of_epoch,
@@ -51,14 +44,10 @@ from sharded_loader.sampling.state import (
 )
 
 
-class EpochOrder:
+class MapOrder(Order[Signature]):
     """Builds the samplers that a loader's arguments ask for, and reads their epochs.
 
     The arguments are the loader's, and ``length``: samples in the dataset.
-
-    Attributes:
-        arrays: batches may be int64 arrays instead of lists, from the next epoch on.
-        rolls_over: samples of an incomplete last batch begin the next epoch.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
@@ -78,48 +67,29 @@ class EpochOrder:
         seed: int | None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        self._steps = check_steps(steps_per_epoch, last_batch)
         _check_arguments(batch_size, shuffle, sampler, last_batch, batch_sampler)
-        self.replicated = num_replicas is not None or rank is not None
-        if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
-            num_replicas, rank = resolve_replicas(num_replicas, rank)
-        self._replicas: tuple[Any, Any] = num_replicas, rank
+        super().__init__(last_batch, num_replicas, rank, seed, steps_per_epoch)
         if self._replicas != (1, 0):
             refuse_distributed_sampler([sampler, batch_sampler])
-        decides = seed is not None or self.replicated
-        if seed is None:
-            seed = 0 if self.replicated else draw_seed()
-        self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._last_batch = last_batch or "keep"
-        self.rolls_over = last_batch == "rollover" or self._steps is not None
+        self.rolls_over = last_batch == "rollover" or self.steps is not None
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
         self._user = batch_sampler if self.given_batches else sampler
-        if self._user is not None:
+        self.is_given = self._user is not None
+        if self.is_given:
             check_sampler(self._user, "batch_sampler" if self.given_batches else "sampler")
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
         self._read = self._user  # or a copy with other seeds
         # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
         self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
-        if decides:
+        if self.has_seed:
             self._read = with_seeds(self._read, [self.seed if seedless else None for seedless in self._seedless])
         self._arguments = arguments_of(self._given)
         self._settled = False
-        self.arrays = False
-        self._next_epoch = 0
         self._requests = EpochRequests()
         self.resize(length)
-
-    stream = None
-    """How iterable data is read: this order is one of samplers."""
-
-    dump, parse = staticmethod(dump), staticmethod(parse)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user has given a sampler, which knows the indices."""
-        return self._user is not None
 
     @property
     def _given(self) -> list[Any]:
@@ -130,18 +100,16 @@ class EpochOrder:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
         self._next_epoch = self.next_epoch
         self.dataset_length = length
-        self.sampler: Any
-        self.batch_sampler: Any
         if self.given_batches:
             self.batch_sampler = self._read
-            self.sampler = self._given[-1] if len(self._given) > 1 else None
+            self._sampler = self._given[-1] if len(self._given) > 1 else None
         else:
-            self.sampler = indices = self._make_sampler(length) if self._read is None else self._read
+            self._sampler = indices = self._make_sampler(length) if self._read is None else self._read
             if self.replicated:
-                indices = ReplicaSampler(self.sampler, self.replicas, self._last_batch == "discard", self.seed)
+                indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         # The sampler of the global order: of batches, or of samples.
-        self._items = self.batch_sampler if self.given_batches else self.sampler
+        self._items = self.batch_sampler if self.given_batches else self._sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
         self._requests.listen([*nested(self._user), *nested(self.batch_sampler)])
 
@@ -168,12 +136,14 @@ class EpochOrder:
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
-            steps_per_epoch=self._steps,
-            num_replicas=self.replicas()[0] if self.replicated or self._steps is not None else None,
+            steps_per_epoch=self.steps,
+            num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
         )
 
-    def differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
-        """Why a state does not fit; none if `adopt` can make it fit."""
+    def _parsed(self, state: Any) -> tuple[Position, Signature]:
+        return parse(state)
+
+    def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         own = self.signature(position.epoch)
         found = differences(saved, own, strict)
         if not found and own.sampler_length is None and own.last_batch == "rollover":
@@ -189,8 +159,7 @@ class EpochOrder:
                     found.append(f"the seed of the {type(one).__name__} was {seed}, and is {seed_of(one)}")
         return found
 
-    def adopt(self, saved: Signature) -> bool:
-        """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
+    def _adopt(self, saved: Signature) -> bool:
         own = [seed_of(one) for one in self._given]
         seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
@@ -202,13 +171,9 @@ class EpochOrder:
 
     # -- replicas -------------------------------------------------------------------------------------------
 
-    def replicas(self) -> tuple[int, int]:
-        """``(num_replicas, rank)``, as far as is known now."""
-        return resolve_replicas(*self._replicas)
-
     def settle_replicas(self) -> None:
         """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
-        self._replicas = self.replicas()
+        super().settle_replicas()
         if not self._settled:
             self._settled = True
             if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
@@ -226,39 +191,27 @@ class EpochOrder:
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that comes next."""
-        self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        super().set_epoch(epoch)
         self._requests.drop()
         if not self.given_batches:
             self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
 
-    def read(self, epoch: int, position: Position | None = None) -> EpochReading:
-        """The epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
-        source = Source(self._items, self.signature(epoch), *self.replicas(), self.replicated, self.arrays)
-        return EpochReading(source, epoch, position)
+    def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
+        """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
+        replicas = self.replicas()
+        settled = SamplerSource(
+            self._items, self.signature(number), *replicas, self.replicated, self.arrays, self.max_shards
+        )
+        return MapEpoch(settled, number, position)
 
-    def begun(self, reading: EpochReading) -> None:
-        """An epoch has begun. Other epochs do not depend on it."""
-
-    def facts(self, epoch: int) -> Any:
+    def facts(self, number: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
         own = all(type(one).__module__.startswith(__package__) for one in nested(self.batch_sampler))
-        return (self.signature(epoch), arguments_of(self._given), self.replicas(), self.arrays) if own else None
+        return (self.signature(number), arguments_of(self._given), self.replicas(), self.arrays) if own else None
 
-    def length(self, epoch: int) -> int:
+    def length(self, number: int) -> int:
         """The number of batches in the epoch for this rank."""
-        return self.read(epoch).length()
-
-
-def check_steps(steps: Any, last_batch: Any) -> int | None:
-    """``steps_per_epoch``, or an error that says what is wrong."""
-    if steps is None:
-        return None
-    if last_batch not in (None, "keep"):
-        raise ValueError(
-            f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
-            f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
-        )
-    return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
+        return self.epoch(number).length()
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:

@@ -1,6 +1,5 @@
 """Which part of an order belongs to whom: to a rank of several processes, or to one of several parts of a dataset.
 
-    resolve_replicas(num_replicas, rank)    ints, "auto" or None -> (num_replicas, rank)
     ReplicaSampler                          the items [rank::num_replicas] of a sampler's order
     SplitSampler                            one of several contiguous parts of a dataset, shuffled in itself
 
@@ -25,73 +24,11 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.system import integer
+from sharded_loader.engine.order import process_group
 from sharded_loader.randomness.shuffle import Indices, shuffle
 from sharded_loader.sampling.base import Sampler, WrapperSampler, nested, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, rank_of, table_of
 from sharded_loader.sampling.tables import BLOCK, Dealt, Table, parts
-
-
-def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The number of replicas, and which one this process is.
-
-    Args:
-        num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and
-            RANK, else 1 and 0; None: 1.
-        rank: an integer; None with ``num_replicas="auto"``, None or 1.
-        environ: where to look for WORLD_SIZE and RANK.
-
-    Returns:
-        (num_replicas, rank).
-
-    Raises:
-        ValueError: for one without the other, a rank outside 0 .. num_replicas - 1, and what is no number.
-
-    Example:
-        >>> resolve_replicas(4, 1), resolve_replicas(None), resolve_replicas("auto", environ={})
-        ((4, 1), (1, 0), (1, 0))
-    """
-    if num_replicas == "auto":
-        if rank is not None:
-            raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
-        num_replicas, rank = _from_surroundings(environ)
-    if num_replicas is None:
-        if rank is not None:
-            raise ValueError(f"rank is {rank!r}, but num_replicas is missing: give both, or num_replicas='auto' alone")
-        return 1, 0
-    replicas = check_int("num_replicas", num_replicas, 1, "give the number of processes, or 'auto'", ValueError)
-    if rank is None and replicas > 1:
-        raise ValueError(f"num_replicas is {replicas}, but rank is missing: give both, or num_replicas='auto'")
-    number = check_int("rank", 0 if rank is None else rank, 0, "ranks count from 0", ValueError)
-    if number >= replicas:
-        raise ValueError(f"rank is {number}, but there are {replicas} replicas: give 0 to {replicas - 1}")
-    return replicas, number
-
-
-def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:
-    distributed = _process_group()
-    if distributed is not None:
-        return distributed.get_world_size(), distributed.get_rank()
-    advice = "start with torchrun, or give num_replicas and rank"
-    replicas = integer("WORLD_SIZE", 1, least=1, advice=advice, environ=environ)
-    rank = integer("RANK", 0, least=0, advice=advice, environ=environ)
-    if replicas > 1 and not environ.get("RANK"):
-        raise ValueError(f"WORLD_SIZE is {replicas}, but RANK is missing: start with torchrun, or set both")
-    if rank >= replicas:
-        known = f"WORLD_SIZE is {replicas}: give 0 to {replicas - 1}"
-        if not environ.get("WORLD_SIZE"):
-            known = "WORLD_SIZE is missing: set both"
-        raise ValueError(f"the environment variable RANK is {rank}, but {known}, or {advice}")
-    return replicas, rank
-
-
-def _process_group() -> Any:
-    """``torch.distributed``, if this process is in a process group."""
-    # Looked up, not imported: a process that has not imported torch has no process group.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed
 
 
 def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = os.environ) -> str | None:
@@ -101,7 +38,7 @@ def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = o
         >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
         'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
     """
-    distributed, found = _process_group(), "(torch.distributed)"
+    distributed, found = process_group(), "(torch.distributed)"
     if distributed is not None:
         ranks = int(distributed.get_world_size())
     else:

@@ -36,6 +36,7 @@ from sharded_loader.base.entries import (
     true_or_false,
     written,
 )
+from sharded_loader.engine.epoch import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
@@ -73,23 +74,6 @@ class Checkpoint:
     rank: int | None = entry(optional(integer(0)))
     finished: bool = entry(true_or_false)
     state: Any = entry(anything, write=copy.deepcopy)  # noqa: RUF009 - it makes a field
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where an epoch goes on.
-
-    Attributes:
-        epoch: number of the epoch.
-        done: items of its global order that are done: the entry ``samples``, or ``batches`` if a batch sampler was
-            given. With rollover it is negative while the last samples of the epoch before, which begin this one, are
-            still due.
-        mark: how a sampler of another library gets there; None: by (seed, epoch).
-    """
-
-    epoch: int
-    done: int = 0
-    mark: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

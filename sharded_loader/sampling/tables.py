@@ -18,7 +18,6 @@ What can go wrong: an iterator of another library raises an error.
 
 from __future__ import annotations
 
-import operator
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.engine.split import plain_index
 from sharded_loader.randomness.indices import is_computed, recipe_of
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
 
@@ -83,27 +83,6 @@ def bytes_of_one(item: Any) -> bytes:
         return struct.pack("<q", item)
     except struct.error:
         return repr(item).encode()
-
-
-def plain_index(item: Any) -> Any:
-    """A NumPy or tensor integer as an int; anything else (a key of the user's) as it is."""
-    try:
-        return operator.index(item)
-    except TypeError:
-        return item
-
-
-def plain_indices(indices: Any) -> list[Any]:
-    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
-
-    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
-    """
-    if hasattr(indices, "tolist"):
-        found = indices.tolist()
-        return found if isinstance(found, list) else [found]
-    if set(map(type, indices)) == {int}:
-        return list(indices)
-    return [plain_index(index) for index in indices]
 
 
 class Table:

@@ -1,6 +1,6 @@
 """What ``state_dict()`` returns over iterable data: a position, and what it is a position in. Pure functions.
 
-    StreamPosition (where) + StreamSignature (in what)  --dump-->  dict  --parse-->  StreamPosition, StreamSignature
+    Position (where) + StreamSignature (in what)  --dump-->  dict  --parse-->  Position, StreamSignature
     differences(saved, own, position, rank)             why a state does not fit a loader, in words
 
 A rank knows its own parts only, so each rank saves a state of its own. `parse` takes a list of them too: then another
@@ -13,8 +13,8 @@ What can go wrong: no such state, a damaged one, one of a newer version; states 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from sharded_loader.base.entries import (
@@ -33,6 +33,7 @@ from sharded_loader.base.entries import (
     true_or_false,
     written,
 )
+from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.stream import PartPoint
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader over iterable data returned"
@@ -56,23 +57,6 @@ class _Parts:
     checksum: tuple[int, ...] = entry(_COUNTS, write=list)
     ended: tuple[bool, ...] = entry(list_of(true_or_false), write=list)
     state: tuple[Any, ...] | None = entry(optional(list_of(anything)), write=_copies, default=None)
-
-
-@dataclass(frozen=True)
-class StreamPosition:
-    """Where an epoch over iterable data goes on.
-
-    Attributes:
-        epoch: number of the epoch.
-        batches: how many batches of it this rank has received.
-        counts: of each part, how many batches it has given.
-        points: of each part, a point at or before that batch.
-    """
-
-    epoch: int
-    batches: int = 0
-    counts: Mapping[int, int] = field(default_factory=dict)
-    points: Mapping[int, PartPoint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,9 +85,7 @@ _STAYS = (
 )
 
 
-def differences(
-    saved: StreamSignature, own: StreamSignature, position: StreamPosition, strict: bool = True
-) -> list[str]:
+def differences(saved: StreamSignature, own: StreamSignature, position: Position, strict: bool = True) -> list[str]:
     """Why a state does not fit a loader, one phrase each; none if it fits.
 
     Args:
@@ -134,12 +116,12 @@ def differences(
     return found
 
 
-def dump(position: StreamPosition, signature: StreamSignature) -> dict[str, Any]:
+def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
     """A position as a state: a new dict.
 
     Example:
         >>> signature = StreamSignature(7, "Lines", 2, 8, "keep", None, 1, 0)
-        >>> position = StreamPosition(3, 1, {0: 1, 1: 0}, {0: PartPoint(1, 3, 8), 1: PartPoint(passes=3)})
+        >>> position = Position(3, 1, None, {0: 1, 1: 0}, {0: PartPoint(1, 3, 8), 1: PartPoint(passes=3)})
         >>> parse(dump(position, signature), (1, 0)) == (position, signature)
         True
     """
@@ -149,11 +131,11 @@ def dump(position: StreamPosition, signature: StreamSignature) -> dict[str, Any]
     if all(state is None for state in columns[-1]):
         columns[-1] = None
     parts = _Parts(**dict(zip(names, columns, strict=True)))
-    state = {"version": VERSION, "epoch": position.epoch, "batches": position.batches}
+    state = {"version": VERSION, "epoch": position.epoch, "batches": position.done}
     return {**state, **written(signature), "parts": written(parts)}
 
 
-def parse(state: Any, replicas: tuple[int, int]) -> tuple[StreamPosition, StreamSignature]:
+def parse(state: Any, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
     """A state, or a list of the states of all ranks, as position and signature.
 
     Args:
@@ -171,7 +153,7 @@ def parse(state: Any, replicas: tuple[int, int]) -> tuple[StreamPosition, Stream
     return position, signature
 
 
-def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
+def _parse(state: Any) -> tuple[Position, StreamSignature]:
     check_version(state, _ADVICE)
     signature = parsed(StreamSignature, state, _ADVICE)
     epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
@@ -182,12 +164,12 @@ def _parse(state: Any) -> tuple[StreamPosition, StreamSignature]:
         raise ValueError(f"the state's 'parts' is wrong: its lists have different lengths: {_ADVICE}")
     counts = dict(zip(numbers, given, strict=True))
     points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
-    return StreamPosition(epoch, batches, counts, points), signature
+    return Position(epoch, batches, None, counts, points), signature
 
 
 def _merged(
-    found: Iterable[tuple[StreamPosition, StreamSignature]], replicas: tuple[int, int]
-) -> tuple[StreamPosition, StreamSignature]:
+    found: Iterable[tuple[Position, StreamSignature]], replicas: tuple[int, int]
+) -> tuple[Position, StreamSignature]:
     """The states of several ranks as the position of one rank."""
     positions, signatures = zip(*found, strict=True)
     first = signatures[0]
@@ -197,12 +179,12 @@ def _merged(
     if len({position.epoch for position in positions}) > 1:
         epochs = ", ".join(str(position.epoch) for position in positions)
         raise ValueError(f"the states of the ranks lie in different epochs ({epochs}): save them after the same step")
-    if first.steps_per_epoch is not None and len({position.batches for position in positions}) > 1:
-        steps = ", ".join(str(position.batches) for position in positions)
+    if first.steps_per_epoch is not None and len({position.done for position in positions}) > 1:
+        steps = ", ".join(str(position.done) for position in positions)
         raise ValueError(f"the states of the ranks lie after different steps ({steps}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
-    batches = positions[0].batches
+    batches = positions[0].done
     if first.steps_per_epoch is None and counts:
         batches = sum(counts.get(part, 0) for part in range(replicas[1], first.streams, replicas[0]))
-    return StreamPosition(positions[0].epoch, batches, counts, points), first
+    return Position(positions[0].epoch, batches, None, counts, points), first

@@ -30,8 +30,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from sharded_loader import interleave, sample_rng
 from sharded_loader.drop_in.place import at_told_epoch, next_epoch
+from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.streams.state import StreamPosition
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -403,10 +403,10 @@ def test_a_state_of_another_dataset_is_an_error() -> None:
 
 def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
     ended = PartPoint(3, 0, 7, 12, True, ({"total": 7}, None))
-    begun = next_epoch(StreamPosition(0, 3, {0: 3}, {0: ended}))
-    assert (begun.batches, begun.counts) == (0, {0: 0})
+    begun = next_epoch(Position(0, 3, None, {0: 3}, {0: ended}))
+    assert (begun.done, begun.counts) == (0, {0: 0})
     assert begun.points[0] == PartPoint(state=({"total": 7}, None, "next"))
-    assert next_epoch(StreamPosition(0, 3, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
+    assert next_epoch(Position(0, 3, None, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
 
 
 def test_attributes_of_the_dataset_are_no_part_of_a_state() -> None:

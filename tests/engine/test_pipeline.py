@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from sharded_loader.base.errors import LoaderClosedError
+from sharded_loader.engine.epoch import Epoch, Position, sampler_error
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.plan import Entry, EpochPlan, Run, Split
 from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.run import Entry, Run
+from sharded_loader.engine.split import Split
 
 JOB = Job([], None, 0)
 
@@ -63,28 +65,42 @@ class PoolOfNumbers(Pool):
         return found
 
 
-class Batches:
-    """What a plan needs of an `EpochReading`."""
+class Numbers(Epoch):
+    """Batches of one index each, their own number."""
 
-    def __init__(self, batch: Callable[[int], Any]) -> None:
-        self.batch, self.ready = batch, dict[int, Any]()
+    def __init__(self, length: int, first: int, errors: Iterable[int]) -> None:
+        self.number, self.first, self._length, self._errors = 0, first, length, errors
+
+    def task(self, seq: int) -> Task | Exception | None:
+        if seq in self._errors:
+            return sampler_error(KeyError(seq), "")
+        return Task(self.run, seq, 0, seq, ([seq],), False) if seq < self._length else None
+
+    @property
+    def tables(self) -> tuple[dict[int, Any], ...]:
+        return ()
+
+    def forget(self, delivered: int) -> None:
+        pass
+
+    def length(self) -> int:
+        return self._length
+
+    def position(self, delivered: int) -> Position:
+        return Position(0, delivered)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        return {}
 
 
 def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
     """A run of batches of one index each."""
-
-    def batch(seq: int) -> tuple[list[int], int] | None:
-        if seq in errors:
-            raise KeyError(seq)
-        return ([seq], seq) if seq < length else None
-
-    plan = EpochPlan(number, 0, Batches(batch), None, Split(), may_shard=False)
-    return Run(number, 0, plan, None, delivered=first, planned=first)  # type: ignore[arg-type]
+    return Run(number, Numbers(length, first, errors))
 
 
 def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
     pool = PoolOfNumbers()
-    pipeline = Pipeline(pool)
+    pipeline = Pipeline(pool, Split())
     pipeline.prefetch = prefetch
     for run in runs:
         pipeline.begin()
@@ -140,7 +156,7 @@ def test_a_group_of_batches_is_submitted_at_once() -> None:
 
 def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
     run = run_of(0, length=100)
-    run.plan.takes_turns = True
+    run.epoch.takes_turns = True
     pipeline, pool = pipeline_of(run, prefetch=4)
     pipeline.scale_by_group, pool.group, pool.num_workers = True, 4, 2
     step(pipeline, run)

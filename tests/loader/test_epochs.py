@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.engine.plan import Run
+from sharded_loader.engine.run import Run
 
 
 class Iterator:
@@ -48,7 +48,7 @@ def test_to_choose_a_run_changes_nothing() -> None:
     iterator = Iterator()
     loader._epochs.choose(iterator)
     assert iterator.run is not None
-    assert (iterator.run.epoch, iterator.run.delivered, loader.epoch) == (0, 0, 0)
+    assert (iterator.run.epoch.number, iterator.run.delivered, loader.epoch) == (0, 0, 0)
     assert not loader.pool.started
 
 
@@ -75,7 +75,7 @@ def test_a_kept_run_is_dropped_if_something_else_begins(change: str) -> None:
     loader.set_epoch(3) if change == "epoch" else loader.refresh()
     loader._epochs.choose(iterator)
     assert iterator.run is not run
-    assert iterator.run is not None and iterator.run.epoch == (3 if change == "epoch" else 0)
+    assert iterator.run is not None and iterator.run.epoch.number == (3 if change == "epoch" else 0)
 
 
 def test_the_first_batch_is_read_without_an_epoch() -> None:

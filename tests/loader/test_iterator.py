@@ -199,7 +199,7 @@ def test_next_inside_the_work_of_next_is_an_error_that_says_what_to_do() -> None
     loader = ShardedDataLoader(range(8), 2)
     outer: Any = iter(loader)
     next(outer)
-    plan, real = outer.run.plan, outer.run.plan.task
+    epoch, real = outer.run.epoch, outer.run.epoch.task
     raised: list[str] = []
 
     def task(seq: int) -> Any:
@@ -209,9 +209,9 @@ def test_next_inside_the_work_of_next_is_an_error_that_says_what_to_do() -> None
             raised.append(str(error))
         return real(seq)
 
-    plan.task = task
+    epoch.task = task
     assert next(outer).tolist() == [2, 3]
-    del plan.task
+    del epoch.task
     assert [batch.tolist() for batch in outer] == [[4, 5], [6, 7]]
     assert raised
     assert "set a flag there" in raised[0]

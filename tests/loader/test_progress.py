@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sharded_loader.engine.plan import EpochPlan, Run, Split
+from sharded_loader.engine.run import Run
 from sharded_loader.loader.progress import Progress
-from sharded_loader.sampling.order import EpochOrder
+from sharded_loader.sampling.order import MapOrder
 
 
 class Iterator:
@@ -19,14 +19,12 @@ class Iterator:
 
 def progress_of(**given: Any) -> Progress:
     arguments: dict[str, Any] = dict.fromkeys(("sampler", "last_batch", "batch_sampler", "num_replicas", "rank"))
-    return Progress(EpochOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
+    return Progress(MapOrder(10, **{**arguments, "batch_size": 3, "shuffle": False, "seed": 1, **given}))
 
 
 def begin(progress: Progress) -> tuple[Run, Iterator]:
     """An iterator has been given its first batch."""
-    reading = progress.begin()
-    plan = EpochPlan(0, reading.epoch, reading, 10, Split(), may_shard=False)
-    run, iterator = Run(0, reading.epoch, plan, reading, delivered=reading.first, planned=reading.first), Iterator()
+    run, iterator = Run(0, progress.begin()), Iterator()
     iterator.run = run
     deliver(progress, run)
     progress.begun(run, iterator)
@@ -74,7 +72,7 @@ def test_set_epoch_makes_another_epoch_the_next_one() -> None:
     assert progress.at() == (0, 1), "the iterator is alive, so its epoch is shown"
     del iterator
     assert progress.at() == (5, 0)
-    assert run.epoch == 0
+    assert run.epoch.number == 0
 
 
 def test_a_first_next_that_was_interrupted_leaves_the_position_as_it_was() -> None:

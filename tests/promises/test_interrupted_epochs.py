@@ -19,7 +19,7 @@ from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.randomness import global_generators, rng
 
 SAMPLING = (
-    "reading.py",
+    "epoch.py",
     "tables.py",
     "foreign.py",
     "progress.py",

@@ -11,15 +11,16 @@ import torch
 import torch.utils.data as torch_data
 
 from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler, ShardedDataLoader
-from sharded_loader.sampling.order import EpochOrder
-from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.state import Position, Signature
+from sharded_loader.engine.epoch import Position
+from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.state import Signature
 
 
-def order(length: int | None = 10, **given: Any) -> EpochOrder:
+def order(length: int | None = 10, **given: Any) -> MapOrder:
     arguments: dict[str, Any] = dict.fromkeys(("sampler", "last_batch", "batch_sampler", "num_replicas", "rank"))
     size = None if "batch_sampler" in given else 3
-    return EpochOrder(length, **{**arguments, "batch_size": size, "shuffle": False, "seed": 1, **given})
+    return MapOrder(length, **{**arguments, "batch_size": size, "shuffle": False, "seed": 1, **given})
 
 
 def listed(batch: Any) -> Any:
@@ -27,7 +28,7 @@ def listed(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, np.ndarray) else batch
 
 
-def rest(reading: EpochReading, number: int) -> list[Any]:
+def rest(reading: MapEpoch, number: int) -> list[Any]:
     """The batches of an epoch from a number on."""
     found = []
     while (batch := reading.batch(number)) is not None:
@@ -36,8 +37,8 @@ def rest(reading: EpochReading, number: int) -> list[Any]:
     return found
 
 
-def batches(one: EpochOrder, epoch: int = 0, position: Position | None = None) -> list[Any]:
-    reading = one.read(epoch, position)
+def batches(one: MapOrder, epoch: int = 0, position: Position | None = None) -> list[Any]:
+    reading = one.epoch(epoch, position)
     return rest(reading, reading.first)
 
 
@@ -58,7 +59,7 @@ def test_each_rank_reads_its_part(rank: int) -> None:
     one = order(num_replicas=3, rank=rank, batch_size=2)
     expected = [[[0, 3], [6, 9]], [[1, 4], [7, 0]], [[2, 5], [8, 1]]][rank]
     assert batches(one) == expected == list(one.batch_sampler.iter_epoch(0))
-    batch, first = one.read(0).batch(1) or ([], -1)
+    batch, first = one.epoch(0).batch(1) or ([], -1)
     assert (one.length(0), one.replicas()) == (2, (3, rank))
     assert (listed(batch), first) == (expected[1], 6 + rank)
 
@@ -74,7 +75,7 @@ def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: 
 
     monkeypatch.setattr(sampler, "_order", lambda epoch: counted)
     one = order(10**12, sampler=sampler, batch_size=256, num_replicas=4096, rank=7)
-    batch, first = one.read(0).batch(1000) or ([], -1)
+    batch, first = one.epoch(0).batch(1000) or ([], -1)
     assert first == 256_000 * 4096 + 7
     assert len(computed) == 1 and computed[0] == 2**15  # a block of 128 batches
     assert listed(batch) == [next(sampler.iter_epoch(0, (256_000 + step) * 4096 + 7)) for step in range(256)]
@@ -126,13 +127,13 @@ def test_a_signature_says_what_decides_the_order() -> None:
 def test_a_state_is_adopted_or_says_what_differs() -> None:
     one, other = order(shuffle=True, seed=5), order(shuffle=True, seed=6)
     saved = one.signature(0)
-    assert other.differences(saved, Position(0, 3), strict=True) == []
-    assert other.adopt(saved) and not other.adopt(saved)
+    assert other._differences(saved, Position(0, 3), strict=True) == []
+    assert other._adopt(saved) and not other._adopt(saved)
     assert batches(other) == batches(one) and other.seed == 5
     given = order(sampler=RandomSampler(10, seed=7))
-    said = given.differences(order(sampler=RandomSampler(10, seed=8)).signature(0), Position(0), strict=True)
+    said = given._differences(order(sampler=RandomSampler(10, seed=8)).signature(0), Position(0), strict=True)
     assert said == ["the seed of the RandomSampler was 8, and is 7"]
-    said = given.differences(saved, Position(0), strict=True)
+    said = given._differences(saved, Position(0), strict=True)
     assert said == ["the sampler was made by the loader, and is given; or the other way round"]
 
 

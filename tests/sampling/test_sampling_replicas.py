@@ -19,8 +19,9 @@ from sharded_loader import (
     RandomSampler,
     SequentialSampler,
 )
+from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.sampling.foreign import table_of
-from sharded_loader.sampling.replicas import ReplicaSampler, resolve_replicas
+from sharded_loader.sampling.replicas import ReplicaSampler
 from sharded_loader.sampling.tables import BLOCK, Dealt
 
 quick = settings(max_examples=60, deadline=None)

@@ -18,7 +18,9 @@ from sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
 )
-from sharded_loader.sampling.shards import check_shares, is_sharded, shard_sizes, split_batch
+from sharded_loader.engine.messages import Task
+from sharded_loader.engine.split import Split, check_shares, is_sharded, shard_sizes, split_batch
+from sharded_loader.engine.stream import PartIndices
 
 quick = settings(max_examples=80, deadline=None)
 some_weights = (
@@ -246,3 +248,24 @@ def test_costs_may_be_an_array_or_a_tensor() -> None:
 def test_bad_arguments_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_task_is_split_by_the_weights_of_the_moment() -> None:
+    split, task = Split(2), Task(7, 0, 3, 0, ([1, 2, 3, 4],), False)
+    assert split.sharded(task).shards == ([1, 2], [3, 4])
+    split.weights = [3.0, 1.0]
+    assert split.sharded(task).shards == ([1, 2, 3], [4])
+    assert [shard.places for shard in split.sharded(task._replace(shards=(PartIndices(0, range(4)),))).shards] == [
+        range(3),
+        range(3, 4),
+    ]
+
+
+def test_a_task_that_has_shards_is_not_split_again() -> None:
+    task = Task(7, 0, 3, 0, ([1, 2, 3], [4]), True)
+    assert Split(2, 2).sharded(task) is task
+
+
+def test_without_shards_nothing_is_split() -> None:
+    task = Task(7, 0, 3, 0, ([1, 2],), False)
+    assert Split().sharded(task) is task

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Streamed, Table, parts, plain_index
+from sharded_loader.engine.split import plain_index
+from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Streamed, Table, parts
 
 quick = settings(max_examples=40, deadline=None)
 

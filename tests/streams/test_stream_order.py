@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from stream_samples import Own, Parts
 
+from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.order import MOST_PARTS, StreamOrder
-from sharded_loader.streams.state import StreamPosition
 
 
 def order_of(dataset: Any = None, **options: Any) -> StreamOrder:
@@ -62,8 +62,8 @@ def test_each_rank_has_parts_of_its_own() -> None:
     found = []
     for rank in range(3):
         order = order_of(streams=8, num_replicas=3, rank=rank)
-        reading = order.read(0)
-        planned = [reading.batch(seq) for seq in range(reading.lane(rank) + 3)]
+        reading = order.epoch(0)
+        planned = [reading.batch(seq) for seq in range(rank + 3)]
         found += sorted({one.number for one in planned if one is not None})
     assert sorted(found) == list(range(8))
 
@@ -105,52 +105,52 @@ def test_epochs_count_from_0_and_may_be_chosen() -> None:
 
 def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known() -> None:
     order = order_of(streams=2)
-    readings = [order.read(epoch) for epoch in range(3)]
-    numbers = [one.number for one in readings]
-    assert numbers == sorted(numbers) and order.oldest() == 0
+    readings = [order.epoch(epoch) for epoch in range(3)]
+    numbers = [one.opening for one in readings]
+    assert numbers == sorted(numbers) and order._shared.oldest == 0
     for reading in readings:
         order.begun(reading)
-    assert order.oldest() == numbers[0]
-    order.begun(order.read(3))  # the order itself goes on with the last one
+    assert order._shared.oldest == numbers[0]
+    order.begun(order.epoch(3))  # the order itself goes on with the last one
     del reading, readings[0]
-    assert order.oldest() == numbers[1]
+    assert order._shared.oldest == numbers[1]
     readings.clear()
-    assert order.oldest() == numbers[-1] + 1
+    assert order._shared.oldest == numbers[-1] + 1
 
 
 def test_no_two_readings_have_the_same_number_whatever_their_orders() -> None:
     # A pool may outlive an order: it must not take a part of a new epoch for one that it has open.
-    numbers = [order_of(streams=2).read(0).number for _ in range(3)]
+    numbers = [order_of(streams=2).epoch(0).opening for _ in range(3)]
     assert len(set(numbers)) == 3
 
 
 def test_parts_that_start_over_stay_open_from_epoch_to_epoch() -> None:
-    assert [order_of(steps_per_epoch=3).read(epoch).number for epoch in range(2)] == [0, 0]
+    assert [order_of(steps_per_epoch=3).epoch(epoch).opening for epoch in range(2)] == [0, 0]
 
 
 def test_an_endless_order_knows_where_each_epoch_begins() -> None:
     order = order_of(streams=3, steps_per_epoch=5)
     for epoch, counts in ((0, [0, 0, 0]), (1, [2, 2, 1]), (2, [4, 3, 3]), (3, [5, 5, 5])):
-        assert order.beginning(epoch, range(3)) == StreamPosition(epoch, 0, dict(enumerate(counts)), {})
+        assert order._beginning(epoch, range(3)) == Position(epoch, 0, None, dict(enumerate(counts)), {})
     ranks = order_of(streams=4, num_replicas=2, rank=1, steps_per_epoch=5)
-    assert ranks.beginning(1, range(1, 4, 2)).counts == {1: 3, 3: 2}
-    assert order_of(streams=3).beginning(7, range(3)) == StreamPosition(7)
+    assert ranks._beginning(1, range(1, 4, 2)).counts == {1: 3, 3: 2}
+    assert order_of(streams=3)._beginning(7, range(3)) == Position(7)
 
 
 def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
     order = order_of(streams=2, steps_per_epoch=4)
-    reading = order.read(0)
+    reading = order.epoch(0)
     planned = [reading.batch(seq) for seq in range(4)]
     assert all(planned)
     for seq in range(4):
         point = PartPoint(seq // 2 + 1, 0, 4 * (seq // 2 + 1))
-        reading.note(seq, Result(0, seq, [1], point=point))
+        reading.came(seq, Result(0, seq, [1], point=point))
     order.begun(reading)
-    begin = order.beginning(1, range(2))
+    begin = order._beginning(1, range(2))
     assert begin.counts == {0: 2, 1: 2} and begin.points == {0: PartPoint(2, 0, 8), 1: PartPoint(2, 0, 8)}
-    assert order.beginning(0, range(2)).points == {}  # they lie behind it
+    assert order._beginning(0, range(2)).points == {}  # they lie behind it
     order.resize(None)
-    assert order.beginning(1, range(2)).points == {}
+    assert order._beginning(1, range(2)).points == {}
 
 
 def test_the_length_is_an_estimate_or_the_steps_or_an_error() -> None:
@@ -178,16 +178,16 @@ def test_ranks_are_warned_once_unless_steps_are_given() -> None:
 def test_seed_and_parts_of_a_state_are_taken_over() -> None:
     saved = order_of(seed=8, streams=6).signature()
     order = order_of(num_workers=2)
-    for position in (StreamPosition(0), StreamPosition(0, 2, dict.fromkeys(range(6), 1), {})):
-        assert order.differences(saved, position, strict=True) == []
-    assert order.adopt(saved) and not order.adopt(saved)
+    for position in (Position(0), Position(0, 2, None, dict.fromkeys(range(6), 1), {})):
+        assert order._differences(saved, position, strict=True) == []
+    assert order._adopt(saved) and not order._adopt(saved)
     assert (order.seed, order.parts) == (8, 6)
-    assert order_of(streams=2).differences(saved, StreamPosition(0), strict=True)
+    assert order_of(streams=2)._differences(saved, Position(0), strict=True)
 
 
 def test_a_state_after_another_run_forgets_what_that_one_knew() -> None:
     order = order_of(streams=2, steps_per_epoch=4)
-    reading = order.read(0)
+    reading = order.epoch(0)
     order.begun(reading)
-    order.adopt(order_of(seed=9, streams=2, steps_per_epoch=4).signature())
-    assert order.beginning(1, range(2)).counts == {0: 2, 1: 2}
+    order._adopt(order_of(seed=9, streams=2, steps_per_epoch=4).signature())
+    assert order._beginning(1, range(2)).counts == {0: 2, 1: 2}

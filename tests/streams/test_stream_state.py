@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from sharded_loader.base.entries import VERSION
+from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.stream import PartPoint
-from sharded_loader.streams.state import StreamPosition, StreamSignature, differences, dump, parse
+from sharded_loader.streams.state import StreamSignature, differences, dump, parse
 
 SIGNATURE = StreamSignature(7, "Lines", 3, 8, "keep", None, 1, 0)
-POSITION = StreamPosition(
+POSITION = Position(
     2,
     5,
+    None,
     {0: 3, 1: 1, 2: 1},
     {0: PartPoint(3, 2, 24, 99), 1: PartPoint(1, 2, 5, 7, ended=True), 2: PartPoint(1, 2, 8, 3)},
 )
@@ -30,9 +32,9 @@ def test_a_position_comes_back_also_through_json() -> None:
 
 
 def test_a_beginning_has_no_parts() -> None:
-    state = dump(StreamPosition(4), SIGNATURE)
+    state = dump(Position(4), SIGNATURE)
     assert state["parts"]["number"] == [] and "state" not in state["parts"]
-    assert parse(state, (1, 0)) == (StreamPosition(4), SIGNATURE)
+    assert parse(state, (1, 0)) == (Position(4), SIGNATURE)
 
 
 def test_states_of_the_dataset_are_in_it_as_copies() -> None:
@@ -62,7 +64,7 @@ def test_differences_are_told(name: str, now: Any, text: str) -> None:
         assert found[0].startswith(f"{text} (within an epoch it must stay 8, because all samples of a batch come from")
     else:
         assert found == [text]
-    loose = differences(SIGNATURE, replace(SIGNATURE, **{name: now}), StreamPosition(2), strict=False)
+    loose = differences(SIGNATURE, replace(SIGNATURE, **{name: now}), Position(2), strict=False)
     assert loose == ([] if name == "batch_size" else [text])
 
 
@@ -77,7 +79,7 @@ def test_parts_that_a_state_does_not_know_are_told_and_ranks_without_parts() -> 
     (text,) = differences(of_rank, own, position)
     assert "state of rank 0 of 2, which knows nothing of part 1" in text and "load all of them" in text
     assert differences(of_rank, replace(own, rank=0), position) == []
-    (text,) = differences(SIGNATURE, replace(SIGNATURE, num_replicas=4, rank=0), StreamPosition(0))
+    (text,) = differences(SIGNATURE, replace(SIGNATURE, num_replicas=4, rank=0), Position(0))
     assert text == "there were 3 parts (streams), and are 4 ranks: each needs a part"
 
 
@@ -86,12 +88,12 @@ def test_the_states_of_all_ranks_are_one_position() -> None:
     for rank in range(2):
         mine = range(rank, 3, 2)
         counts, points = ({part: table[part] for part in mine} for table in (POSITION.counts, POSITION.points))
-        position = StreamPosition(2, sum(counts.values()), counts, points)
+        position = Position(2, sum(counts.values()), None, counts, points)
         states.append(dump(position, replace(SIGNATURE, num_replicas=2, rank=rank)))
     for replicas, batches in (((1, 0), 5), ((3, 0), 3), ((3, 1), 1), ((2, 0), 4)):
         found, _ = parse(states, replicas)
-        assert (found.counts, found.points, found.batches) == (POSITION.counts, POSITION.points, batches)
-    assert parse(states[0], (2, 0))[0].batches == 4
+        assert (found.counts, found.points, found.done) == (POSITION.counts, POSITION.points, batches)
+    assert parse(states[0], (2, 0))[0].done == 4
 
 
 def test_states_that_do_not_belong_together_are_rejected() -> None:
@@ -102,7 +104,7 @@ def test_states_that_do_not_belong_together_are_rejected() -> None:
         parse([state, dump(replace(POSITION, epoch=3), SIGNATURE)], (1, 0))
     steps = replace(SIGNATURE, steps_per_epoch=9)
     with pytest.raises(ValueError, match=r"different steps \(5, 6\)"):
-        parse([dump(POSITION, steps), dump(replace(POSITION, batches=6), steps)], (1, 0))
+        parse([dump(POSITION, steps), dump(replace(POSITION, done=6), steps)], (1, 0))
 
 
 def test_what_is_no_state_is_rejected() -> None:

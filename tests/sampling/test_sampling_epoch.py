@@ -13,8 +13,9 @@ import torch.utils.data as torch_data
 from test_order import listed, order, rest
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler
-from sharded_loader.sampling.reading import EpochReading
-from sharded_loader.sampling.state import Position, dump, parse
+from sharded_loader.engine.epoch import Position
+from sharded_loader.sampling.epoch import MapEpoch
+from sharded_loader.sampling.state import dump, parse
 
 
 class Pure(Sampler[int]):
@@ -63,15 +64,15 @@ ORDERS: dict[str, dict[str, Any]] = {
 FOREIGN = [kind for kind in ORDERS if any(word in kind for word in ("gluon", "torch", "reused"))]
 
 
-def reading(kind: str, epoch: int = 1, position: Position | None = None) -> EpochReading:
-    return order(23, **ORDERS[kind]).read(epoch, position)
+def reading(kind: str, epoch: int = 1, position: Position | None = None) -> MapEpoch:
+    return order(23, **ORDERS[kind]).epoch(epoch, position)
 
 
-def whole(one: EpochReading) -> list[Any]:
+def whole(one: MapEpoch) -> list[Any]:
     return rest(one, one.first)
 
 
-def at(one: EpochReading, number: int) -> Any:
+def at(one: MapEpoch, number: int) -> Any:
     """A batch without the number of its first sample."""
     found = one.batch(number)
     return None if found is None else listed(found[0])
@@ -102,8 +103,8 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
     expected = whole(reading(kind))
     one = reading(kind)
     for number in range(len(expected)):
-        position = one.position_after(number)
-        assert parse(dump(position, one.signature)) == (position, one.signature)
+        position = one.position(number)
+        assert parse(dump(position, one._source.signature)) == (position, one._source.signature)
         again, found = reading(kind, 1, position), one.batch(number)
         same = again.batch(number)
         assert found is not None and same is not None
@@ -149,7 +150,7 @@ class Fails:
 
 @pytest.mark.parametrize("fails_at", [4, 5, 8])
 def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(fails_at: int) -> None:
-    one = order(12, sampler=Fails(fails_at), batch_size=4).read(0)
+    one = order(12, sampler=Fails(fails_at), batch_size=4).epoch(0)
     failing = fails_at // 4
     assert [at(one, number) for number in range(failing)] == [[0, 1, 2, 3], [4, 5, 6, 7]][:failing]
     for _ in range(2):
@@ -167,7 +168,7 @@ def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None
                 read.append(number)
                 yield number
 
-    one = order(12, sampler=Watched(), batch_size=4).read(0)
+    one = order(12, sampler=Watched(), batch_size=4).epoch(0)
     assert read == []
     one.batch(0)
     assert read == [0, 1, 2, 3]
@@ -184,7 +185,7 @@ def test_batches_of_other_samplers_are_arrays_if_the_dataset_gathers_by_them() -
     for arrays in (False, True):
         one = order(5, sampler=UserList([3, 1, 4, 0, 2]))
         one.arrays = arrays
-        found = one.read(0).batch(0)
+        found = one.epoch(0).batch(0)
         assert found is not None and isinstance(found[0], np.ndarray) == arrays
         assert list(found[0]) == [3, 1, 4]
 
@@ -192,20 +193,20 @@ def test_batches_of_other_samplers_are_arrays_if_the_dataset_gathers_by_them() -
 def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_there() -> None:
     # Of 10 samples in threes one rank ends epoch 0 at 9. In fives it ends at 10.
     source = order(10, last_batch="rollover", batch_size=5)
-    late = source.read(0, Position(0, 10))
+    late = source.epoch(0, Position(0, 10))
     assert late.is_over() and late.following() == Position(1, 0)
     threes = order(10, last_batch="rollover", batch_size=3)
-    over = threes.read(0, Position(0, 10))
+    over = threes.epoch(0, Position(0, 10))
     assert (over.carry, over.batch(over.first), over.length() - over.first) == (Position(1, 0), None, 0)
-    early = threes.read(1, Position(1, -1))
+    early = threes.epoch(1, Position(1, -1))
     assert rest(early, early.first) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [early.position_after(number).done for number in range(4)] == [-1, 2, 5, 8]
+    assert [early.position(number).done for number in range(4)] == [-1, 2, 5, 8]
 
 
 def test_a_checkpoint_behind_the_position_is_not_used() -> None:
     """Other ranks may have read a group further than the position that a state counts."""
     one = reading("gluon")
-    mark = [one.position_after(number).mark for number in range(4) if one.batch(number)][3]
+    mark = [one.position(number).mark for number in range(4) if one.batch(number)][3]
     assert mark is not None and mark.items == 9
     again = reading("gluon", 1, Position(1, 6, mark))
     assert whole(again) == whole(reading("gluon"))[2:]
@@ -217,7 +218,7 @@ def test_only_batches_of_other_libraries_samplers_are_kept() -> None:
 
 def test_a_batch_says_where_its_first_sample_lies() -> None:
     def firsts(**given: Any) -> list[int]:
-        one = order(10, **given).read(1)
+        one = order(10, **given).epoch(1)
         return [found[1] for number in range(5) if (found := one.batch(number)) is not None]
 
     assert firsts() == [0, 3, 6, 9]
@@ -235,7 +236,7 @@ LISTED = {"list": list, "tuple": tuple, "range": lambda items: range(len(items))
 def test_a_list_is_read_as_any_sampler_of_another_library_and_has_its_checkpoints(kind: str, replicas: int) -> None:
     given = LISTED[kind](list(range(11)))
     options: dict[str, Any] = {"num_replicas": replicas, "rank": 0} if replicas > 1 else {}
-    listed, foreign = (order(11, sampler=one, **options).read(0) for one in (given, UserList(given)))
+    listed, foreign = (order(11, sampler=one, **options).epoch(0) for one in (given, UserList(given)))
     assert not listed.keeps and foreign.keeps
     for number in range(6):
         found, wanted = listed.batch(number), foreign.batch(number)
@@ -243,9 +244,9 @@ def test_a_list_is_read_as_any_sampler_of_another_library_and_has_its_checkpoint
         if found is None or wanted is None:
             break
         assert list(found[0]) == list(wanted[0]) and found[1] == wanted[1]
-        position = listed.position_after(number + 1)
-        assert position == foreign.position_after(number + 1)
-        again = order(11, sampler=given, **options).read(0, position)
+        position = listed.position(number + 1)
+        assert position == foreign.position(number + 1)
+        again = order(11, sampler=given, **options).epoch(0, position)
         assert whole(again) == whole(foreign)[number + 1 :] if not again.is_over() else True
 
 
@@ -254,20 +255,20 @@ def test_a_list_is_read_in_blocks() -> None:
         pass
 
     one = order(5000, sampler=list(range(5000)))
-    reading = one.read(0)
+    reading = one.epoch(0)
     assert reading.batch(0) is not None
     assert len(reading.ready) > 1000
-    slow = order(5000, sampler=Counted(range(5000))).read(0)  # a subclass may do as it likes
+    slow = order(5000, sampler=Counted(range(5000))).epoch(0)  # a subclass may do as it likes
     assert slow.batch(0) is not None
     assert len(slow.ready) == 1
 
 
 @pytest.mark.parametrize("changed", [[3, 1, 4, 1, 5, 0, 2, 6], [3, 1]])
 def test_a_list_that_is_another_than_when_the_state_was_saved_is_rejected(changed: list[int]) -> None:
-    saved = order(10, sampler=[3, 1, 4, 1, 5, 9, 2, 6]).read(0)
-    position = saved.position_after(2) if saved.batch(1) else None
-    again = order(10, sampler=[3, 1, 4, 1, 5, 9, 7, 7, 7]).read(0, position)  # what lies behind is another matter
+    saved = order(10, sampler=[3, 1, 4, 1, 5, 9, 2, 6]).epoch(0)
+    position = saved.position(2) if saved.batch(1) else None
+    again = order(10, sampler=[3, 1, 4, 1, 5, 9, 7, 7, 7]).epoch(0, position)  # what lies behind is another matter
     assert again.batch(again.first) is not None
-    other = order(10, sampler=changed).read(0, position)
+    other = order(10, sampler=changed).epoch(0, position)
     with pytest.raises(ValueError, match="the sampler, a list, yields (other indices|only 2 items)"):
         other.batch(other.first)

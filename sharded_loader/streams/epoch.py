@@ -1,8 +1,8 @@
 """One epoch over iterable data: which part gives the next batch, as far as anybody can know it.
 
-    StreamReading.batch(seq) -> PartBatch       batch b of part p
-    StreamReading.note(seq, result) -> Result   how far the part has got: only its reader finds out
-    position_after(delivered)                   the position between two batches
+    StreamEpoch.task(seq) -> Task with a PartBatch    batch b of part p: which samples it has is known when it is read
+    StreamEpoch.came(seq, result) -> Result           how far the part has got: only its reader finds out
+    StreamEpoch.position(delivered)                   the position between two batches
 
 The next batch comes from the part that has given the fewest batches, of several the first. So parts take turns, and
 parts that have ended are passed over. That order depends on the parts alone, not on workers or on how fast they are.
@@ -10,7 +10,7 @@ parts that have ended are passed over. That order depends on the parts alone, no
 Batches are planned before it is known where a part ends. What is planned behind the end of its part comes back empty,
 and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
 
-A reading owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
+An epoch owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
 its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
 behind it comes back empty, whether anybody has tried to read it or not: how much was in flight must not show.
 """
@@ -18,60 +18,85 @@ behind it comes back empty, whether anybody has tried to read it or not: how muc
 from __future__ import annotations
 
 import heapq
+import itertools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from sharded_loader.base.described import an
+from sharded_loader.engine.epoch import Epoch, Position
 from sharded_loader.engine.messages import NOTHING, Result, Task
-from sharded_loader.engine.plan import Plan
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
-from sharded_loader.sampling.shards import shard_sizes
-from sharded_loader.streams.state import StreamPosition
+from sharded_loader.streams.state import StreamSignature, dump
+
+# No two epochs of a process have the same number: a pool that outlives an order tells their parts apart.
+_openings = itertools.count()
 
 
-class StreamReading:
-    """One epoch of iterable data for one rank, from a position on. What `EpochReading` is for samplers.
+class SharedParts:
+    """What the epochs of one order share.
 
     Args:
-        order: the `StreamOrder` of the loader.
-        stream: how the data is cut into batches.
-        parts: the parts of this rank.
-        epoch: which epoch.
-        position: where in it; None: at its beginning.
-        number: identifies the reading to those who hold parts open.
+        dataset: the data.
 
     Attributes:
-        epoch, stream: as above.
-        resumed: whether there was a position.
-        any_order: batches come as they are finished, not in turns.
-        first: number of the first batch.
-        second_turn: number of the batch before which each part has given one.
+        dataset: as above.
+        reached: of each part, the farthest point that was read.
+        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that somebody goes on with. Workers
+            close the parts of older ones.
     """
 
-    keeps = True
-    any_order = False
-    carry = None
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.reached: dict[int, PartPoint] = {}
+        self.oldest = 0
+        self._begun: dict[weakref.ref[StreamEpoch], int] = {}
+
+    def begun(self, epoch: StreamEpoch) -> None:
+        """An epoch begins: its parts stay open as long as the epoch lives."""
+        self._begun[weakref.ref(epoch, self._ended)] = epoch.opening
+        self.oldest = min(tuple(self._begun.values()))
+
+    def _ended(self, epoch: weakref.ref[StreamEpoch]) -> None:
+        self._begun.pop(epoch, None)
+        self.oldest = min(tuple(self._begun.values()), default=0)
+
+
+class StreamEpoch(Epoch):
+    """One epoch of iterable data for one rank, from a position on.
+
+    If a part ends in the middle of a batch, its reader splits the batch again.
+
+    Args:
+        shared: what the epochs of the loader share.
+        stream: how the data is cut into batches.
+        signature: what its positions are positions in.
+        begin: where it begins.
+        resumed: that is a position that was saved.
+
+    Attributes:
+        stream: as above.
+        opening: identifies the epoch to those who hold parts open.
+    """
+
+    takes_turns = True
 
     def __init__(
-        self,
-        order: Any,
-        stream: Stream,
-        parts: range,
-        epoch: int,
-        position: StreamPosition | None,
-        number: int,
+        self, shared: SharedParts, stream: Stream, signature: StreamSignature, begin: Position, resumed: bool
     ) -> None:
-        self.epoch, self.stream, self.resumed = epoch, stream, position is not None
-        self.signature = order.signature()
-        self._order, self._parts, self.number = order, parts, number
-        at = position or order.beginning(epoch, parts)
-        self.first = at.batches
+        self.number, self.stream, self.resumed = begin.epoch, stream, resumed
+        self.opening = 0 if stream.endless else next(_openings)
+        self._shared, self._signature = shared, signature
+        self._parts = parts = signature.parts_of_rank()
+        self.first = begin.done
+        self.in_mid_epoch = resumed and bool(self.first)
         self.second_turn = self.first + len(parts)
-        counts = {part: at.counts.get(part, 0) for part in parts}
-        beginning = PartPoint(passes=0 if stream.endless else epoch)
-        points = {part: at.points.get(part, beginning) for part in parts}
+        counts = {part: begin.counts.get(part, 0) for part in parts}
+        beginning = PartPoint(passes=0 if stream.endless else begin.epoch)
+        points = {part: begin.points.get(part, beginning) for part in parts}
         # How many batches of each part are forgotten, and the point there: changed in one assignment.
         self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
-        self._before = at.batches - sum(counts.values())
+        self._before = begin.done - sum(counts.values())
         self._known = dict(points)  # of each part the farthest point that somebody has reached
         turns = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(turns)
@@ -85,7 +110,17 @@ class StreamReading:
     @property
     def _last(self) -> int | None:
         """No batch has this number, or a greater one; None: that is not known."""
-        return None if self._order.steps is None else self._order.steps + len(self._empty)
+        steps = self._signature.steps_per_epoch
+        return None if steps is None else steps + len(self._empty)
+
+    def task(self, seq: int) -> Task | None:
+        """Batch ``seq`` as a task; None after the last one."""
+        part, stream = self.batch(seq), self.stream
+        if part is None:
+            return None
+        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
+        position, lane = part.batch * stream.parts + part.number, self._parts.index(part.number)
+        return Task(self.run, seq, self.number, position, (indices,), False, lane=lane, part=part)
 
     def batch(self, seq: int) -> PartBatch | None:
         """The batch of this number; None behind the last one.
@@ -108,25 +143,17 @@ class StreamReading:
                 heapq.heappush(turns, (count + 1, part))
             else:
                 heapq.heapreplace(turns, (count + 1, part))
-            self._planned[coming] = PartBatch(self.number, self._order.oldest(), part, count, self._known[part])
+            self._planned[coming] = PartBatch(self.opening, self._shared.oldest, part, count, self._known[part])
             self._line = coming + 1, turns
         return self._planned.get(seq)
 
-    def lane(self, part: int) -> int:
-        """Which lane a part of this rank is read in."""
-        return self._parts.index(part)
-
-    def note(self, seq: int, result: Result) -> Result:
-        """A batch has come back: its part has got further, or has ended.
-
-        Returns:
-            The result; an empty one, if the part has ended before this batch.
-        """
+    def came(self, seq: int, result: Result) -> Result:
+        """A batch has come back: its part has got further, or has ended."""
         planned = self._planned.get(seq)
         if planned is None:
             return result
         point = result.point
-        if self.is_given_up(planned):
+        if self._is_behind_end(planned):
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
             self._empty.add(seq)
         elif point is None:
@@ -141,10 +168,13 @@ class StreamReading:
         known = self._known[planned.number]
         if point.ended or point.batches > known.batches:
             self._known[planned.number] = point
-        self._order.reached(planned.number, point)
+        self._shared.reached[planned.number] = point
         return result
 
-    def is_given_up(self, planned: PartBatch) -> bool:
+    def is_given_up(self, task: Task) -> bool:
+        return task.part is not None and self._is_behind_end(task.part)
+
+    def _is_behind_end(self, planned: PartBatch) -> bool:
         """Whether the part has ended before this batch, because it cannot be read on."""
         return planned.batch > self._given_up.get(planned.number, planned.batch)
 
@@ -185,7 +215,7 @@ class StreamReading:
         """
         if self.stream.parts == 1 or any(point.asked for point in self._known.values()):
             return False
-        read = [point for point in self.position_after(delivered).points.values() if point.batches or point.ended]
+        read = [point for point in self.position(delivered).points.values() if point.batches or point.ended]
         if not at_end:  # the dataset may still ask, but not if two parts begin alike
             begins = [(point.samples, point.checksum) for point in read if point.checksum]
             return True if len(set(begins)) < len(begins) else None
@@ -195,30 +225,28 @@ class StreamReading:
 
     # -- positions ------------------------------------------------------------------------------------------
 
-    def position_after(self, delivered: int) -> StreamPosition:
+    def position(self, delivered: int) -> Position:
         """The position after the batches before number ``delivered`` were received."""
         counts, points = self._advanced(sorted(seq for seq in self._notes.copy() if seq < delivered))
         batches = self._before + sum(counts.values())
         if self._last is None and not any(counts.values()):
-            return StreamPosition(self.epoch)
-        return StreamPosition(self.epoch, batches, counts, points)
+            return Position(self.number)
+        return Position(self.number, batches, None, counts, points)
 
     def primed(self, part: int, point: PartPoint) -> None:
         """A part has been opened, and is at this point."""
         self._passed[1][part] = self._known[part] = point
 
-    def at_beginning(self) -> StreamPosition:
+    def at_beginning(self) -> Position:
         """The position that the reading began at, with a point for each part."""
-        return StreamPosition(self.epoch, self.first, *self._advanced([]))
+        return Position(self.number, self.first, None, *self._advanced([]))
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if so many numbers are done."""
-        return self.position_after(delivered).batches
+        return self.position(delivered).done
 
-    @property
-    def in_mid_epoch(self) -> bool:
-        """Whether some batches were received before the position."""
-        return self.resumed and bool(self.first)
+    def state(self, position: Position) -> dict[str, Any]:
+        return dump(position, self._signature)
 
     def is_over(self) -> bool:
         """Whether no batch is left at the position, as far as that can be known now."""
@@ -226,18 +254,18 @@ class StreamReading:
             return self.first >= self._last
         return self.resumed and all(point.ended for point in self._passed[1].values())
 
-    def following(self) -> StreamPosition:
+    def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
         if self._last is None:
-            return StreamPosition(self.epoch + 1)
-        return StreamPosition(self.epoch + 1, 0, *self._advanced([]))
+            return Position(self.number + 1)
+        return Position(self.number + 1, 0, None, *self._advanced([]))
 
-    def after(self, begin: StreamPosition) -> StreamPosition:
+    def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
         if self._last is None:
             return begin
-        at = self.position_after(self._line[0])
-        return StreamPosition(begin.epoch, 0, at.counts, at.points)
+        at = self.position(self._line[0])
+        return Position(begin.epoch, 0, None, at.counts, at.points)
 
     def counts_behind(self) -> Mapping[int, int]:
         """How many batches each part has given when the epoch is over, also if its loop was left before."""
@@ -253,45 +281,27 @@ class StreamReading:
 
     def length(self) -> int:
         """How many batches the epoch has; an estimate, unless ``steps_per_epoch`` says it."""
-        length: int = self._order.length(self.epoch)
-        return length
+        kept = self._signature
+        drops_last = kept.last_batch == "discard"
+        return length_of_epoch(
+            self._shared.dataset, kept.steps_per_epoch, kept.batch_size, drops_last, kept.num_replicas
+        )
 
 
-class StreamPlan(Plan):
-    """`EpochPlan` for iterable data: which samples a batch has is only known when it is read.
+def length_of_epoch(dataset: Any, steps: int | None, batch_size: int, drops_last: bool, replicas: int) -> int:
+    """How many batches an epoch has for a rank: ``steps``, or an estimate by the dataset's length.
 
-    If a part ends in the middle of a batch, its reader splits the batch again.
-
-    Args:
-        run, split: see `Plan`.
-        reading: which part gives which batch.
+    Raises:
+        TypeError: the dataset has no length.
     """
-
-    _reading: StreamReading
-    takes_turns = True
-
-    def task(self, seq: int) -> Task | None:
-        """Batch ``seq`` as a task; None after the last one."""
-        part, stream = self._reading.batch(seq), self._reading.stream
-        if part is None:
-            return None
-        indices = PartIndices(part.number, range(part.batch * stream.batch_size, (part.batch + 1) * stream.batch_size))
-        position = part.batch * stream.parts + part.number
-        lane = self._reading.lane(part.number)
-        return Task(self._run, seq, self._reading.epoch, position, (indices,), False, lane=lane, part=part)
-
-    def note(self, result: Result, seq: int) -> Result:
-        """A batch has come back: its part has got further, or has ended. It is empty if the part had ended before.
-
-        Args:
-            result: the batch.
-            seq: its number now; another than its own, if it comes earlier than planned.
-        """
-        return self._reading.note(seq, result)
-
-    def is_given_up(self, task: Task) -> bool:
-        """Whether the task's part cannot be read on: then nobody has to try."""
-        return task.part is not None and self._reading.is_given_up(task.part)
-
-    def _shards(self, indices: Any, count: int) -> list[Any]:
-        return indices.cut(shard_sizes(len(indices), count, self._split.weights))  # type: ignore[no-any-return]
+    if steps is not None:
+        return steps
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise TypeError(
+            f"the loader has no length: the number of batches of {an(type(dataset).__name__)} is only known at its "
+            f"end. Give steps_per_epoch=, or the dataset a __len__"
+        ) from None
+    share = -(-length // replicas)
+    return share // batch_size if drops_last else -(-share // batch_size)

@@ -9,41 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stream_samples import batches_of
 
+from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
-from sharded_loader.streams.reading import StreamReading
-from sharded_loader.streams.state import StreamPosition
+from sharded_loader.streams.epoch import SharedParts, StreamEpoch
+from sharded_loader.streams.state import StreamSignature
 
 SIZE = 4
-
-
-class Order:
-    """What a reading needs of a `StreamOrder`."""
-
-    def __init__(self, steps: int | None = None) -> None:
-        self.steps = steps
-        self.points: dict[int, PartPoint] = {}
-
-    def signature(self) -> Any:
-        return None
-
-    def oldest(self) -> int:
-        return 3
-
-    def beginning(self, epoch: int, parts: range) -> StreamPosition:
-        return StreamPosition(epoch)
-
-    def reached(self, part: int, point: PartPoint) -> None:
-        self.points[part] = point
-
-    def length(self, epoch: int) -> int:
-        return 77
 
 
 class Reads:
     """Reads what a reading plans, from parts of some lengths."""
 
-    def __init__(self, lengths: Any, reading: StreamReading) -> None:
+    def __init__(self, lengths: Any, reading: StreamEpoch) -> None:
         self.lengths, self.reading = lengths, reading
 
     def result(self, seq: int, planned: PartBatch) -> Result:
@@ -66,7 +44,7 @@ class Reads:
             if not flight:
                 break
             number, planned = flight.pop(0)
-            result = self.reading.note(number, self.result(number, planned))
+            result = self.reading.came(number, self.result(number, planned))
             delivered = number + 1
             self.reading.forget(delivered)
             if result.batch is not NOTHING:
@@ -76,10 +54,11 @@ class Reads:
 
 
 def reading_of(
-    parts: int = 3, position: StreamPosition | None = None, steps: int | None = None, **options: Any
-) -> StreamReading:
+    parts: int = 3, position: Position | None = None, steps: int | None = None, **options: Any
+) -> StreamEpoch:
     stream = Stream(parts, SIZE, endless=steps is not None, **options)
-    return StreamReading(Order(steps), stream, range(parts), 0, position, 5)
+    signature = StreamSignature(1, "Rows", parts, SIZE, "keep", steps, 1, 0)
+    return StreamEpoch(SharedParts(range(77)), stream, signature, position or Position(0), position is not None)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 30))
@@ -95,8 +74,8 @@ def test_any_position_is_gone_on_from(lengths: list[int], window: int, other: in
     count = data.draw(st.integers(0, len(whole)))
     reads = Reads(lengths, reading_of(len(lengths)))
     assert reads.all(window, count) == whole[:count]
-    position = reads.reading.position_after(reads.delivered)
-    assert position.batches == count
+    position = reads.reading.position(reads.delivered)
+    assert position.done == count
     rest = Reads(lengths, reading_of(len(lengths), position))
     assert rest.reading.first == count and rest.reading.resumed
     assert rest.all(other) == whole[count:]
@@ -105,13 +84,15 @@ def test_any_position_is_gone_on_from(lengths: list[int], window: int, other: in
 def test_a_plan_says_which_part_which_batch_and_where_it_was() -> None:
     reading = reading_of(2)
     first, second, third = (reading.batch(seq) for seq in range(3))
-    assert first == PartBatch(5, 3, 0, 0, PartPoint(passes=0)) and second is not None and second.number == 1
+    assert first == PartBatch(reading.opening, 0, 0, 0, PartPoint())
+    assert second is not None and second.number == 1
     assert third is not None and (third.number, third.batch, third.point.batches) == (0, 1, 0)
-    reading.note(0, Result(0, 0, [1], point=PartPoint(1, 0, 4)))
+    reading.came(0, Result(0, 0, [1], point=PartPoint(1, 0, 4)))
     planned = reading.batch(4)
     assert planned is not None and (planned.number, planned.batch, planned.point.batches) == (0, 2, 1)
     assert reading.batch(2) is third
-    assert [reading.lane(part) for part in range(2)] == [0, 1]
+    tasks = [reading.task(seq) for seq in range(2)]
+    assert [(task.lane, task.part) for task in tasks if task] == [(0, first), (1, second)]
 
 
 def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> None:
@@ -119,15 +100,19 @@ def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> 
     planned = [reading.batch(seq) for seq in range(6)]
     assert [(one.number, one.batch) for one in planned if one] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     error = Result(0, 0, error=KeyError("x"))
-    assert reading.note(0, error) is error
+    assert reading.came(0, error) is error
     assert planned[2] is not None and planned[4] is not None and planned[1] is not None
-    assert reading.is_given_up(planned[2]) and reading.is_given_up(planned[4]) and not reading.is_given_up(planned[1])
+    assert (
+        reading._is_behind_end(planned[2])
+        and reading._is_behind_end(planned[4])
+        and not reading._is_behind_end(planned[1])
+    )
     for seq in (2, 4):
-        again = reading.note(seq, Result(0, seq, error=KeyError("again")))
+        again = reading.came(seq, Result(0, seq, error=KeyError("again")))
         assert again.batch is NOTHING and again.error is None
     assert all(one is not None and one.number == 1 for one in map(reading.batch, range(6, 9)))
-    assert reading.position_after(5).batches == 1  # nothing is known of part 1
-    assert reading.position_after(5).points[0].ended
+    assert reading.position(5).done == 1  # nothing is known of part 1
+    assert reading.position(5).points[0].ended
 
 
 @pytest.mark.parametrize("window", [1, 4, 20])
@@ -157,11 +142,11 @@ def test_the_next_epoch_begins_behind_this_one_however_much_of_it_was_read(windo
 def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> None:
     ended = PartPoint(2, 0, 6, ended=True)
     for points, over in (({0: ended, 1: ended}, True), ({0: ended, 1: PartPoint(1, 0, 4)}, False)):
-        reading = reading_of(2, StreamPosition(4, 4, {0: 2, 1: 2}, points))
+        reading = reading_of(2, Position(4, 4, None, {0: 2, 1: 2}, points))
         assert reading.is_over() == over and reading.in_mid_epoch
-        assert reading.following() == StreamPosition(1)
-    steps = reading_of(2, StreamPosition(0, 5, {0: 3, 1: 2}, {0: ended, 1: ended}), steps=5)
-    assert steps.is_over() and steps.following() == StreamPosition(1, 0, {0: 3, 1: 2}, {0: ended, 1: ended})
+        assert reading.following() == Position(5)
+    steps = reading_of(2, Position(0, 5, None, {0: 3, 1: 2}, {0: ended, 1: ended}), steps=5)
+    assert steps.is_over() and steps.following() == Position(1, 0, None, {0: 3, 1: 2}, {0: ended, 1: ended})
     assert not reading_of(2).is_over() and not reading_of(2).in_mid_epoch
 
 
@@ -170,17 +155,17 @@ def test_what_is_delivered_is_forgotten_but_for_the_last_batch() -> None:
     reads.all(3, 50)
     assert len(reads.reading._planned) <= 5 and len(reads.reading._notes) <= 5
     assert reads.reading.batch(reads.delivered - 1) is not None
-    assert reads.reading.position_after(reads.delivered - 1).batches == 49
+    assert reads.reading.position(reads.delivered - 1).done == 49
 
 
 def test_to_forget_or_to_note_twice_is_the_same_as_once() -> None:
     reading = reading_of(2)
     planned = [reading.batch(seq) for seq in range(6)]
     for seq in (0, 1, 2, 0, 1, 2):
-        reading.note(seq, Reads([40, 40], reading).result(seq, planned[seq]))  # type: ignore[arg-type]
-    expected = reading.position_after(3)
+        reading.came(seq, Reads([40, 40], reading).result(seq, planned[seq]))  # type: ignore[arg-type]
+    expected = reading.position(3)
     reading.forget(3), reading.forget(3)
-    assert reading.position_after(3) == expected and expected.batches == 3
+    assert reading.position(3) == expected and expected.done == 3
 
 
 def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> None:
@@ -189,13 +174,13 @@ def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> No
     planned = [reading.batch(seq) for seq in range(2)]
     assert [one.number for one in planned if one] == [0, 1]
     for seq, batch in ((1, 1), (2, 2)):
-        reading.note(seq, Result(0, seq, [1], point=PartPoint(batch, 0, 4 * batch)))
+        reading.came(seq, Result(0, seq, [1], point=PartPoint(batch, 0, 4 * batch)))
         following = reading.batch(seq + 1)
         assert following is not None and following.number == 1
-    reading.note(3, Result(0, 3, [1], point=PartPoint(3, 0, 9, ended=True)))
+    reading.came(3, Result(0, 3, [1], point=PartPoint(3, 0, 9, ended=True)))
     following = reading.batch(4)
     assert following is not None and following.number == 0
 
 
-def test_its_length_is_what_the_order_says() -> None:
-    assert reading_of().length() == 77
+def test_its_length_is_that_of_the_dataset_or_its_steps() -> None:
+    assert reading_of().length() == 20 and reading_of(steps=5).length() == 5

@@ -8,24 +8,25 @@ from typing import Any
 import pytest
 from drop_in_samples import Resets
 
-from sharded_loader.drop_in.reading import LanePlan, SamplerReading
+from sharded_loader.drop_in.epoch import TorchEpoch
 from sharded_loader.drop_in.sampler import EpochCount
 from sharded_loader.drop_in.start import SamplerStart
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.plan import Split
 from sharded_loader.engine.stream import PartPoint
 
 
-def read(sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None) -> SamplerReading:
+def read(
+    sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None, batched: bool = True
+) -> TorchEpoch:
     start = SamplerStart(sampler, state, False, EpochCount())
     if state is None:
         start.begin()
     start.settle()
-    return SamplerReading(start, lanes, {}, keeps_state, 5)
+    return TorchEpoch(start, lanes, batched, {}, keeps_state, 5)
 
 
-def plan(reading: SamplerReading, lanes: int = 2, batched: bool = True, shards: int | None = None) -> LanePlan:
-    return LanePlan(3, reading, lanes, batched, Split(shards))
+def state_after(epoch: TorchEpoch, delivered: int) -> dict[str, Any]:
+    return epoch.state(epoch.position(delivered))
 
 
 def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
@@ -47,7 +48,7 @@ def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
 
 
 def test_batch_i_is_of_lane_i_modulo_their_number() -> None:
-    tasks = plan(read([[1, 2], [3], [4], [5], [6]]))
+    tasks = read([[1, 2], [3], [4], [5], [6]])
     found = [tasks.task(seq) for seq in range(5)]
     assert all(isinstance(task, Task) for task in found)
     assert [(task.seq, task.lane, task.shards) for task in found] == [
@@ -61,12 +62,12 @@ def test_batch_i_is_of_lane_i_modulo_their_number() -> None:
 
 
 def test_single_indices_are_batches_of_one() -> None:
-    assert plan(read(range(3)), batched=False).task(2).shards == ((2,),)
+    assert read(range(3), batched=False).task(2).shards == ((2,),)
 
 
 def test_indices_of_any_sequence_are_listed() -> None:
-    assert plan(read([range(3), {4: 1}])).task(0).shards == ([0, 1, 2],)
-    assert plan(read([(1, 2)])).task(0).shards == ((1, 2),)
+    assert read([range(3), {4: 1}]).task(0).shards == ([0, 1, 2],)
+    assert read([(1, 2)]).task(0).shards == ((1, 2),)
 
 
 def test_a_sampler_may_fill_its_own_list_again() -> None:
@@ -77,7 +78,7 @@ def test_a_sampler_may_fill_its_own_list_again() -> None:
                 batch[0] = index
                 yield batch
 
-    tasks = plan(read(Refills()))
+    tasks = read(Refills())
     found = [tasks.task(seq) for seq in range(4)]
     assert [task.shards for task in found if isinstance(task, Task)] == [([0],), ([1],), ([2],), ([3],)]
 
@@ -94,18 +95,11 @@ def test_forgetting_that_was_interrupted_is_done_again() -> None:
     reading._planned = Slow(whole)
     with pytest.raises(KeyboardInterrupt):
         reading.forget(4)
-    state = reading.state_after(4, finished=False)
+    state = state_after(reading, 4)
     reading._planned = whole
     reading.forget(4)
-    assert reading.state_after(4, finished=False) == state and state["yielded"] == 4 and "ahead" not in state
+    assert state_after(reading, 4) == state and state["yielded"] == 4 and "ahead" not in state
     assert sorted(whole) == [3, 4, 5] and sorted(reading._marks) == [3, 4, 5, 6]
-
-
-def test_a_batch_is_split_into_shards() -> None:
-    tasks = plan(read([[1, 2, 3]]), shards=2)
-    assert tasks.splits
-    task = tasks.split(tasks.task(0))
-    assert (task.shards, task.sharded) == (([1, 2], [3]), True)
 
 
 def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None:
@@ -117,7 +111,7 @@ def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None
         def __iter__(self) -> Iterator[list[int]]:
             return items()
 
-    tasks = plan(read(Sampler()))
+    tasks = read(Sampler())
     assert isinstance(tasks.task(0), Task)
     error = tasks.task(1)
     assert isinstance(error, OSError) and "raised by the sampler at batch 1" in error.__notes__[-1]
@@ -127,23 +121,23 @@ def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None
 def test_what_was_delivered_out_of_order_is_passed_over() -> None:
     batches = [[index] for index in range(6)]
     reading = read(batches)
-    tasks = plan(reading)
+    tasks = reading
     for seq in range(4):
         tasks.task(seq)
     tasks.move(2, 0)  # batch 2 overtakes two others
     assert [reading.batch(seq) for seq in range(4)] == [([2],), ([0],), ([1],), ([3],)]
-    state = reading.state_after(1, False)
+    state = state_after(reading, 1)
     assert (state["yielded"], state["ahead"]) == (0, [2])
     again = read(batches, state=state)
     assert [again.batch(seq) for seq in range(5)] == [([0],), ([1],), ([3],), ([4],), ([5],)]
     assert again.batch(5) is None
-    assert "ahead" not in reading.state_after(3, False) and reading.state_after(3, False)["yielded"] == 3
+    assert "ahead" not in state_after(reading, 3) and state_after(reading, 3)["yielded"] == 3
 
 
 def test_the_states_of_datasets_move_with_their_batches() -> None:
     reading = read([[index] for index in range(6)], keeps_state=True)
     reading.any_order = True
-    tasks = plan(reading)
+    tasks = reading
     found = [tasks.task(seq) for seq in range(4)]
     assert [(task.lane, task.part.number, task.part.batch) for task in found] == [
         (0, 0, 0),
@@ -151,23 +145,23 @@ def test_the_states_of_datasets_move_with_their_batches() -> None:
         (0, 0, 1),
         (1, 1, 1),
     ]
-    tasks.note(Result(3, 1, point=PartPoint(1, state="of worker 1")), 1)
+    tasks.came(1, Result(3, 1, point=PartPoint(1, state="of worker 1")))
     tasks.move(1, 0)
-    assert reading.state_after(1, False)["datasets"] == [None, "of worker 1"]
-    tasks.note(Result(3, 0, point=PartPoint(1, state="of worker 0")), 1)
-    assert reading.state_after(2, False)["datasets"] == ["of worker 0", "of worker 1"]
+    assert state_after(reading, 1)["datasets"] == [None, "of worker 1"]
+    tasks.came(1, Result(3, 0, point=PartPoint(1, state="of worker 0")))
+    assert state_after(reading, 2)["datasets"] == ["of worker 0", "of worker 1"]
     again = tasks.task(1)  # as after an interruption
     assert (again.lane, again.part.number, again.part.batch) == (0, 0, 0)
     reading.forget(3)
-    assert reading.state_after(3, False)["datasets"] == ["of worker 0", "of worker 1"]
+    assert state_after(reading, 3)["datasets"] == ["of worker 0", "of worker 1"]
 
 
 def test_a_state_is_that_of_the_delivered_batches_not_of_those_read_ahead() -> None:
     reading = read(Resets(9), lanes=1)
     for seq in range(5):
         reading.batch(seq)
-    assert reading.state_after(2, False)["state"] == {"place": 2, "epoch": 0}
-    assert reading.state_after(0, False)["state"] == {"place": 0, "epoch": 0}
+    assert state_after(reading, 2)["state"] == {"place": 2, "epoch": 0}
+    assert state_after(reading, 0)["state"] == {"place": 0, "epoch": 0}
 
 
 @pytest.mark.parametrize("count", [1, 8, 9])
@@ -175,4 +169,4 @@ def test_a_state_says_whether_the_epoch_is_over(count: int) -> None:
     reading = read(Resets(9), lanes=1)
     for seq in range(count):
         reading.batch(seq)
-    assert reading.state_after(count, False)["over"] is (count == 9)
+    assert state_after(reading, count)["over"] is (count == 9)

@@ -1,8 +1,8 @@
 """The batches of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
 
-    SamplerReading(start, ...)          the sampler's items, and where it is after each of them
-    LanePlan.task(seq) -> Task          batch number i is read by worker i % num_workers, as in torch
-    state_after(delivered)              what a state says of the sampler, and of the workers' datasets
+    TorchEpoch(start, ...)              the sampler's items, and where it is after each of them
+    TorchEpoch.task(seq) -> Task        batch number i is read by worker i % num_workers, as in torch
+    TorchEpoch.state(position)          what a state says of the sampler, and of the workers' datasets
 
 How the sampler is started, and how it goes on from a state, is `SamplerStart`'s affair.
 
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sharded_loader.drop_in.start import SamplerStart
+from sharded_loader.engine.epoch import Epoch, Position, sampler_error
 from sharded_loader.engine.messages import Result, Task
-from sharded_loader.engine.plan import Plan, Split
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
 from sharded_loader.sampling.state import Checkpoint
@@ -39,39 +39,51 @@ class _Planned(NamedTuple):
     turn: int
 
 
-class SamplerReading:
+class _Mark(NamedTuple):
+    """What a position of a sampler says, beside the number of its items.
+
+    Attributes:
+        delivered: batches that were received.
+        ahead: numbers of items that were delivered although one before them was not.
+        checksum: of the items.
+        own: the sampler's own state, if it has one.
+    """
+
+    delivered: int
+    ahead: list[int]
+    checksum: int
+    own: Any
+
+
+class TorchEpoch(Epoch):
     """One epoch of a sampler, read once.
 
     Args:
         start: of the sampler. A loaded state is gone on from when the first batch is asked for, because trainers call
             the sampler's ``set_epoch`` after ``iter(loader)``.
         lanes: how many workers there are, at least 1.
+        batched: an item is a list of indices; False: a single index.
         points: The position of each worker, with the state of its dataset. A worker that is missing here is new.
         keeps_state: the dataset has a state that each worker keeps.
         number: Identifies this set of workers. A worker that is at its position already does not load the state.
-
-    Attributes:
-        first: the number of the first batch.
     """
 
-    keeps = True
-    carry = None
-    second_turn = -1
-    resumed = in_mid_epoch = any_order = False
+    takes_turns = True
 
     def __init__(
         self,
         start: SamplerStart,
         lanes: int,
+        batched: bool,
         points: Mapping[int, PartPoint],
         keeps_state: bool,
         number: int,
     ) -> None:
-        self._start, self._lanes = start, lanes
+        self._start, self._lanes, self._batched = start, lanes, batched
         self._items: ForeignItems | None = None  # once the sampler has been started
         self._loaded = state = start.loaded
         self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
-        self.epoch = 0
+        self.number = 0
         self._ended = False
         self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
@@ -80,11 +92,28 @@ class SamplerReading:
         self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, start.own)}  # by item: before it
         self._forgotten = self._low, self._low  # the first seq, and the first item, that are kept
         self._is_started = False
-        self._keeps_state, self._number = keeps_state, number
+        self._keeps_state, self._workers = keeps_state, number
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
         self._known = dict(self._points)
         self._notes: dict[int, tuple[int, PartPoint]] = {}
+
+    def task(self, seq: int) -> Task | Exception | None:
+        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
+        try:
+            found = self.batch(seq)
+        except Exception as raised:
+            return sampler_error(raised, f" at batch {seq}")
+        if found is None:
+            return None
+        indices = found[0] if self._batched else found
+        if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
+            indices = list(indices)
+        part = self.part(seq)
+        # In any order a batch goes to the worker that has the least to do.
+        lane: int | None = None if self.any_order else seq % self._lanes
+        lane = lane if part is None else part.number
+        return Task(self.run, seq, self.number, seq, (indices,), False, False, lane, part)
 
     def batch(self, seq: int) -> Any:
         """Item number ``seq``, in a tuple of one; None behind the last one."""
@@ -111,13 +140,13 @@ class SamplerReading:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
-            self.epoch = self._start.epoch(self.epoch)
+            self.number = self._start.epoch(self.number)
         if not self._is_started:
             self._is_started = self._ended = True  # unless it starts
             state, mark = self._loaded, None
             if state is not None:
                 count, checksum, is_over = state["yielded"], state["checksum"], bool(state.get("over"))
-                mark = Checkpoint(self.epoch, count, checksum, state.get("rank"), is_over, self._start.own)
+                mark = Checkpoint(self.number, count, checksum, state.get("rank"), is_over, self._start.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
             self._ended = False
         return self._items
@@ -127,14 +156,15 @@ class SamplerReading:
         if not self._keeps_state:
             return None
         planned = self._planned[seq]
-        return PartBatch(self._number, self._number, planned.lane, planned.turn, self._known[planned.lane])
+        return PartBatch(self._workers, self._workers, planned.lane, planned.turn, self._known[planned.lane])
 
-    def note(self, seq: int, result: Result) -> None:
+    def came(self, seq: int, result: Result) -> Result:
         """A batch has come back, with the state of its worker's dataset."""
         if result.point is not None:
             lane = self._planned[seq].lane
             self._notes[seq] = lane, result.point
             self._known[lane] = result.point
+        return result
 
     def primed(self, state: Any) -> None:
         """The state of the dataset in this process, before the first batch."""
@@ -165,43 +195,10 @@ class SamplerReading:
             self._ahead.discard(one)
         self._forgotten = max(seq, delivered - 1), low
 
-    def batches(self, delivered: int) -> int:
-        """How many batches were received, if so many numbers are done."""
-        return delivered
+    # -- positions ------------------------------------------------------------------------------------------
 
-    def state_after(self, delivered: int, finished: bool) -> dict[str, Any]:
-        """The positions of the sampler and of the workers' datasets after ``delivered`` batches.
-
-        If the sampler has drawn nothing yet, it draws now, because the state says what comes.
-
-        Args:
-            delivered: How many batches the user has received.
-            finished: Whether the user has seen the end of the epoch.
-        """
-        if self._loaded is not None and not self._is_started:
-            return copy.deepcopy(self._loaded)
-        self.begin()
-        over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
-        ahead = {number for number in self._ahead | over if number >= self._low}
-        low = _advanced(self._low, ahead)
-        checksum, own = self._marks[low]
-        state = {**self._start.state, "yielded": low, "checksum": checksum}
-        rank = rank_of(self._start.sampler)
-        if rank is not None:  # another rank may load the state: its checksum is another one
-            state["rank"] = rank
-        if ahead:
-            state["ahead"] = sorted(ahead)
-        if finished:
-            own = None if self._items is None else self._items.own_state()
-            state.update(self._start.end_state())
-        elif own is not None and self._start.stateful is not None and low == self._drawn > 0:
-            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
-            state["over"] = self.batch(delivered) is None
-        if own is not None:
-            state["state"] = own
-        if self._keeps_state:
-            state["datasets"] = [copy.deepcopy(point.state) for point in self.points_after(delivered).values()]
-        return state
+    def length(self) -> int:
+        return len(self._start.sampler)
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
         """The position of each worker after ``delivered`` batches, with the state of its dataset."""
@@ -211,6 +208,48 @@ class SamplerReading:
                 lane, points[lane] = self._notes[seq]
         return points
 
+    def position(self, delivered: int) -> Position:
+        """The position after ``delivered`` batches, with the state of each worker's dataset.
+
+        If the sampler has drawn nothing yet, it draws now, because a position says what comes.
+        """
+        points = self.points_after(delivered)
+        if self._loaded is not None and not self._is_started:
+            return Position(self.number, self.first, None, {}, points)
+        self.begin()
+        over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
+        ahead = {number for number in self._ahead | over if number >= self._low}
+        low = _advanced(self._low, ahead)
+        return Position(self.number, low, _Mark(delivered, sorted(ahead), *self._marks[low]), {}, points)
+
+    def state(self, position: Position, finished: bool = False) -> dict[str, Any]:
+        """What a state says of the sampler, and of the workers' datasets.
+
+        Args:
+            position: in this epoch.
+            finished: the user has seen the end of the epoch.
+        """
+        mark: _Mark | None = position.mark
+        if mark is None:
+            return copy.deepcopy(self._loaded or {})
+        own, rank = mark.own, rank_of(self._start.sampler)
+        state = {**self._start.state, "yielded": position.done, "checksum": mark.checksum}
+        if rank is not None:  # another rank may load the state: its checksum is another one
+            state["rank"] = rank
+        if mark.ahead:
+            state["ahead"] = mark.ahead
+        if finished:
+            own = None if self._items is None else self._items.own_state()
+            state.update(self._start.end_state())
+        elif own is not None and self._start.stateful is not None and position.done == self._drawn > 0:
+            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
+            state["over"] = self.batch(mark.delivered) is None
+        if own is not None:
+            state["state"] = own
+        if self._keeps_state:
+            state["datasets"] = [copy.deepcopy(point.state) for point in position.points.values()]
+        return state
+
 
 def _advanced(low: int, ahead: set[int]) -> int:
     """The first item that is not in ``ahead``, from ``low`` on; those before it are taken out."""
@@ -218,39 +257,3 @@ def _advanced(low: int, ahead: set[int]) -> int:
         ahead.remove(low)
         low += 1
     return low
-
-
-class LanePlan(Plan):
-    """Tasks of a `SamplerReading`.
-
-    Args:
-        run, reading, split: see `Plan`.
-        lanes: how many workers there are, at least 1.
-        batched: an item is a list of indices; False: a single index.
-    """
-
-    _reading: SamplerReading
-    takes_turns = True
-
-    def __init__(self, run: int, reading: SamplerReading, lanes: int, batched: bool, split: Split) -> None:
-        super().__init__(run, reading, split)
-        self._lanes, self._batched = lanes, batched
-
-    def task(self, seq: int) -> Task | Exception | None:
-        """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
-        found = self._next(seq)
-        if found is None or isinstance(found, Exception):
-            return found
-        indices = found[0] if self._batched else found
-        if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
-            indices = list(indices)
-        part = self._reading.part(seq)
-        # In any order a batch goes to the worker that has the least to do.
-        lane: int | None = None if self._reading.any_order else seq % self._lanes
-        lane = lane if part is None else part.number
-        return Task(self._run, seq, self._reading.epoch, seq, (indices,), False, False, lane, part)
-
-    def note(self, result: Result, seq: int) -> Result:
-        """A batch has come back."""
-        self._reading.note(seq, result)
-        return result

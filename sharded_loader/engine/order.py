@@ -1,0 +1,241 @@
+"""What every order of batches has: ranks, a seed, steps, the epoch that comes next, and states.
+
+    Order.epoch(number, position) -> Epoch     its batches for this rank, from a position on
+    Order.load(state) -> Position                       where a state goes on, after its seeds were taken over
+    resolve_replicas(num_replicas, rank)                ints, "auto" or None -> (num_replicas, rank)
+
+`sampling.order` is the order of datasets with an index, `streams.order` that of iterable data. An order owns no worker
+and no batch. Every epoch is a function of (order, number, position).
+
+What can go wrong: arguments that contradict each other; ranks that nobody knows; a state that does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+from sharded_loader.base.checks import check_int
+from sharded_loader.base.system import integer
+from sharded_loader.engine.epoch import Epoch, Position
+from sharded_loader.engine.stream import Stream
+from sharded_loader.randomness.rng import draw_seed
+
+Signature = TypeVar("Signature")
+"""What a position is a position in: seeds, sizes, samplers. An order compares its own with that of a state."""
+
+
+class Order(ABC, Generic[Signature]):
+    """The epochs of one loader for one rank.
+
+    Args:
+        last_batch, num_replicas, rank, seed, steps_per_epoch: the loader's arguments.
+
+    Attributes:
+        steps: ``steps_per_epoch``.
+        replicated: the samples are shared out to ranks.
+        has_seed: the loader was given a seed, or needs one that all ranks agree on.
+        seed: of everything random.
+        arrays: batches may be int64 arrays instead of lists, from the next epoch on.
+        max_shards: how many shards a batch may have; None: any number.
+        batch_sampler: what the loader shows as this; None: it has none.
+        given_batches: a batch sampler was given.
+        is_given: a sampler was given, which knows the indices.
+        rolls_over: samples of an incomplete last batch begin the next epoch.
+        drops_last: an incomplete last batch is left out.
+        dataset_length: samples in the dataset, as far as the order knows.
+    """
+
+    _sampler: Any = None
+    batch_sampler: Any = None
+    arrays = given_batches = is_given = rolls_over = drops_last = False
+    max_shards: int | None = None
+    dataset_length: int | None = None
+
+    def __init__(self, last_batch: Any, num_replicas: Any, rank: Any, seed: Any, steps_per_epoch: Any) -> None:
+        self.steps = _check_steps(steps_per_epoch, last_batch)
+        self.replicated = num_replicas is not None or rank is not None
+        if num_replicas != "auto" or rank is not None:  # "auto" is looked up later: the process group may come up
+            num_replicas, rank = resolve_replicas(num_replicas, rank)
+        self._replicas: tuple[Any, Any] = num_replicas, rank
+        self.has_seed = seed is not None or self.replicated
+        if seed is None:
+            seed = 0 if self.replicated else draw_seed()
+        self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
+        self._next_epoch = 0
+
+    @property
+    def sampler(self) -> Any:
+        """What the loader shows as its sampler."""
+        return self._sampler
+
+    @property
+    def stream(self) -> Stream | None:
+        """How iterable data is cut into batches; None: the order is one of samplers."""
+        return None
+
+    # -- replicas -------------------------------------------------------------------------------------------
+
+    def replicas(self) -> tuple[int, int]:
+        """``(num_replicas, rank)``, as far as is known now."""
+        return resolve_replicas(*self._replicas)
+
+    def settle_replicas(self) -> None:
+        """An epoch begins: what ``"auto"`` means is not asked again."""
+        self._replicas = self.replicas()
+
+    # -- epochs ---------------------------------------------------------------------------------------------
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that comes next."""
+        return self._next_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that comes next."""
+        self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+
+    @abstractmethod
+    def epoch(self, number: int, position: Position | None = None) -> Epoch:
+        """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
+
+    @abstractmethod
+    def facts(self, number: int) -> Any:
+        """What decides an epoch's batches: with equal facts they are equal. None: that is not known."""
+
+    @abstractmethod
+    def length(self, number: int) -> int:
+        """The number of batches in an epoch for this rank.
+
+        Raises:
+            TypeError: it is not known.
+        """
+
+    @abstractmethod
+    def resize(self, length: int | None) -> None:
+        """The dataset has changed, and has this length; the epoch that comes next stays."""
+
+    def undisturbed(self, but: Any) -> AbstractContextManager[None]:
+        """Inside, epochs may be read. Samplers of other libraries are put back. ``but``, the dataset, stays."""
+        return nullcontext()
+
+    def begun(self, epoch: Epoch) -> None:
+        """An epoch has begun."""
+
+    # -- states ---------------------------------------------------------------------------------------------
+
+    def load(self, state: Any, strict: bool) -> tuple[Position, bool]:
+        """Take over the seeds of a state.
+
+        Returns:
+            Where the state goes on, and whether the seeds were others: then the workers have to be told.
+
+        Raises:
+            TypeError, ValueError: the state does not fit. Nothing has changed then.
+        """
+        position, saved = self._parsed(state)
+        found = self._differences(saved, position, strict)
+        if found:
+            hint = "; strict=False allows another batch size" if _only_batch_size(found, strict) else ""
+            raise ValueError(
+                f"load_state_dict: the state was saved by another loader: {', '.join(found)}. Make the loader as it "
+                f"was then{hint}"
+            )
+        changed = self._adopt(saved)
+        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
+            position = epoch.following()
+        return position, changed
+
+    @abstractmethod
+    def _parsed(self, state: Any) -> tuple[Position, Signature]:
+        """A state as position and signature."""
+
+    @abstractmethod
+    def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
+        """Why a state does not fit, one phrase each; none if `_adopt` can make it fit."""
+
+    @abstractmethod
+    def _adopt(self, saved: Signature) -> bool:
+        """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
+
+
+def _check_steps(steps: Any, last_batch: Any) -> int | None:
+    if steps is None:
+        return None
+    if last_batch not in (None, "keep"):
+        raise ValueError(
+            f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
+            f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
+        )
+    return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
+
+
+def _only_batch_size(found: list[str], strict: bool) -> bool:
+    wrong = found[0]
+    return strict and len(found) == 1 and wrong.startswith("batch_size") and "None" not in wrong and "stay" not in wrong
+
+
+def resolve_replicas(num_replicas: Any, rank: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The number of replicas, and which one this process is.
+
+    Args:
+        num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and
+            RANK, else 1 and 0; None: 1.
+        rank: an integer; None with ``num_replicas="auto"``, None or 1.
+        environ: where to look for WORLD_SIZE and RANK.
+
+    Returns:
+        (num_replicas, rank).
+
+    Raises:
+        ValueError: for one without the other, a rank outside 0 .. num_replicas - 1, and what is no number.
+
+    Example:
+        >>> resolve_replicas(4, 1), resolve_replicas(None), resolve_replicas("auto", environ={})
+        ((4, 1), (1, 0), (1, 0))
+    """
+    if num_replicas == "auto":
+        if rank is not None:
+            raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
+        num_replicas, rank = _from_surroundings(environ)
+    if num_replicas is None:
+        if rank is not None:
+            raise ValueError(f"rank is {rank!r}, but num_replicas is missing: give both, or num_replicas='auto' alone")
+        return 1, 0
+    replicas = check_int("num_replicas", num_replicas, 1, "give the number of processes, or 'auto'", ValueError)
+    if rank is None and replicas > 1:
+        raise ValueError(f"num_replicas is {replicas}, but rank is missing: give both, or num_replicas='auto'")
+    number = check_int("rank", 0 if rank is None else rank, 0, "ranks count from 0", ValueError)
+    if number >= replicas:
+        raise ValueError(f"rank is {number}, but there are {replicas} replicas: give 0 to {replicas - 1}")
+    return replicas, number
+
+
+def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:
+    distributed = process_group()
+    if distributed is not None:
+        return distributed.get_world_size(), distributed.get_rank()
+    advice = "start with torchrun, or give num_replicas and rank"
+    replicas = integer("WORLD_SIZE", 1, least=1, advice=advice, environ=environ)
+    rank = integer("RANK", 0, least=0, advice=advice, environ=environ)
+    if replicas > 1 and not environ.get("RANK"):
+        raise ValueError(f"WORLD_SIZE is {replicas}, but RANK is missing: start with torchrun, or set both")
+    if rank >= replicas:
+        known = f"WORLD_SIZE is {replicas}: give 0 to {replicas - 1}"
+        if not environ.get("WORLD_SIZE"):
+            known = "WORLD_SIZE is missing: set both"
+        raise ValueError(f"the environment variable RANK is {rank}, but {known}, or {advice}")
+    return replicas, rank
+
+
+def process_group() -> Any:
+    """``torch.distributed``, if this process is in a process group."""
+    # Looked up, not imported: a process that has not imported torch has no process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed
