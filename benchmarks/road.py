@@ -48,7 +48,7 @@ class Checkout(contextlib.AbstractContextManager["Checkout"]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self.sizes, self.notes = sizes_of(read_sources(self.folder / PACKAGE))
+        self._sources = read_sources(self.folder / PACKAGE)
         path = os.pathsep.join([str(self.folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(ROOT)],
@@ -65,6 +65,10 @@ class Checkout(contextlib.AbstractContextManager["Checkout"]):
         except BaseException:
             self.__exit__()
             raise
+
+    def sizes(self) -> tuple[dict[str, int], list[str]]:
+        """The size of the package, and the sentences that name what is counted."""
+        return sizes_of(self._sources)
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
@@ -171,8 +175,9 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
         cpu = zip(*([checkout.ask("cpu") for checkout in checkouts] for _ in range(chosen.rounds)), strict=True)
         times = [{"main process: CPU us per batch": statistics.median(seconds) * 1e6} for seconds in cpu]
         walks = [{road: checkout.ask("walk", road) for road in ROADS if road in chosen.only} for checkout in checkouts]
-    measured = zip(checkouts, walks, times, strict=True)
-    columns = {str(checkout.folder): rows_of(walk) | time | checkout.sizes for checkout, walk, time in measured}
+    sizes = [checkout.sizes() for checkout in checkouts]
+    measured = zip(checkouts, walks, times, sizes, strict=True)
+    columns = {str(checkout.folder): rows_of(walk) | time | size for checkout, walk, time, (size, _) in measured}
     *_, rows = columns.values()
     if chosen.record:
         record(rows)
@@ -181,7 +186,7 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
         for road, summary in roads.items():
             if "left out" in summary:
                 say(f"left out in {checkout.folder}: {road}: {summary['left out']}")
-    for note in checkouts[-1].notes:
+    for note in sizes[-1][1]:
         say(note)
     if chosen.walk:
         for road, summary in walks[-1].items():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from calls import calls_of
+from conftest import covering
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,10 +200,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("lengths", [[3, 1, 0, 5], [4, 4], [0, 0], [0], [700, 5, 2999]])
-@pytest.mark.parametrize("round_to", [None, 8])
-@pytest.mark.costly(30)
+@covering(kind=ROWS, lengths=[[3, 1, 0, 5], [4, 4], [0, 0], [0], [700, 5, 2999]], round_to=[None, 8])
 def test_rows_of_any_kind_are_padded_alike_in_new_and_in_given_memory(kind, lengths, round_to):
     rows = [ROWS[kind](length) for length in lengths]
     fn = Pad(pad_val=1, round_to=round_to)

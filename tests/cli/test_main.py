@@ -102,7 +102,9 @@ TABLE = ["bench", "keyword:kwlist", "--pools", "inline", "--seconds", "0.01", "-
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["records"], ["records", "inspect", "letters.rec"], TABLE], ids=" ".join
+    "arguments",
+    [["--help"], ["records"], ["records", "inspect", "letters.rec"], pytest.param(TABLE, marks=pytest.mark.slow)],
+    ids=" ".join,
 )
 def test_a_closed_pipe_ends_the_command_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
     with MXRecordIO(tmp_path / "letters.rec", "w") as file:

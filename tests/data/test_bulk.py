@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import covering
 from torch.utils.data import Subset
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, Sampler, ShardedDataLoader, SimpleDataset, ThreadPool
@@ -50,9 +51,7 @@ WRAPPERS = {
 EVENS_FIRST = [*range(0, 20, 2), *range(1, 20, 2)]
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
+@covering(name=["get_batch", "__getitems__"], wrapper=WRAPPERS, on_error=["skip", "replace"])
 def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, wrapper: str, on_error: str) -> None:
     loader = ShardedDataLoader(WRAPPERS[wrapper](UsesUp(name, bad=7)), 5, sampler=EVENS_FIRST, on_error=on_error)
     batches = [batch.tolist() for batch in loader]

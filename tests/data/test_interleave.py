@@ -11,6 +11,7 @@ from multiprocessing import resource_tracker
 import numpy as np
 import pytest
 import torch
+from conftest import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -605,9 +606,7 @@ def test_each_rank_has_the_promised_shares(weights, ranks):
             assert furthest < 9
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("outer", [[1, 1], [3, 1]])
-@pytest.mark.parametrize("inner", [[1, 1, 1], [5, 3, 2]])
+@covering(inner=[[1, 1, 1], [5, 3, 2]], outer=[[1, 1], [3, 1]], ranks=[1, 2, 3, 4, 8, 16])
 def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ranks):
     """Also of one within a view. With one schedule for both, a rank is up to 94 of 1,000 samples off."""
     within = interleave([ArrayDataset(np.full(20_000, k)) for k in range(len(inner))], inner)

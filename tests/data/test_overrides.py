@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS
+from conftest import METHODS, covering
 from torch.utils.data import ConcatDataset as TorchConcat
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
@@ -155,10 +155,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", OVERRIDING)
-@pytest.mark.costly(48)
+@covering(name=OVERRIDING, path=PATHS, on_error=["raise", "skip"])
 def test_an_overridden_getitem_is_what_every_path_reads(name: str, path: str, on_error: str) -> None:
     dataset = PATHS[path](OVERRIDING[name]())
     expected = [int(dataset[i]) for i in range(N)]

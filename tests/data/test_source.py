@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from conftest import covering
 
 from sharded_loader.base.entries import parsed, written
 from sharded_loader.data.source import BEGINNING, END, Source, SourcePoint
@@ -89,8 +90,7 @@ def rest(source):
     return list(iter(source.read, END))
 
 
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("taken", range(6))
+@covering(make=KINDS, taken=range(6))
 def test_a_dataset_continues_at_any_position(make, taken):
     source = Source(0, make(), BEGINNING)
     assert [source.read() for _ in range(taken)] == list(range(taken))

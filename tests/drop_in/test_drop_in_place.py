@@ -128,7 +128,7 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
     assert found == expected
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_the_generator_put_back_before_a_state_of_the_end_is_loaded_all_epochs_follow(workers: int) -> None:
     def make() -> Any:
         return DataLoader(range(20), 3, shuffle=True, num_workers=workers)
@@ -192,8 +192,10 @@ def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-@pytest.mark.parametrize("said", ["seed", "generator", "nothing"])
+@covering(
+    said=["seed", "generator", "nothing"],
+    options=[{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
+)
 def test_a_state_from_the_end_of_an_epoch_decides_the_next_one(said: str, options: dict[str, Any]) -> None:
     def make() -> Any:
         more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
@@ -212,7 +214,7 @@ def indices_of(loader: Any) -> list[int]:
     return [index for batch in loader for index in batch.tolist()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_global_generator_decides_after_the_end_of_an_epoch_if_the_program_sets_it(workers: int) -> None:
     loader = DataLoader(range(20), 4, shuffle=True, num_workers=workers)
     list(loader)
@@ -242,9 +244,7 @@ class RandomItems(IterableDataset[Any]):
             yield float(sample_rng().random())
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("options", [{"dataset": RandomItems()}, {"dataset": range(20), "shuffle": True}])
+@covering(options=[{"dataset": RandomItems()}, {"dataset": range(20), "shuffle": True}], seed=[None, 3], workers=[0, 1])
 def test_set_epoch_after_a_state_from_the_end_of_an_epoch_decides(
     options: dict[str, Any], seed: int | None, workers: int
 ) -> None:

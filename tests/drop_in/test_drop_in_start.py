@@ -74,7 +74,7 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     reseeds=[False, True],
     persistent=[False, True],
 )
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_every_epoch_and_the_default_generator_are_torchs_with_workers(
     kind: str, reseeds: bool, persistent: bool
 ) -> None:
@@ -160,7 +160,7 @@ class RandomSamples(Drawn):
         return index, sample_rng().random()
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
 @pytest.mark.costly(2)
 def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names(

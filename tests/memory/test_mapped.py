@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import SPAWNED
+from conftest import SPAWNED, covering
 from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
@@ -64,8 +64,7 @@ VIEWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@covering(mode=["r", "r+", "c"], view=VIEWS)
 def test_views_arrive_the_same_and_go_by_name(file: Path, mode: str, view: str) -> None:
     array = VIEWS[view](mapped(file, mode))
     got = reopened(array)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import covering
 
 from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.torch import DataLoader
@@ -74,8 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("kind", ["inline", "threads", "processes", "drop-in"])
-@pytest.mark.parametrize("case", CASES)
+@covering(case=CASES, kind=["inline", "threads", "processes", "drop-in"])
 def test_async_methods_are_an_error_at_the_first_batch(case: str, kind: str) -> None:
     dataset, arguments, where = CASES[case]
     known: dict[str, Any] = {"processes": {"num_workers": 1}, "threads": {"num_workers": 2, "thread_pool": True}}

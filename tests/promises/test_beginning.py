@@ -219,8 +219,7 @@ ENDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@covering(1, pool=["inline", "thread"], kind=ENDS)
-@pytest.mark.parametrize("told", [None, "next", "same"])
+@covering(pool=["inline", "thread"], kind=ENDS, told=[None, "next", "same"])
 def test_a_state_from_the_end_of_an_epoch_begins_the_next_one(pool: str, kind: str, told: str | None) -> None:
     def build() -> ShardedDataLoader:
         return ShardedDataLoader(range(12), seed=5, pool=make_pool(pool, 1), **ENDS[kind]())

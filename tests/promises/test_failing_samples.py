@@ -137,7 +137,7 @@ def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
     on_error=["skip", "replace", negative],
     options=[{}, {"num_shards": 2}, {"num_replicas": 2, "rank": 0}],
 )
-@pytest.mark.costly(2)
+@pytest.mark.costly
 def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
     name: str, on_error: Any, options: dict[str, Any]
 ) -> None:

@@ -216,7 +216,8 @@ def test_whoever_is_killed_under_fork_the_batches_are_the_same(kind: Callable[..
 
 
 @SPAWNED
-@pytest.mark.parametrize("kind", [WithStatefulRows, pytest.param(Stateful, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [WithStatefulRows, Stateful])
 def test_whoever_is_killed_the_batches_are_the_same(method: str, kind: Callable[..., Any]) -> None:
     _survives_kills(method, kind)
 

@@ -372,10 +372,9 @@ def test_ranks_that_may_have_to_wait_for_each_other_are_warned_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:each rank reads parts of its own")
-@pytest.mark.parametrize("steps", [None, 5])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 3), (3, 2)])
-@pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_all_states_go_on_on_another_number_of_ranks(steps: int | None, before: int, after: int, count: int) -> None:
+@covering(steps=[None, 5], ranks=[(2, 1), (1, 2), (2, 4), (4, 3), (3, 2)], count=[0, 1, 2, 4])
+def test_all_states_go_on_on_another_number_of_ranks(steps: int | None, ranks: tuple[int, int], count: int) -> None:
+    before, after = ranks
     lengths = (20, 17, 18, 30)
     options: dict[str, Any] = {"streams": 4, "steps_per_epoch": steps}
     states, done = [], []

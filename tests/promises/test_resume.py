@@ -692,8 +692,7 @@ def split(name: str, **other: Any) -> ShardedDataLoader:
     return ShardedDataLoader(Noisy(), 8, True, seed=5, **SPLITS[name], **other)
 
 
-@pytest.mark.parametrize("loaded", SPLITS)
-@pytest.mark.parametrize("saved", SPLITS)
+@covering(saved=SPLITS, loaded=SPLITS)
 def test_a_state_resumes_on_other_devices_as_if_it_had_been_read_there(saved: str, loaded: str) -> None:
     expected = stream(split(loaded), 2)
     loader = split(saved)

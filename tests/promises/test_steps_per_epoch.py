@@ -87,8 +87,7 @@ def endless(kind: str, batches: int) -> list[Any]:
     return found[:batches] if given else [found[i : i + SIZE] for i in range(0, batches * SIZE, SIZE)]
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("steps", STEPS)
+@covering(kind=SAMPLERS, steps=STEPS)
 def test_epochs_are_stretches_of_an_endless_order(kind: str, steps: int) -> None:
     whole = endless(kind, 4 * steps)
     loader = loader_of(kind, steps)
@@ -101,8 +100,7 @@ def test_in_any_pool(pool: str, kind: str) -> None:
     assert epochs_of(loader_of(kind, 4, pool), 3) == epochs_of(loader_of(kind, 4), 3)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("steps", [1, 4])
+@covering(kind=SAMPLERS, steps=[1, 4])
 def test_set_epoch_jumps_to_what_reading_up_to_there_gives(kind: str, steps: int) -> None:
     whole = epochs_of(loader_of(kind, steps), 5)
     with loader_of(kind, steps) as loader:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
+from refusing import in_child
 from torch.utils.data import get_worker_info
 
 from sharded_loader.streams.worker_info import Part, here, tell, tell_torch
@@ -48,20 +49,18 @@ def test_what_was_told_before_comes_back() -> None:
     assert told() is None
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() -> None:
-    program = (
-        "import threading\n"
-        "from torch.utils.data import get_worker_info\n"
-        "from sharded_loader.streams.worker_info import Part, here, tell\n"
-        "before = tell(Part(1, 3, 0, None), alone=True)\n"
-        "found = []\n"
-        "thread = threading.Thread(target=lambda: found.append(get_worker_info().id))\n"
-        "thread.start(); thread.join()\n"
-        "here.part = before\n"
-        "print(found, get_worker_info())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[0] == "[1] None"
+    def work() -> Any:
+        before, found = tell(Part(1, 3, 0, None), alone=True), []
+        thread = threading.Thread(target=lambda: found.append(get_worker_info().id))
+        thread.start()
+        thread.join()
+        here.part = before
+        return found, get_worker_info()
+
+    tell_torch()
+    assert in_child(work) == "([1], None)"
 
 
 def test_torch_may_be_imported_in_the_middle_of_a_part() -> None:
