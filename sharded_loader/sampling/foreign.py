@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.described import an
+from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.randomness.global_generators import seed_torch, seeded_globals
@@ -150,7 +151,10 @@ def loaded(sampler: Any, stateful: Any, state: Any) -> tuple[Iterator[Any], Any]
     """
     if state is not None and stateful is not None:
         stateful.load_state_dict(state)
-    items = iter(sampler)
+    try:
+        items = iter(sampler)
+    except StopIteration as error:  # a generator calls this, in which it would lose its name
+        raise as_batch_error(error, "by the sampler") from error
     if stateful is None and is_stateful(items):
         stateful = items
         if state is not None:
