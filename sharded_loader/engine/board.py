@@ -24,7 +24,7 @@ from sharded_loader.engine.messages import Task
 RUN, SEQ, SHARD, SAMPLE = range(4)
 
 # Instead of a sample's place:
-IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE = -1, -2, -3, -4, -5, -6
+IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE, IN_BATCH = -1, -2, -3, -4, -5, -6, -7
 
 WORDS = 8
 """int64 words per worker: a cache line, so that workers do not share one."""
@@ -71,6 +71,7 @@ _PHASES = {
     SENDING: "sending the batch",
     IDLE: "between batches",
     ONE_BY_ONE: "reading its samples",
+    IN_BATCH: "reading the batch",
     BEGINNING: "beginning (indices, generators, dataset.set_epoch)",
 }
 

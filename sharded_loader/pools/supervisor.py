@@ -175,6 +175,11 @@ class Supervisor(Generic[W]):
         self._job, self._classes = None, []
         self._cancelled.clear()
 
+    def record_start(self, worker: W) -> None:
+        """A worker has its job, and may be sent tasks."""
+        worker.ready = True
+        self.deaths.record_start()
+
     def cancel(self, run: int) -> None:
         """Drop the tasks of a run that have not begun."""
         self._cancelled.add(run)
@@ -262,13 +267,14 @@ class Supervisor(Generic[W]):
 
     def stop_late(self) -> None:
         """Kill the workers that stand still. `replace` follows when they have ended."""
+        if (timeout := self.watch.timeout) is None:
+            return
         watched: list[tuple[W, Sequence[int]]] = []
         for worker in self._transport.workers:
             board = None if worker.hung else self._transport.where(worker)
             if board is not None:
                 watched.append((worker, board))
-        late, timeout = self.watch.late(watched), self.watch.timeout
-        if late and timeout is not None:
+        if late := self.watch.late(watched):
             for worker in late:
                 worker.hung = True
             self._transport.kill_late(late, timeout)

@@ -297,8 +297,7 @@ class ProcessPool(Pool):
                 error = as_exception(decode_error(decode(content)), "while a worker started")
                 self._supervisor.give_up_worker(worker, error)
             if kind == READY:
-                worker.ready = True
-                self._supervisor.deaths.record_start()
+                self._supervisor.record_start(worker)
             elif kind == CRASHED:
                 worker.traceback = bytes(content).decode(errors="replace")
             else:

@@ -220,7 +220,7 @@ change_preparation_data(_without_script)
 if _HAS_INTERPRETER:
     from multiprocess import popen_spawn_posix
 
-    class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
+    class _SpawnedPopen(popen_spawn_posix.Popen):  # type: ignore[misc]
         def _launch(self, started: SpawnedProcess) -> None:
             fd = started.conn.fileno()
             # Where one runs. None is started for a worker, which makes nothing that it would look after: 20 ms, 11 MB.
@@ -266,4 +266,4 @@ class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
 
     @staticmethod
     def _Popen(started: SpawnedProcess) -> Any:
-        return _Popen(started)
+        return _SpawnedPopen(started)

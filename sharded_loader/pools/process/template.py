@@ -88,7 +88,7 @@ def starting_worker() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Popen(popen_fork.Popen):  # type: ignore[misc]
+class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]
     """A fork that Python does not warn about."""
 
     def _launch(self, started: _ForkedProcess) -> None:
@@ -97,7 +97,7 @@ class _Popen(popen_fork.Popen):  # type: ignore[misc]
 
 class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
     _start_method = "fork"
-    _Popen = _Popen
+    _Popen = _ForkedPopen
 
 
 def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:

@@ -57,7 +57,7 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
 It is sent to a worker whose receiver thread has not written them."""
 
 
-class Worker:
+class WorkerThreads:
     """The two threads of a worker process. It takes what `main` takes."""
 
     def __init__(self, conn: Any, number: int, num_workers: int) -> None:
@@ -244,7 +244,7 @@ def main(
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
-        Worker(conn, number, num_workers).run(inherited)
+        WorkerThreads(conn, number, num_workers).run(inherited)
     except BaseException as error:  # this process may have no more threads
         _crash(conn, error)
     _leave(0)

@@ -8,16 +8,12 @@
 The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
 when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.lent`).
 
-In a careful call the place of each sample is told to a *notebook* before the sample is read. This is an actor beside
-the driver, which says where a worker was when it died. One call takes a millisecond, so nobody does that without need.
-
 What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
 ends the process when the driver has gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,9 +28,6 @@ from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.pools.process.worker import write_stacks
 from sharded_loader.pools.task_reader import TaskReader, failed_in_start
-
-NOTE_SECONDS = 5.0
-"""How long the notebook is waited for. It may have died."""
 
 SPARE = 2
 """The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
@@ -75,7 +68,6 @@ class LoaderActor:
         self._node, self._host = _place()
         self._name = f"worker {number} (pid {os.getpid()} on {self._host})"
         self._reading = TaskReader(number, num_workers, self._name)
-        self._board = self._reading.board
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
         self._cancelled: set[int] = set()
@@ -96,16 +88,9 @@ class LoaderActor:
             failure = encode(encode_error(raised)).head
         return Begun(os.getpid(), self._node, self._host, failure)
 
-    def read(self, content: bytes, notebook: Any = None, key: str = "") -> Group:
-        """Read a group of tasks.
-
-        Args:
-            content: the tasks (`messages.pack_tasks`).
-            notebook: the actor to be told of each sample before it is read; None: nobody.
-            key: this worker's name there.
-        """
+    def read(self, content: bytes) -> Group:
+        """Read a group of tasks (`messages.pack_tasks`)."""
         reading, tasks = self._reading, unpack_tasks(unpack_head(content)[3])
-        reading.board = self._board if notebook is None else _ToldBoard(notebook, key)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
         if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
             self._memory = np.empty(SPARE * nbytes, np.uint8)
@@ -127,7 +112,7 @@ class LoaderActor:
             replies.append(pack_reply(run, seq, slot.wanted, encoded))
             self._sizes.note(slot.wanted)
             used += slot.used
-        self._board[SAMPLE] = IDLE
+        reading.board[SAMPLE] = IDLE
         self._groups.note(used)
         return b"".join(replies), places, memory[:used], rest
 
@@ -169,34 +154,3 @@ def _explain(error: BaseException) -> None:
             "sharded_loader: on Ray the dataset's arrays lie in memory that all workers of a node share, so they "
             "cannot be written to: copy the array first, in __getitem__ or in worker_init_fn",
         )
-
-
-class _ToldBoard(list):  # type: ignore[type-arg]
-    """A board whose every step is told to the notebook, and has arrived there when the step is made."""
-
-    def __init__(self, notebook: Any, key: str) -> None:
-        super().__init__([0, 0, 0, IDLE])
-        self._notebook, self._key = notebook, key
-
-    def __setitem__(self, place: Any, word: Any) -> None:
-        super().__setitem__(place, word)
-        if place == SAMPLE:
-            import ray
-
-            with contextlib.suppress(Exception):  # without the notebook an error does not name the sample
-                ray.get(self._notebook.note.remote(self._key, list(self)), timeout=NOTE_SECONDS)
-
-
-class LoaderNotebook:
-    """Keeps what workers note about themselves, after their death too."""
-
-    def __init__(self) -> None:
-        self._words: dict[str, list[int]] = {}
-
-    def note(self, key: str, words: list[int]) -> None:
-        """A worker has come so far."""
-        self._words[key] = words
-
-    def last(self, key: str) -> list[int] | None:
-        """How far a worker had come; None if it has not said."""
-        return self._words.pop(key, None)

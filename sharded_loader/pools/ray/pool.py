@@ -6,14 +6,14 @@
          <- arrays over this node's copy of it, lent out (pools/ray/lent.py)
 
 Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
-starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.ray.team`.
+starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervisor`.
 
 A call of Ray costs 1 to 2 ms of CPU time, ten times as much as a message through a pipe. So a group is larger here:
 `GROUP_SECONDS` of work.
 
 What can go wrong, and what then:
   * an actor or its node dies: another actor reads its batches again. A batch that kills ``restarts`` actors is a
-    `WorkerDiedError` in its place;
+    `WorkerDiedError` in its place. The error does not name the sample: what an actor noted dies with it;
   * a finished batch lay on a node that died: it is read again;
   * an actor stands still for ``timeout`` seconds: it is killed, and then as above;
   * the cluster has room for some of the actors only: these read, and the others join them when there is room. Without
@@ -39,13 +39,16 @@ from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.engine.pool import Pool, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.memory.arena import RecentSizes, Register
-from sharded_loader.pools.ray.actor import Group
+from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
+from sharded_loader.pools.ray.actor import Begun, Group
+from sharded_loader.pools.ray.actors import check_wanted, is_lost, is_of_call
 from sharded_loader.pools.ray.connect import check_address, check_installed, connect, store_bytes
 from sharded_loader.pools.ray.lent import Lent
-from sharded_loader.pools.ray.members import Member, cause_of, check_wanted, is_lost, is_of_call
-from sharded_loader.pools.ray.team import Team
+from sharded_loader.pools.ray.transport import ActorWorker, RayTransport
+from sharded_loader.pools.supervisor import Supervisor
 from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 GROUP_SECONDS = 16e-3
@@ -145,7 +148,8 @@ class RayPool(Pool):
         self._wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
         check_installed()
         self._arguments = (self.restarts, self.timeout, patience)
-        self._team = Team(self.num_workers, self._wanted, *self._arguments)
+        self._transport = RayTransport(self.num_workers, self._wanted, patience)
+        self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
         self._lent = Lent(0)
         self._sizes = RecentSizes()
         self._grouping = Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
@@ -190,16 +194,16 @@ class RayPool(Pool):
 
     @property
     def started(self) -> bool:
-        return bool(self._team.actors)
+        return bool(self._transport.actors)
 
     @property
     def workers(self) -> tuple[RayWorker, ...]:
         """Number, state, process and node of each worker."""
         return tuple(
-            RayWorker(member.number, "starting", None, None, None)
-            if (said := member.begun) is None
-            else RayWorker(member.number, "ready", said.pid, said.node, said.host)
-            for member in self._team.members
+            RayWorker(worker.number, "starting", None, None, None)
+            if (said := worker.begun) is None
+            else RayWorker(worker.number, "ready", said.pid, said.node, said.host)
+            for worker in self._transport.workers
         )
 
     # -- verbs ----------------------------------------------------------------------------------------------
@@ -207,86 +211,95 @@ class RayPool(Pool):
     def start(self, job: Job) -> None:
         connect(self.address)
         self._pid = os.getpid()
-        self._lent.notices = self.notices
+        self._lent.notices = self._supervisor.notices = self.notices
         self._lent.max_bytes = store_bytes() // STORE_SHARE if self._max_bytes is None else self._max_bytes
-        self._team.start(NewJob(job, self.worker_init_fn, self.timeout is not None))
+        self._supervisor.start(NewJob(job, self.worker_init_fn, self.timeout is not None))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        team, unsent = self._team, defaultdict[Member, list[tuple[Task, bytes | None]]](list)
-        filling: Member | None = None
+        transport, requeued, suspects = self._transport, self._supervisor.requeued, self._supervisor.deaths.suspects
+        unsent = defaultdict[ActorWorker, list[tuple[Task, bytes | None]]](list)
+        filling: ActorWorker | None = None
         held: set[int] = set()  # lanes whose later tasks must not overtake one that waits
         for task in tasks:
-            alone, lane = team.blame.travels_alone(task), task.lane
+            alone, lane = (task.run, task.seq) in suspects, task.lane
             if lane is None and not alone:
                 if filling is None or len(unsent[filling]) == 0:  # its group is full
-                    filling = team.for_task(task, self.group)
-                member = filling
+                    filling = transport.choose(task, self.group, alone=False)
+                worker = filling
             else:
-                member = None if lane in held else team.for_task(task, self.group)
-            if member is None or (alone and unsent[member]):
+                worker = None if lane in held else transport.choose(task, self.group, alone=alone)
+            if worker is None or (alone and unsent[worker]):
                 if lane is not None:
                     held.add(lane)
-                team.requeued.append(task)
+                requeued.append(task)
                 continue
             try:
                 own = own_pickle(task, forked=False)
             except Exception as raised:
                 self._refused.append(not_sent(task, raised))
                 continue
-            unsent[member].append((task, own))
-            if alone or len(unsent[member]) >= self.group:
-                team.send(member, unsent.pop(member))
-        for member, some in unsent.items():
-            if some:
-                team.send(member, some)
+            unsent[worker].append((task, own))
+            if alone or len(unsent[worker]) >= self.group:
+                transport.send(worker, unsent.pop(worker), alone=alone)
+        for worker, group in unsent.items():
+            if group:
+                transport.send(worker, group, alone=False)
         self._count_room()
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        team = self._team
-        if not team.members:
+        transport, supervisor = self._transport, self._supervisor
+        if not transport.workers:
             return ()
-        if block and not team.events and not self._refused:
-            bell, self.waiting = team.bell, True
+        step = supervisor.watch.step
+        if block and not transport.events and not self._refused:
+            bell, self.waiting = transport.bell, True
             with contextlib.suppress(queue.Empty):
-                bell.get(timeout=team.step)
+                bell.get(timeout=transport.seconds_to_look(step))
             self.waiting = False
-            if bell is not team.bell:
+            if bell is not transport.bell:
                 return ()  # a signal handler has closed the pool
         results, self._refused = self._refused, []
-        while team.events:
-            self._take(*team.events.popleft(), results)
-        if team.members:
-            team.look()
-        waiting, team.requeued = team.requeued, deque()
+        while transport.events:
+            self._take(*transport.events.popleft(), results)
+        if transport.workers and transport.is_due(step):
+            if (error := transport.look()) is not None:
+                supervisor.close()
+                raise PoolBroken(error)
+            supervisor.stop_late()
+        waiting, supervisor.requeued = supervisor.requeued, deque()
         self.submit(tuple(waiting))
         return results
 
-    def _take(self, member: Member, what: int | str, future: Future[Any], results: list[Result]) -> None:
+    def _take(self, worker: ActorWorker, what: int | str, future: Future[Any], results: list[Result]) -> None:
         """Deal with a call that has ended."""
-        team, error = self._team, future.exception()
-        call = member.calls.get(what) if isinstance(what, int) else None
+        supervisor, error = self._supervisor, future.exception()
         if what == "where":
-            member.asked = False
-            member.words = member.words if error is not None else future.result()
-        elif error is None or is_of_call(error):
-            member.calls.pop(what, None)  # type: ignore[arg-type]
-            if what == "begin" and error is not None:
-                team.cannot_begin(member, as_batch_error(error, "while a worker started"))
-            elif what == "begin":
-                team.begun(member, future.result())
-            elif call is not None and error is not None:
-                results += [self._failed(task, error) for task in call.tasks]
-            elif call is not None:
-                self._decode(future.result(), {(task.run, task.seq): task for task in call.tasks}, results)
+            worker.asked = False
+            worker.board = worker.board if error is not None else future.result()
+        elif error is None and what == "begin":
+            self._has_begun(worker, future.result())
+        elif error is None:
+            tasks = worker.end_call(what)
+            self._decode(future.result(), {(task.run, task.seq): task for task in tasks}, results)
+        elif is_of_call(error):
+            results += [self._failed(task, error) for task in worker.end_call(what)]
+            if what == "begin":
+                supervisor.give_up_worker(worker, as_batch_error(error, "while a worker started"))
         elif is_lost(error):  # it lay on a node that has died
-            member.calls.pop(what, None)  # type: ignore[arg-type]
-            team.take_back(call.tasks if call is not None else ())
+            supervisor.take_back(worker.end_call(what))
         else:  # it has died, was killed for want of memory, or is out of reach
-            if member in team.members:  # not told of before
-                fate = f"worker {member.number} died: {cause_of(error)}. The loader has asked for another worker"
-                self.notices.happened("replaced_workers", fate)
-            results += team.bury(member, error)
+            results += supervisor.replace(worker, error)
+
+    def _has_begun(self, worker: ActorWorker, said: Begun) -> None:
+        """An actor has answered to a job."""
+        if worker not in self._transport.workers:
+            return
+        if said.failure is not None:
+            self._supervisor.give_up_worker(worker, decode_error(decode(said.failure)))  # type: ignore[arg-type]
+            return
+        self._supervisor.record_start(worker)
+        self._transport.has_begun(worker, said)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
         """The results of a group, over its memory."""
@@ -303,7 +316,7 @@ class RayPool(Pool):
                 self._sizes.note(wanted)
                 most = GROUP_BYTES // max(1, self._sizes.wanted)
                 self.group = max(1, min(self._grouping.note(result.seconds), most))
-            self._team.blame.settle(run, seq)
+            self._supervisor.deaths.settle(run, seq)
             results.append(result)
 
     def _failed(self, task: Task, error: BaseException) -> Result:
@@ -315,34 +328,33 @@ class RayPool(Pool):
             f"bytes: if it is full, start Ray with a larger object_store_memory",
         )
         Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
-        self._team.blame.settle(task.run, task.seq)
+        self._supervisor.deaths.settle(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 
     def _count_room(self) -> None:
         """What has come back goes out again first. What is under way has room in the object store."""
-        team = self._team
-        if team.requeued:
+        if self._supervisor.requeued:
             self.room = 0
             return
-        free = team.free
-        held = sum(member.load for member in team.members)
-        self.room = HELD * self.group * len(free) - sum(member.load for member in free)
+        free = self._transport.free
+        held = sum(len(worker.tasks) for worker in self._transport.workers)
+        self.room = HELD * self.group * len(free) - sum(len(worker.tasks) for worker in free)
         if self._sizes.wanted:
             fits = (self._lent.max_bytes - self._lent.nbytes) // self._sizes.wanted
             self.room = min(self.room, max(fits, len(free)) - held)
 
     def wake(self) -> None:
-        self._team.bell.put(None)
+        self._transport.bell.put(None)
 
     def cancel(self, run: int) -> None:
-        self._team.cancel(run)
+        self._supervisor.cancel(run)
 
     def close(self) -> None:
         if os.getpid() == self._pid:
-            self._team.close()
+            self._supervisor.close()
         self.room = 0
         self._refused.clear()
 
     def closer(self) -> Callable[[], None]:
-        close, pid = self._team.closer(), self._pid
+        close, pid = self._transport.closer(), self._pid
         return lambda: close() if os.getpid() == pid else None

@@ -21,7 +21,7 @@ from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process.wire import receive_message, send_message
-from sharded_loader.pools.process.worker import Worker
+from sharded_loader.pools.process.worker import WorkerThreads
 from sharded_loader.pools.translation import decode_result
 
 
@@ -47,7 +47,7 @@ class Trainer:
 
     def __init__(self, job: Job | None = None) -> None:
         self.conn, self._theirs = multiprocess.Pipe()
-        self.worker = Worker(self._theirs, 4, 5)
+        self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
         new_job = None if job is None else NewJob(job, None)
         self._thread = threading.Thread(target=self.worker.run, args=(new_job,))

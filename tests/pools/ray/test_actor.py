@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sharded_loader.engine.board import IDLE
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_tasks, unpack_reply
 from sharded_loader.memory.codec import decode, encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.ray import actor
-from sharded_loader.pools.ray.actor import LoaderActor, LoaderNotebook
+from sharded_loader.pools.ray.actor import LoaderActor
 from sharded_loader.pools.translation import decode_result
 
 
@@ -47,12 +48,12 @@ def begun(dataset: Any = None) -> LoaderActor:
     return made
 
 
-def task(seq: int, *indices: int, careful: bool = False) -> tuple[None, Task, None]:
-    return None, Task(0, seq, 0, 0, (list(indices),), False, careful), None
+def task(seq: int, *indices: int) -> tuple[None, Task, None]:
+    return None, Task(0, seq, 0, 0, (list(indices),), False), None
 
 
-def read(made: LoaderActor, *tasks: tuple[None, Task, None], **options: Any) -> tuple[list[Result], Any]:
-    replies, places, memory, rest = made.read(pack_tasks(tasks), **options)
+def read(made: LoaderActor, *tasks: tuple[None, Task, None]) -> tuple[list[Result], Any]:
+    replies, places, memory, rest = made.read(pack_tasks(tasks))
     others = iter(rest)
     buffers = (next(others) if at < 0 else memory[at : at + nbytes].copy() for at, nbytes in places)
     results, content = [], memoryview(replies)
@@ -100,27 +101,10 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     assert result.batch is None
 
 
-def test_a_careful_task_is_told_to_the_notebook_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
-    notebook, told = LoaderNotebook(), []
-
-    class Handle:
-        class note:
-            @staticmethod
-            def remote(key: str, words: list[int]) -> None:
-                notebook.note(key, words)
-                told.append(words[3])
-
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda ref, timeout: ref))
+def test_who_watches_it_sees_where_it_is() -> None:
     made = begun()
-    read(made, task(0, 1, 2, careful=True), notebook=Handle, key="1-0")
-    assert made.where() == [0, 0, 0, -3]  # who watches it sees the same
-    assert told[:2] == [-5, -6]  # it begins; samples one by one
-    assert {0, 1} <= set(told)
-    assert notebook.last("1-0") == [0, 0, 0, -3]  # it was sending
-    assert notebook.last("1-0") is None
+    read(made, task(0, 1, 2))
+    assert made.where() == [0, 0, 0, IDLE]
 
 
 def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:

@@ -216,13 +216,13 @@ def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
 
 @ON_RAY
 @pytest.mark.parametrize("restarts", [1, 3])
-def test_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
+def test_the_batch_of_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
     with ShardedDataLoader(Rows(kills=205), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
         found = outcomes(loader, WorkerDiedError)
     assert len(found) == 50
     errors = [one for one in found if isinstance(one, WorkerDiedError)]
-    assert [(one.batch, one.index) for one in errors] == [(25, 205)]
-    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading sample 205", str(errors[0]))
+    assert [(one.batch, one.index) for one in errors] == [(25, None)]
+    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading the batch, in epoch 0, batch 25", str(errors[0]))
 
 
 @ON_RAY

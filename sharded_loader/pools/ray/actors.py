@@ -1,9 +1,9 @@
-"""One actor of a pool on Ray, as the driver sees it: what it was asked for with, and what it has to read.
+"""What an actor of Ray is asked for with, how it is stopped, and what Ray's errors mean.
 
     Wanted.options() -> arguments of ``ray.remote``
-    Member                    the handle, the calls that have not ended, what the actor has said of itself
-    cause_of(error) -> text   what Ray says about a death, in one line
     stop(actors)              kill them
+    cause_of(error) -> text   what Ray says about a death, in one line
+    is_of_node, is_of_call, is_lost(error)  whether a node has gone, a call has failed, or a reply has gone
 
 Nothing here decides anything, and nothing goes wrong: an actor that is dead can be stopped again.
 """
@@ -14,14 +14,9 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sharded_loader.base.private import is_thread_of_others
-from sharded_loader.engine.board import UNUSED
-from sharded_loader.engine.messages import Task
-from sharded_loader.pools.ray.actor import Begun
 
 _CAUSE_CHARACTERS = 400
 """Of what Ray says about a death."""
@@ -56,60 +51,6 @@ class Wanted(NamedTuple):
         return options if self.runtime_env is None else {**options, "runtime_env": self.runtime_env}
 
 
-class Call(NamedTuple):
-    """A call of an actor that has not ended.
-
-    Attributes:
-        tasks: what it reads.
-        alone: the actor had nothing else, and gets nothing else.
-    """
-
-    tasks: list[Task]
-    alone: bool
-
-
-@dataclass(eq=False)
-class Member:
-    """One actor.
-
-    Attributes:
-        number: whose place it has.
-        key: its own name.
-        actor: Ray's handle.
-        calls: by number, the oldest first.
-        begun: what it has said of itself; None before it is ready.
-        words: where it was when it last answered.
-        hung: it stood still, and was killed.
-        asked: it was asked where it is, and has not answered.
-        failed: it could not begin, and nobody asks for another in its place.
-    """
-
-    number: int
-    key: str
-    actor: Any
-    calls: dict[int, Call] = field(default_factory=dict)
-    begun: Begun | None = None
-    words: Sequence[int] = UNUSED
-    hung: bool = False
-    asked: bool = False
-    failed: bool = False
-
-    @property
-    def tasks(self) -> list[Task]:
-        """All that it has to read, the oldest first."""
-        return [task for call in self.calls.values() for task in call.tasks]
-
-    @property
-    def load(self) -> int:
-        """How many tasks it has."""
-        return sum(len(call.tasks) for call in self.calls.values())
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether it reads a task that travels alone."""
-        return any(call.alone for call in self.calls.values())
-
-
 def stop(actors: list[Any], only: Any = None) -> None:
     """Kill actors, and forget them."""
     ray = sys.modules.get("ray")
@@ -142,7 +83,7 @@ def stop_from_anywhere(actors: list[Any]) -> None:
         stop(actors)
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: BaseException | None) -> str:
     """What Ray says about a death, without its ids and its advice.
 
     Example:

@@ -9,13 +9,8 @@ import types
 
 import pytest
 
-from sharded_loader.engine.messages import Task
-from sharded_loader.pools.ray import members
-from sharded_loader.pools.ray.members import Call, Member, Wanted, cause_of, stop, stop_from_anywhere
-
-
-def task(seq: int) -> Task:
-    return Task(0, seq, 0, 0, ([seq],), False)
+from sharded_loader.pools.ray import actors as actors_module
+from sharded_loader.pools.ray.actors import Wanted, cause_of, stop, stop_from_anywhere
 
 
 def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None:
@@ -28,15 +23,6 @@ def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None
 
 def test_a_runtime_env_is_passed_on() -> None:
     assert Wanted(1, {}, {"working_dir": "."}, "SPREAD").options()["runtime_env"] == {"working_dir": "."}
-
-
-def test_a_member_knows_its_tasks_the_oldest_first() -> None:
-    member = Member(0, "0-0", None, {3: Call([task(1), task(2)], alone=False), 4: Call([task(0)], alone=False)})
-    assert [one.seq for one in member.tasks] == [1, 2, 0]
-    assert member.load == 3
-    assert not member.is_alone
-    member.calls[5] = Call([task(7)], alone=True)
-    assert member.is_alone
 
 
 def test_the_cause_of_a_death_is_one_line() -> None:
@@ -77,6 +63,6 @@ def test_a_ray_that_was_shut_down_is_not_started_again(monkeypatch: pytest.Monke
 
 def test_in_a_thread_of_rays_own_nobody_waits_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, actors = Ray(monkeypatch), ["a"]
-    monkeypatch.setattr(members, "is_thread_of_others", lambda thread: thread is threading.current_thread())
+    monkeypatch.setattr(actors_module, "is_thread_of_others", lambda thread: thread is threading.current_thread())
     stop_from_anywhere(actors)
     assert ray.killed.get(timeout=300) == ("a", "Thread")

@@ -1,0 +1,334 @@
+"""Actors of Ray, as `pools.supervisor` reaches them: asked for, given the job, sent tasks, killed; why they ended.
+
+    start(new_job)            the dataset lies in the object store once; actors are asked for, or sent the new job
+    choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
+    last_words(worker, error) what Ray says about its end, and what it read
+    look()                    a cluster without room for any actor; a Ray that was shut down
+
+An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
+ready get tasks. The board of a dead actor is gone. What it read is known if it read one task *alone*, or if it had said
+where it is before it was killed for its silence. A node that dies is nobody's fault.
+
+The tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part
+open. To give a lane to another actor costs the opening of a part, and changes no batch.
+
+Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is never room for
+one. Where others read, they go on without an actor that cannot begin.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from sharded_loader.base.errors import add_note
+from sharded_loader.base.notices import logger
+from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
+from sharded_loader.engine.grouping import HELD
+from sharded_loader.engine.messages import NewJob, Task, pack_tasks
+from sharded_loader.pools.deaths import Death
+from sharded_loader.pools.ray.actor import Begun, LoaderActor
+from sharded_loader.pools.ray.actors import Wanted, cause_of, is_of_node, stop, stop_from_anywhere
+from sharded_loader.pools.ray.connect import alive, put_job, session, what_there_is
+from sharded_loader.pools.supervisor import Transport, Worker
+
+PATIENCE = 10.0
+"""Seconds without any actor that is ready, before the user is told."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks at what was asked for, and at those that are watched."""
+
+IDLE_SECONDS = 2.0
+"""Between two looks where everything is as it should be. If Ray is shut down, no event tells of it."""
+
+ANSWER_SECONDS = 1.0
+"""How long an actor that is to write its stacks is waited for."""
+
+
+class Call(NamedTuple):
+    """A call of an actor that has not ended.
+
+    Attributes:
+        tasks: what it reads.
+        alone: the actor had nothing else, and gets nothing else.
+    """
+
+    tasks: list[Task]
+    alone: bool
+
+
+class ActorWorker(Worker):
+    """One actor.
+
+    Attributes:
+        actor: Ray's handle.
+        calls: by number, the oldest first.
+        begun: what it has said of itself; None before it is ready.
+        board: where it was when it last answered.
+        asked: it was asked where it is, and has not answered.
+        failed: it could not begin, and nobody asks for another in its place.
+    """
+
+    def __init__(self, number: int, actor: Any) -> None:
+        super().__init__(number)
+        self.actor = actor
+        self.calls: dict[int | str, Call] = {}
+        self.begun: Begun | None = None
+        self.board: Sequence[int] = UNUSED
+        self.asked = False
+        self.failed = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it reads a task that travels alone."""
+        return any(call.alone for call in self.calls.values())
+
+    def end_call(self, number: int | str) -> list[Task]:
+        """A call has ended: the tasks that it had."""
+        call = self.calls.pop(number, None)
+        tasks: list[Task] = [] if call is None else call.tasks
+        for task in tasks:
+            self.tasks.pop((task.run, task.seq), None)
+        return tasks
+
+
+Event = tuple[ActorWorker, "int | str", "Future[Any]"]
+"""A call that has ended: of which actor, its number (or its name, if it was no group), and how."""
+
+
+class RayTransport(Transport[ActorWorker]):
+    """Actors of Ray, and the calls to them.
+
+    Args:
+        num_workers: how many there are to be.
+        wanted: what each is asked for with.
+        start_timeout: of the `RayPool`.
+
+    Attributes:
+        actors: all actors that run; empty after `close`, and after a finalizer has stopped them.
+        events: the calls that have ended.
+        bell: rings when one has.
+    """
+
+    def __init__(self, num_workers: int, wanted: Wanted, start_timeout: float) -> None:
+        self.num_workers = num_workers
+        self.start_timeout = start_timeout
+        self.events: deque[Event] = deque()
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.actors: list[Any] = []
+        self._workers: list[ActorWorker] = []
+        self._wanted = wanted
+        self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
+        self._numbers = itertools.count()
+        self._published: Any = None
+        self._none_ready_since = time.monotonic()
+        self._looked = 0.0
+        self._session: str | None = None
+        self._had_one = self._warned = False
+
+    @property
+    def workers(self) -> list[ActorWorker]:
+        return self._workers
+
+    @property
+    def ready(self) -> list[ActorWorker]:
+        """The actors that have the dataset."""
+        return [worker for worker in self._workers if worker.ready]
+
+    @property
+    def free(self) -> list[ActorWorker]:
+        """The actors that any task may be sent to."""
+        return [worker for worker in self._workers if worker.ready and not worker.is_alone]
+
+    def start(self, new: NewJob) -> list[Task]:
+        begun: list[Task] = []
+        if self._workers and (not self.actors or self._session != session()):
+            # A finalizer has stopped the actors, or Ray was started again.
+            begun = [task for worker in self._workers for task in worker.tasks.values()]
+            self.close()
+        self._session = session()
+        self._published = put_job(new)
+        for worker in self._workers:
+            self._begin(worker)
+        self.launch_all()
+        return begun
+
+    def launch(self, number: int) -> ActorWorker:
+        import ray
+
+        if not any(worker.ready for worker in self._workers if worker.number != number):
+            self._none_ready_since = time.monotonic()
+        threads = max(1, int(self._wanted.num_cpus))
+        actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
+        self.actors.append(actor)
+        worker = ActorWorker(number, actor)
+        self._begin(worker)
+        return worker
+
+    def _begin(self, worker: ActorWorker) -> None:
+        self._listen(worker.actor.begin.remote(self._published), worker, "begin")
+
+    def _listen(self, ref: Any, worker: ActorWorker, what: int | str) -> None:
+        ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
+
+    def has_begun(self, worker: ActorWorker, said: Begun) -> None:
+        """An actor has its job. It gets its share of the lanes."""
+        worker.begun, self._had_one, self._warned = said, True, False
+        ready = self.ready
+        share = -(-len(self._holders) // max(1, len(ready)))
+        for one in ready:
+            for lane in [lane for lane, holder in self._holders.items() if holder is one][share:]:
+                del self._holders[lane]  # others get it with its next task
+
+    def close(self) -> None:
+        self._workers = []
+        stop(self.actors)
+        self._holders.clear()
+        self._published = None
+        # Calls that are under way may end yet: nobody listens any more. Who waits in an outer step goes on.
+        self.bell.put(None)
+        self.events, self.bell = deque(), queue.SimpleQueue()
+        self._had_one = self._warned = False
+
+    def closer(self) -> Callable[[], None]:
+        """Stops the actors, without a reference to this object."""
+        return functools.partial(stop_from_anywhere, self.actors)
+
+    # -- tasks ----------------------------------------------------------------------------------------------
+
+    def choose(self, task: Task, group: int, *, alone: bool) -> ActorWorker | None:
+        """The actor that a task goes to; None if it has to wait."""
+        if task.lane is None:
+            most = 1 if alone else HELD * group
+            free = [worker for worker in self.free if len(worker.tasks) < most]
+            return min(free, key=lambda worker: len(worker.tasks) // group, default=None)
+        worker, ready = self._holders.get(task.lane), self.ready
+        if worker not in ready:
+            held = list(self._holders.values())
+            worker = min(ready, key=held.count, default=None)
+        if worker is None:
+            return None
+        self._holders[task.lane] = worker
+        return None if worker.is_alone or (alone and worker.calls) else worker
+
+    def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, bytes | None]], *, alone: bool) -> None:
+        """Have an actor read tasks, in one call."""
+        number, content = next(self._numbers), pack_tasks([(None, task, own) for task, own in tasks])
+        worker.calls[number] = Call([task for task, _ in tasks], alone)
+        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
+        self._listen(worker.actor.read.remote(content), worker, number)
+
+    def send_cancel(self, worker: ActorWorker, run: int) -> None:
+        # Ray's own ``cancel`` can hold up an actor for half a minute.
+        worker.actor.cancel.options(concurrency_group="control").remote(run)
+
+    # -- actors that end, or stand still --------------------------------------------------------------------
+
+    def where(self, worker: ActorWorker) -> Sequence[int] | None:
+        """The board, when it was last heard of. It is asked again. An actor may take any time to come."""
+        if not worker.ready or not worker.calls:
+            return None
+        if not worker.asked:
+            worker.asked = True
+            self._listen(worker.actor.where.options(concurrency_group="control").remote(), worker, "where")
+        return worker.board
+
+    def kill_late(self, late: Sequence[ActorWorker], seconds: float) -> None:
+        import ray
+
+        answers = [worker.actor.stacks.options(concurrency_group="control").remote() for worker in late]
+        ray.wait(answers, num_returns=len(answers), timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
+        for worker in late:
+            stop([worker.actor])
+
+    def last_words(self, worker: ActorWorker, error: BaseException | None) -> Death:
+        said = worker.begun or Begun(0, "", "")
+        first = next(iter(worker.calls.values()), None)
+        board: Sequence[int] | None = None
+        if first is None:
+            board = UNUSED
+        elif worker.hung and any(is_at(worker.board, task) for task in worker.tasks.values()):
+            board = worker.board
+        elif first.alone:
+            board = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
+        # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
+        has_gone = error is not None and is_of_node(error)
+        return Death(
+            worker.number,
+            said.pid,
+            None,
+            host=said.host,
+            cause=cause_of(error),
+            hung=worker.hung,
+            board=board,
+            is_of_machine=has_gone or bool(said.node and said.node not in alive()),
+            is_final=bool(getattr(error, "actor_init_failed", False)),
+        )
+
+    def release(self, worker: ActorWorker) -> None:
+        stop(self.actors, worker.actor)
+
+    def goes_on_without(self, worker: ActorWorker, error: Exception) -> bool:
+        if "No module named 'sharded_loader'" in str(error):
+            add_note(
+                error,
+                "sharded_loader: the nodes do not have this library. Install it there, or send it along: "
+                'RayPool(n, runtime_env={"py_modules": [sharded_loader]})',
+            )
+        if worker.ready or not self.ready:
+            return False  # it had begun before: then the job is to blame
+        worker.failed = True
+        stop(self.actors, worker.actor)
+        logger.warning("RayPool: worker %s cannot start; the others read without it: %s", worker.number, error)
+        return True
+
+    def seconds_to_look(self, watch_step: float | None) -> float:
+        """Seconds until the next `look`."""
+        if any(not worker.ready and not worker.failed for worker in self._workers):
+            return LOOK_SECONDS
+        return watch_step or IDLE_SECONDS
+
+    def is_due(self, watch_step: float | None) -> bool:
+        """Whether it is time to look. The next time begins now."""
+        now = time.monotonic()
+        if now - self._looked < min(LOOK_SECONDS, self.seconds_to_look(watch_step)):
+            return False
+        self._looked = now
+        return True
+
+    def look(self) -> Exception | None:
+        """What no event tells of: none that is ready, and no Ray. The error that ends the pool."""
+        if self._session != session():
+            return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
+        if self.ready:
+            return None
+        passed = time.monotonic() - self._none_ready_since
+        if passed > PATIENCE and not self._warned:
+            self._warned = True
+            if self._had_one:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            else:
+                fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+                fate += f"{self.start_timeout:g})"
+            logger.warning("RayPool: %s: %s", fate, what_there_is(self._wanted.amounts))
+        if passed > self.start_timeout and not self._had_one:
+            return TimeoutError(
+                f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
+                f"{what_there_is(self._wanted.amounts)}. Ask for less (num_cpus=, resources=), or add nodes"
+            )
+        return None
+
+
+def _note(
+    events: deque[Event], bell: queue.SimpleQueue[None], worker: ActorWorker, what: int | str, future: Future[Any]
+) -> None:
+    """In a thread of Ray's: a call has ended."""
+    events.append((worker, what, future))
+    if bell.empty():
+        bell.put(None)

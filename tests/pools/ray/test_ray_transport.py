@@ -1,0 +1,177 @@
+"""Which actor reads a task, and what is known of one that has died. Without Ray."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from sharded_loader import WorkerDiedError
+from sharded_loader.engine.board import IN_BATCH, UNUSED
+from sharded_loader.engine.messages import Job, NewJob, Task
+from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.pools.ray import transport as transport_module
+from sharded_loader.pools.ray.actor import Begun
+from sharded_loader.pools.ray.actors import Wanted
+from sharded_loader.pools.ray.transport import ActorWorker, Call, RayTransport
+from sharded_loader.pools.supervisor import Supervisor
+
+NODE, HOST = "node", "10.0.0.1"
+KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited.")
+
+
+class Transport(RayTransport):
+    """Actors that are only pretended: ready at once, with nothing behind them."""
+
+    def launch(self, number: int) -> ActorWorker:
+        worker = ActorWorker(number, object())
+        worker.begun, worker.ready = Begun(70 + number, NODE, HOST), True
+        return worker
+
+    def _begin(self, worker: ActorWorker) -> None:
+        pass
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Transport:
+    errors = types.SimpleNamespace(ActorUnavailableError=ConnectionError)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(exceptions=errors, is_initialized=lambda: False))
+    monkeypatch.setattr(transport_module, "alive", lambda: {NODE})
+    monkeypatch.setattr(transport_module, "session", lambda: "session")
+    monkeypatch.setattr(transport_module, "put_job", lambda new: None)
+    return Transport(2, Wanted(0, {}, None, "SPREAD"), 600)
+
+
+def supervised(transport: Transport, restarts: int, timeout: float | None = None) -> Supervisor[ActorWorker]:
+    supervisor = Supervisor(transport, restarts, timeout)
+    supervisor.start(NewJob(Job([1], None, 0), None))
+    return supervisor
+
+
+def task(seq: int, lane: int | None = None) -> Task:
+    return Task(0, seq, 0, 0, ([10 * seq, 10 * seq + 1],), False, lane=lane)
+
+
+def give(worker: ActorWorker, *seqs: int, alone: bool = False) -> None:
+    tasks = [task(seq) for seq in seqs]
+    worker.calls[len(worker.calls)] = Call(tasks, alone)
+    worker.tasks.update({(0, seq): task(seq) for seq in seqs})
+
+
+def chosen(transport: Transport, lane: int) -> int:
+    worker = transport.choose(task(0, lane), 1, alone=False)
+    assert worker is not None
+    return worker.number
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_stays_with_its_actor_and_an_actor_that_comes_gets_its_share(transport: Transport) -> None:
+    supervised(transport, 3)
+    first, second = transport.workers
+    second.ready = False
+    assert [chosen(transport, lane) for lane in range(4)] == [0] * 4
+    second.ready = True
+    transport.has_begun(second, Begun(71, NODE, HOST))
+    assert sorted(chosen(transport, lane) for lane in range(4)) == [0, 0, 1, 1]
+    first.ready = False
+    assert [chosen(transport, lane) for lane in range(4)] == [1] * 4
+    second.ready = False
+    assert transport.choose(task(0, 0), 1, alone=False) is None
+
+
+def test_a_task_that_travels_alone_waits_for_an_actor_that_has_nothing(transport: Transport) -> None:
+    supervised(transport, 3)
+    first, second = transport.workers
+    give(first, 1, 2)
+    assert transport.choose(task(3), 4, alone=True) is second
+    give(second, 4, alone=True)
+    assert transport.choose(task(3), 4, alone=True) is None
+    assert transport.choose(task(3), 4, alone=False) is first
+    assert transport.choose(task(3, lane=1), 4, alone=False) in (None, first)
+
+
+def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> None:
+    supervised(transport, 3)
+    worker = transport.workers[0]
+    give(worker, 1, 2)
+    give(worker, 3)
+    assert [one.seq for one in worker.end_call(0)] == [1, 2]
+    assert list(worker.tasks) == [(0, 3)]
+    assert worker.end_call("begin") == []
+
+
+# -- last words ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Transport) -> None:
+    supervised(transport, 3)
+    worker = transport.workers[0]
+    assert transport.last_words(worker, KILLED).board == UNUSED
+    give(worker, 4, 5)
+    death = transport.last_words(worker, KILLED)
+    assert (death.board, death.is_of_machine, death.is_final) == (None, False, False)
+    assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
+    worker.end_call(0)
+    give(worker, 4, alone=True)
+    assert transport.last_words(worker, KILLED).board == (0, 4, 0, IN_BATCH)
+
+
+def test_a_death_with_the_node_is_known_as_such(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervised(transport, 3)
+    worker = transport.workers[0]
+    assert transport.last_words(worker, Exception("its node has died")).is_of_machine
+    assert transport.last_words(worker, ConnectionError()).is_of_machine
+    monkeypatch.setattr(transport_module, "alive", set)
+    assert transport.last_words(worker, KILLED).is_of_machine
+
+
+def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transport) -> None:
+    supervisor = supervised(transport, 2)
+    give(transport.workers[0], 3, 4)
+    assert supervisor.replace(transport.workers[0], KILLED) == []
+    assert supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    for number in (0, 1):
+        give(transport.workers[number], 4, alone=True)
+        results = supervisor.replace(transport.workers[number], KILLED)
+        assert len(results) == number
+    error = results[0].error
+    assert isinstance(error, WorkerDiedError)
+    assert (error.batch, error.index, error.exitcode) == (4, None, None)
+    assert "died: SYSTEM_ERROR: It exited.. It was reading the batch, in epoch 0, batch 4" in str(error)
+    assert not any(one.careful for one in supervisor.requeued)
+
+
+def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transport) -> None:
+    supervisor = supervised(transport, 1, 2.0)
+    worker = transport.workers[0]
+    give(worker, 3, 4)
+    worker.hung, worker.board = True, [0, 4, 0, 1]
+    [given_up] = supervisor.replace(worker, KILLED)
+    assert (given_up.seq, given_up.error.index) == (4, 41)  # type: ignore[union-attr]
+
+
+def unborn(transport: Transport) -> Any:
+    for worker in transport.workers:
+        worker.ready, worker.begun = False, None
+    return transport.workers[0]
+
+
+def test_actors_that_cannot_be_made_break_the_pool_with_the_remedy(transport: Transport) -> None:
+    supervisor = supervised(transport, 3)
+    error = Exception("ModuleNotFoundError: No module named 'sharded_loader'")
+    error.actor_init_failed = True  # type: ignore[attr-defined]
+    with pytest.raises(PoolBroken) as caught:
+        supervisor.replace(unborn(transport), error)
+    assert "py_modules" in "\n".join(caught.value.error.__notes__)
+
+
+def test_others_read_without_an_actor_that_cannot_be_made(transport: Transport) -> None:
+    supervisor = supervised(transport, 1)
+    first, second = transport.workers
+    first.ready = False
+    assert supervisor.replace(first, KILLED) == []
+    assert (first.failed, transport.workers) == (True, [first, second])
