@@ -27,10 +27,10 @@ from sharded_loader.pools.inline import InlinePool as InlinePool
 from sharded_loader.pools.process.pool import ProcessPool as ProcessPool
 from sharded_loader.pools.ray.pool import RayPool as RayPool
 from sharded_loader.pools.threads import ThreadPool as ThreadPool
-from sharded_loader.randomness.indices import IndexView as IndexView
 from sharded_loader.randomness.rng import sample_generator as sample_generator
 from sharded_loader.randomness.rng import sample_rng as sample_rng
 from sharded_loader.randomness.rng import sample_seed as sample_seed
+from sharded_loader.randomness.shuffle import IndexView as IndexView
 from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler

@@ -1,7 +1,18 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
-    target.find_dataset --> measure.measure --> a table, measure.recommend
+    target.find_dataset --> measure --> a table, recommend
     facts.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
+
+    rows_of(pools, workers) -> Rows
+    measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
+    recommend(measurements, cores) -> one sentence, a pure function
+
+Rounds are interleaved: every row is measured once, then every row again. So a disturbance of the machine hits all rows
+alike. Each turn has a new loader. Its first batches are not counted: workers start, and fill what is prefetched. A turn
+measures at least as many batches as it has workers, even if that takes longer than asked for.
+
+`measure` owns one loader at a time and closes it. What can go wrong: the dataset raises. In the main process that ends
+the measurement; with workers it ends only that row, unless every row fails.
 
 Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset cannot be found or read.
 """
@@ -11,6 +22,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -18,9 +32,8 @@ import click
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.cli import output
 from sharded_loader.cli.facts import busy_text, cores_of_others
-from sharded_loader.cli.measure import ROUNDS, DatasetFailed, Measurement, Row, measure, ms_text, recommend, rows_of
 from sharded_loader.cli.output import POOLS, CannotRun, Steps, complain
-from sharded_loader.cli.target import find_dataset, find_function, kind_of
+from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
 
 def _listed_numbers(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
@@ -140,3 +153,223 @@ def _show(asked: dict[str, Any], measured: list[Measurement], others: float) -> 
     if (busy := busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
         click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
     click.echo(recommend(measured, cores_for_workers()))
+
+
+# -- the measurement, without a terminal -------------------------------------------------------------------------------
+
+
+ROUNDS = 5
+"""Of three rounds on a busy machine, the median is often a disturbed one."""
+
+WORTH = 1.2
+"""Workers are worth their memory if they read this many times as fast as the main process."""
+
+NEARLY = 0.9
+"""A row with fewer workers is preferred if it has this share of the highest speed."""
+
+_ARGUMENTS = {"process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured: a pool (``inline``, ``thread``, ``process`` or ``ray``) and its number of workers."""
+
+    pool: str
+    workers: int
+
+    def __str__(self) -> str:
+        return "inline" if self.pool == "inline" else f"{self.workers} x {self.pool}"
+
+
+@dataclass(frozen=True)
+class Measurement(Row):
+    """How fast a row was.
+
+    Attributes:
+        samples_per_second: the median over the rounds; 0 if the row failed.
+        ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
+        error: why the row failed; None if it did not.
+        lowest, highest: samples per second of the slowest and of the fastest round.
+
+    Example:
+        >>> Measurement("inline", 0, 100.0, lowest=90.0, highest=120.0).spread
+        0.15
+    """
+
+    samples_per_second: float = 0.0
+    ms_per_batch: float = 0.0
+    error: str | None = None
+    lowest: float = 0.0
+    highest: float = 0.0
+
+    @property
+    def spread(self) -> float:
+        """Half the way from the slowest to the fastest round, as a share of the median."""
+        return (self.highest - self.lowest) / 2 / self.samples_per_second if self.samples_per_second else 0.0
+
+
+class DatasetFailed(Exception):
+    """The dataset raised in the main process or in every row; the message says what and at which sample."""
+
+
+def rows_of(pools: Sequence[str], workers: Sequence[int]) -> list[Row]:
+    """The rows to measure: inline first, then each pool with each number of workers.
+
+    Example:
+        >>> [str(row) for row in rows_of(["process", "inline"], [2, 4])]
+        ['inline', '2 x process', '4 x process']
+    """
+    inline = [Row("inline", 0)] if "inline" in pools else []
+    return inline + [Row(pool, count) for pool in pools if pool != "inline" for count in workers]
+
+
+def measure(
+    dataset: Any,
+    rows: Sequence[Row],
+    seconds: float,
+    batch_size: int,
+    shuffle: bool,
+    batchify_fn: Callable[[list[Any]], Any] | None = None,
+    on_turn: Callable[[int, Row], object] = lambda number, row: None,
+) -> list[Measurement]:
+    """Measure every row in several rounds.
+
+    Args:
+        dataset: what to read.
+        rows: as from `rows_of`.
+        seconds: for each row, all rounds together, without what is not counted.
+        batch_size: samples per batch.
+        shuffle: read in random order.
+        batchify_fn: makes a batch of a list of samples, as for the loader; None: the default.
+        on_turn: called before each turn with its number, from 0, and its row.
+
+    Returns:
+        A measurement for each row, in their order.
+
+    Raises:
+        DatasetFailed: the dataset raised in the main process or in every row, or it has no samples.
+    """
+    arguments = {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
+    turns: dict[Row, list[tuple[float, float]]] = {row: [] for row in rows}
+    errors: dict[Row, str] = {}
+    for number in range(ROUNDS * len(rows)):
+        row = rows[number % len(rows)]
+        on_turn(number, row)
+        if row in errors:
+            continue
+        try:
+            turns[row].append(_turn(row, seconds / ROUNDS, arguments))
+        except DatasetFailed:
+            raise
+        except Exception as error:
+            errors[row] = say_error(error)
+            if row.pool == "inline" or len(errors) == len(rows):
+                raise DatasetFailed(errors[row]) from error
+    return [_summed_up(row, turns[row], errors.get(row)) for row in rows]
+
+
+def _summed_up(row: Row, turns: list[tuple[float, float]], error: str | None) -> Measurement:
+    if error is not None:
+        return Measurement(row.pool, row.workers, error=error)
+    speeds, times = zip(*turns, strict=True)
+    middle = statistics.median(speeds), statistics.median(times)
+    return Measurement(row.pool, row.workers, *middle, lowest=min(speeds), highest=max(speeds))
+
+
+def _turn(row: Row, seconds: float, arguments: dict[str, Any]) -> tuple[float, float]:
+    """Samples per second and milliseconds per batch, of a loader with these arguments."""
+    from sharded_loader import ShardedDataLoader
+
+    pool: Any = row.pool
+    with ShardedDataLoader(num_workers=row.workers, pool=pool, seed=0, **arguments) as loader:
+        batches = _without_end(loader)
+        for _ in range(1 + 2 * row.workers):
+            next(batches)
+        before, begin, count = loader.stats().samples, time.perf_counter(), 0
+        while count < max(2, row.workers) or time.perf_counter() - begin < seconds:
+            next(batches)
+            count += 1
+        took = time.perf_counter() - begin
+        return (loader.stats().samples - before) / took, 1000 * took / count
+
+
+def _without_end(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
+    why = "it gives no samples: give a dataset that has some"
+    while True:
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise DatasetFailed(why)
+        why = "it gives its samples only once: return a new iterator from __iter__"
+
+
+def recommend(measurements: Sequence[Measurement], cores: int) -> str:
+    """Which arguments to give to the loader, in one sentence.
+
+    Args:
+        measurements: rows that failed are ignored.
+        cores: how many cores workers can share.
+
+    Returns:
+        The sentence. It names no arguments if the rounds of two rows overlap that lead to other arguments.
+
+    Example:
+        >>> recommend([Measurement("inline", 0, 1000, 64.0), Measurement("process", 2, 1100, 58.2)], cores=2)
+        'Inline is enough, so leave out num_workers: with workers it is at best 1.10 times as fast.'
+    """
+    good = [row for row in measurements if row.error is None]
+    inline = next((row for row in good if row.pool == "inline"), None)
+    inline_ms = "" if inline is None else f"{ms_text(inline.ms_per_batch)} ms"
+    if inline is not None and len(good) == 1:
+        return f"Only inline was measured, {inline_ms} per batch: add --pools inline,thread,process to compare."
+    chosen = _choose(good, inline)
+    if unclear := [row for row in good if row is not chosen and _may_be_faster(row, chosen)]:
+        return (
+            f"No clear winner: the rounds of {_arguments(chosen)} and {_arguments(unclear[0])} overlap. "
+            "Stop other programs and measure again, or measure for longer, such as --seconds 20."
+        )
+    arguments = _arguments(chosen)
+    if inline is None:
+        return f"Use {arguments}: no other row that was measured is much faster or needs fewer workers."
+    if chosen is inline:
+        times = max(row.samples_per_second for row in good if row is not inline) / inline.samples_per_second
+        return f"Inline is enough, so leave out num_workers: with workers it is at best {times:.2f} times as fast."
+    most = max(row.workers for row in good if row.pool == chosen.pool)
+    if chosen.workers == most and most < cores:
+        then = f"more may be faster, so measure with --workers {most},{2 * most}."
+    else:
+        then = f"inline is enough if your training step takes far longer than {inline_ms}."
+    times = chosen.samples_per_second / inline.samples_per_second
+    return f"Use {arguments}: {times:.1f} times as fast as inline; {then}"
+
+
+def _choose(good: Sequence[Measurement], inline: Measurement | None) -> Measurement:
+    """Inline if no row is much faster; otherwise the row with the fewest workers among the fastest."""
+    best = max(row.samples_per_second for row in good)
+    worth = WORTH * inline.samples_per_second if inline else 0.0
+    if inline is not None and best < worth:
+        return inline
+    near = [row for row in good if row.samples_per_second >= max(NEARLY * best, worth)]
+    return min(near, key=lambda row: (row.workers, -row.samples_per_second))
+
+
+def _may_be_faster(other: Measurement, chosen: Measurement) -> bool:
+    """Whether the medians differ enough to matter, and the rounds too much to tell which row is faster."""
+    low, high = sorted([other, chosen], key=lambda row: row.samples_per_second)
+    return high.samples_per_second >= WORTH * low.samples_per_second and low.highest > high.lowest
+
+
+def _arguments(row: Measurement) -> str:
+    return "inline" if row.pool == "inline" else f"num_workers={row.workers}{_ARGUMENTS[row.pool]}"
+
+
+def ms_text(ms: float) -> str:
+    """Milliseconds with three digits.
+
+    Example:
+        >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)
+        ('0.0123', '12.3', '1,234')
+    """
+    return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"

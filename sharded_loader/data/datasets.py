@@ -66,7 +66,7 @@ from sharded_loader.data.columns import check_dataset, is_dataset
 from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level, transform_seed, translated
 from sharded_loader.data.splits import split_sizes, stratified_parts
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.indices import IndexView, Selection, bound_of, composed, shuffled_parts, taken
+from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
 
 
 class Dataset:

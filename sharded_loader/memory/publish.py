@@ -2,7 +2,7 @@
 
     publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
                                            value (`script_by_value`), arrays and tensors out of band, arrays over files
-                                           by name (`mapped`)
+                                           by name (`references`)
     share(encoded, number) -> Published    its large buffers in one segment, for all workers
 
 A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
@@ -31,7 +31,6 @@ import cloudpickle
 import numpy as np
 
 from sharded_loader.base.limits import free_bytes
-from sharded_loader.memory import inherit
 from sharded_loader.memory.codec import (
     ALIGNMENT,
     Array,
@@ -42,7 +41,7 @@ from sharded_loader.memory.codec import (
     rebuild_tensor,
     reduce_array,
 )
-from sharded_loader.memory.mapped import MappedFiles
+from sharded_loader.memory.references import Inherited, MappedFiles, needs_inheritance, reduced_lock
 from sharded_loader.memory.segments import Segment, create
 
 SHARED_BYTES = 65536
@@ -100,7 +99,7 @@ class _Publisher(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add("torch")
             reduced = self._reduce_view(obj.resolve_conj().resolve_neg())
         if reduced is NotImplemented:
-            reduced = inherit.reduced(obj)
+            reduced = reduced_lock(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if reduced is NotImplemented:
@@ -132,7 +131,7 @@ class NeedsInheritanceError(TypeError):
     """The job has objects that a worker can only inherit when it is started."""
 
 
-def publish(job: Any, inherited: inherit.Inherited | None = None, **parts: Any) -> Encoded:
+def publish(job: Any, inherited: Inherited | None = None, **parts: Any) -> Encoded:
     """Pickle ``job`` for all workers.
 
     Args:
@@ -147,7 +146,7 @@ def publish(job: Any, inherited: inherit.Inherited | None = None, **parts: Any) 
         with contextlib.nullcontext() if inherited is None else inherited:
             return _dump(job)
     except Exception as error:
-        kind = NeedsInheritanceError if inherited is None and inherit.is_needed(error) else TypeError
+        kind = NeedsInheritanceError if inherited is None and needs_inheritance(error) else TypeError
         try:
             culprit = next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
         except RecursionError:  # too deep for pickle, and so for us

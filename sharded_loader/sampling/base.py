@@ -12,15 +12,19 @@ over a sampler changes nothing in a loader. An explicit ``set_epoch`` does, as t
 sampler knows no loader: it keeps the last call, and each loader looks for calls that are new to it.
 
 What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
-works, as a sampler of another library does (`sharded_loader.sampling.foreign`). The calls on a sampler with
-``__slots__`` cannot be noted.
+works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
+
+`EpochRequests` notices the calls of ``set_epoch``. Samplers of this library note each call. On a sampler of another
+library ``set_epoch`` is replaced, on that object alone, by a function that notes the call and passes it on. The calls
+on a sampler with ``__slots__`` cannot be noted.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -268,3 +272,66 @@ def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed
     return None if is_own(sampler) else sampler, seed
+
+
+# -- calls of set_epoch ------------------------------------------------------------------------------------------------
+
+
+def _notes_calls(sampler: Any) -> bool:
+    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on."""
+    method = getattr(sampler, "set_epoch", None)
+    if callable(method) and not getattr(method, "is_noted", False):
+        epoch = getattr(sampler, "epoch", None)
+        listener: Any = partial(_set_epoch, sampler, method)
+        listener.is_noted = True
+        try:  # an epoch above 0 is a call that came before
+            sampler.epoch_request = note(epoch) if isinstance(epoch, int) and epoch > 0 else None
+            sampler.set_epoch = listener
+        except AttributeError:  # it has __slots__
+            return False
+    return callable(method)
+
+
+def _set_epoch(sampler: Any, method: Callable[[int], Any], epoch: int) -> Any:
+    """Stands in for the ``set_epoch`` of a sampler of another library."""
+    answer = method(epoch)
+    sampler.epoch_request = note(epoch)
+    return answer
+
+
+class EpochRequests:
+    """The calls to ``set_epoch`` on some samplers that one loader has not seen yet.
+
+    Example:
+        >>> from sharded_loader import RandomSampler
+        >>> sampler, requests = RandomSampler(4, seed=1), EpochRequests()
+        >>> requests.listen([sampler])
+        >>> sampler.set_epoch(3)
+        >>> requests.take(), requests.take()
+        (3, None)
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Any, EpochRequest | None]] = []
+
+    def listen(self, samplers: Iterable[Any]) -> None:
+        """Listen to these samplers from now on; calls on the others do not count any more."""
+        before = {id(one): request for one, request in self._seen}
+        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
+
+    def take(self) -> int | None:
+        """The epoch of the latest call that is new; None if there is none."""
+        new: list[EpochRequest] = []
+        for sampler, seen in self._seen:
+            request = sampler.epoch_request
+            # By identity: a sampler that was pickled brings a number that another process gave.
+            if request is not None and request is not seen:
+                new.append(request)
+        if not new:
+            return None
+        self.drop()
+        return max(new).epoch
+
+    def drop(self) -> None:
+        """The calls up to now do not count: the loader itself was given an epoch."""
+        self._seen = noted(one for one, _ in self._seen)

@@ -28,8 +28,7 @@ from sharded_loader.randomness.shuffle import Indices, shuffled
 from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
-from sharded_loader.sampling.rollover import Rolling
-from sharded_loader.sampling.tables import BATCHES, Batched, Table, parts
+from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, parts
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62

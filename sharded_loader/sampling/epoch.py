@@ -50,9 +50,8 @@ from sharded_loader.sampling.foreign import (
     table_of,
 )
 from sharded_loader.sampling.listed import Listed
-from sharded_loader.sampling.rollover import ENDLESS, Rolling
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
-from sharded_loader.sampling.tables import Batched, Dealt, Table, parts
+from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Rolling, Table, parts
 
 
 @dataclass

@@ -24,8 +24,7 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
-from sharded_loader.randomness.indices import IndexView, Selection, taken
-from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle, uniforms
+from sharded_loader.randomness.shuffle import MAX_LENGTH, IndexView, Indices, Selection, shuffle, taken, uniforms
 from sharded_loader.sampling.base import Sampler, resolve_seed
 from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
 

@@ -25,10 +25,18 @@ from typing import Any
 from sharded_loader.base.notices import warn
 from sharded_loader.engine.epoch import Position
 from sharded_loader.engine.order import Order
-from sharded_loader.sampling.base import DrawnSeed, Sampler, check_sampler, find_foreign, is_own, is_wrapper, nested
+from sharded_loader.sampling.base import (
+    DrawnSeed,
+    EpochRequests,
+    Sampler,
+    check_sampler,
+    find_foreign,
+    is_own,
+    is_wrapper,
+    nested,
+)
 from sharded_loader.sampling.batch_samplers import BatchSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.epoch_requests import EpochRequests
 from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
 from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
 from sharded_loader.sampling.replicas import ReplicaSampler, refuse_distributed_sampler, text_if_ranks_repeat

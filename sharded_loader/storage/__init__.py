@@ -1,8 +1,7 @@
 """Shards: files of many samples, on this machine or in an object store. From the bottom up:
 
     errors.py        the errors of shards, and what messages show of a URL
-    versions.py      a part of a file, and whether it is of the version that was found first
-    fast_s3.py       parts of files in S3 through obstore
+    parts.py         a part of a remote file, and whether it is of the version that was found first
     stores.py        the bytes of files: local, or wherever fsspec reaches
     files.py         one shard as bytes by their place, wherever it lies
     indexes.py       where the samples of a shard lie; made once, kept, and checked

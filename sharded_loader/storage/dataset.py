@@ -42,9 +42,9 @@ from sharded_loader.storage.errors import ShardError
 from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
 from sharded_loader.storage.formats import SUFFIX, Format, format_of, urls_in
 from sharded_loader.storage.indexes import Index, Indexes, default_folder
+from sharded_loader.storage.parts import with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import Stat, Store
-from sharded_loader.storage.versions import with_tags
 
 OPEN = 32
 """Shards that a process keeps open."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.notices import warn
-from sharded_loader.storage.versions import UNKNOWN, Stat
+from sharded_loader.storage.parts import UNKNOWN, Stat
 
 Index = dict[str, npt.NDArray[Any]]
 """Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""

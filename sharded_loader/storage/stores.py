@@ -5,7 +5,7 @@
     store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
     store.fetch(url, file, stat)           -> the whole file, in pieces
 
-Each answer is compared with ``stat`` (`versions`). If an answer has no tag, the store asks for the tag once more after
+Each answer is compared with ``stat`` (`parts`). If an answer has no tag, the store asks for the tag once more after
 the last part. So all bytes are those of one version, or there is an error.
 
 A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
@@ -35,9 +35,8 @@ from typing import Any, BinaryIO, TypeVar
 from sharded_loader.base.private import close_session, path_of
 from sharded_loader.data.following import note_retry
 from sharded_loader.storage.errors import MissingShardError, ShardError, missing_or_forbidden, redacted, shown
-from sharded_loader.storage.fast_s3 import FastS3
-from sharded_loader.storage.versions import UNKNOWN, Changed, Unfit, http_tag, is_same, part, tag_of
-from sharded_loader.storage.versions import Stat as Stat
+from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, http_tag, is_same, part, tag_of
+from sharded_loader.storage.parts import Stat as Stat
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0

@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 from sharded_loader.base.private import answer_for_torch, set_worker_info, worker_info
-from sharded_loader.data.source import ask_first
+from sharded_loader.data.interleave import ask_first
 from sharded_loader.engine.messages import Job
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory.inherit import Inherited, is_needed, reduced
+from sharded_loader.memory.references import Inherited, needs_inheritance, reduced_lock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors are handles there")
 
@@ -79,18 +79,14 @@ def test_descriptors_are_kept_until_they_are_closed() -> None:
 
 
 def test_outside_of_a_block_nothing_is_pickled_in_that_way() -> None:
-    assert reduced(object()) is NotImplemented
+    assert reduced_lock(object()) is NotImplemented
     with Inherited():
-        assert reduced(object()) is NotImplemented, "an object of no kind that multiprocessing knows"
+        assert reduced_lock(object()) is NotImplemented, "an object of no kind that multiprocessing knows"
 
 
 def test_only_errors_of_multiprocessing_ask_for_inheritance() -> None:
     asked = RuntimeError("Synchronized objects should only be shared between processes through inheritance")
     wrapped = TypeError("cannot be pickled")
     wrapped.__cause__ = asked
-    assert (is_needed(asked), is_needed(wrapped), is_needed(ValueError("no")), is_needed(None)) == (
-        True,
-        True,
-        False,
-        False,
-    )
+    errors = (asked, wrapped, ValueError("no"), None)
+    assert list(map(needs_inheritance, errors)) == [True, True, False, False]

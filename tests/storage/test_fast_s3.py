@@ -18,9 +18,8 @@ from shards import write_tar
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
 from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.fast_s3 import FastS3, settings_of
+from sharded_loader.storage.parts import Changed, FastS3, Stat, settings_of
 from sharded_loader.storage.stores import Store
-from sharded_loader.storage.versions import Changed, Stat
 
 with_server = pytest.mark.stores
 
@@ -203,7 +202,7 @@ def test_a_bucket_that_obstore_cannot_reach_is_read_by_s3fs(
     monkeypatch.setattr(FastS3, "_used_in", None)
     nobody = "http://127.0.0.1:9"  # the port where nobody listens
     monkeypatch.setattr(
-        "sharded_loader.storage.fast_s3.settings_of", lambda options: settings_of(options | {"endpoint_url": nobody})
+        "sharded_loader.storage.parts.settings_of", lambda options: settings_of(options | {"endpoint_url": nobody})
     )
     store = Store(s3)
     assert b"0.txt" in store.ranges("s3://bucket/train-0.tar", [0], [100])[0]

@@ -28,8 +28,8 @@ from sharded_loader.base.system import open_pidfd
 from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, new_board
 from sharded_loader.engine.messages import STACKS, Task, pack_head
 from sharded_loader.memory.arena import Arena, Register
-from sharded_loader.memory.inherit import Inherited
 from sharded_loader.memory.publish import Published
+from sharded_loader.memory.references import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.process.lifeline import Lifeline
 from sharded_loader.pools.process.link import Link, Poller

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.engine.messages import CANCEL, JOB, NewJob, Task, pack_head
 from sharded_loader.memory import publish
-from sharded_loader.memory.inherit import Inherited
+from sharded_loader.memory.references import Inherited
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources

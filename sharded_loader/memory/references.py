@@ -1,26 +1,35 @@
-"""Arrays over files (`numpy.memmap`, views and slices of them) on their way to spawned workers: by name, not by value.
+"""What goes to spawned workers by reference, not by value: arrays over files, and locks of ``multiprocessing``.
 
     MappedFiles().reduce(array) -> reduction     in the main process: which part of which file, and the view of it
     view_mapping(opened, ...) -> array           in the worker: the array over the file, which it has opened again
+    Inherited().fds                              descriptors that the workers have to be started with
+    with inherited: pickle                       inside, locks and values can be pickled: they name those descriptors
 
-A worker opens the file itself, so 100 MB cost neither a copy nor a page. What is written to a file that was opened with
-``"r+"`` is written to that file, as in the main process.
+*Files.* A worker opens the file of a `numpy.memmap`, of its views and slices, itself, so 100 MB cost neither a copy nor
+a page. What is written to a file that was opened with ``"r+"`` is written to that file, as in the main process. A file
+goes by name only if the worker would find the same bytes. These go by value: a file that has been deleted or replaced
+since it was mapped, and one in mode ``"c"``, because nobody can say portably whether its pages were written to. A
+tensor over a memmap also does: torch does not say where its memory is from.
 
-A file goes by name only if the worker would find the same bytes. These go by value: a file that has been deleted or
-replaced since it was mapped, and one in mode ``"c"``, because nobody can say portably whether its pages were written
-to. A tensor over a memmap also does: torch does not say where its memory is from.
+*Locks.* ``multiprocessing`` pickles a ``Value``, a ``Lock`` or a ``Queue`` only while it starts a process, because the
+process inherits the descriptors behind them. Our workers get the dataset after their start. So such a dataset is
+pickled before that, with an object in the place of the process that is being started. It keeps the descriptors.
 
 What can go wrong: the file goes before a worker has opened it; that is the error with which the worker cannot start.
+Locks that were made for forked processes raise a RuntimeError, as with ``multiprocessing``.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
+from multiprocessing import context
 from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.private import duplicated, reducer_of
 from sharded_loader.memory.codec import Array, array_address
 
 
@@ -112,3 +121,57 @@ def view_mapping(whole: Any, kind: type, writeable: bool, shape: Any, dtype: Any
         # What numpy.memmap's own slices have. Without it flush() does nothing.
         array._mmap, array.filename, array.offset, array.mode = whole._mmap, whole.filename, whole.offset, whole.mode
     return array  # type: ignore[no-any-return]
+
+
+# -- locks and shared values -------------------------------------------------------------------------------------------
+
+
+def needs_inheritance(error: BaseException | None) -> bool:
+    """Whether pickling has failed because a process would have to inherit something."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and "through inheritance" in str(error):
+            return sys.platform != "win32"
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class Inherited:
+    """What workers inherit.
+
+    Attributes:
+        fds: descriptors of the objects that were pickled inside a ``with`` block. This object owns them.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._before: Any = None
+
+    def __enter__(self) -> Inherited:
+        self._before = context.get_spawning_popen()
+        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it has their methods
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        context.set_spawning_popen(self._before)
+
+    def DupFd(self, fd: int) -> Any:
+        """A descriptor as an object that can be pickled."""
+        return duplicated(fd)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """The number that a descriptor has in the workers: the same as here."""
+        self.fds.append(os.dup(fd))
+        return self.fds[-1]
+
+    def close(self) -> None:
+        """Close the descriptors; workers that run have their own."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def reduced_lock(obj: Any) -> Any:
+    """How ``multiprocessing`` pickles an object, inside a ``with`` block of `Inherited`; otherwise NotImplemented."""
+    if not isinstance(context.get_spawning_popen(), Inherited):
+        return NotImplemented
+    reduce = reducer_of(type(obj))
+    return NotImplemented if reduce is None else reduce(obj)

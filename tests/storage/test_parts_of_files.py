@@ -20,8 +20,8 @@ from shards import write_tar
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import stores
 from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.parts import is_same, tag_of, with_tags
 from sharded_loader.storage.stores import Stat, Store
-from sharded_loader.storage.versions import is_same, tag_of, with_tags
 
 OLD = random.Random(1).randbytes(500_000)
 NEW = OLD[::-1]
