@@ -120,7 +120,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         refuse_arguments("DataLoader", unknown, type(self).__init__)
         self.seed, self.on_error = seed, on_error
         self.max_skipped = check_max_skipped(max_skipped, on_error)
-        self._meter = Meter(dataset, Notices(), self.max_skipped)
+        self._count_with(Meter(dataset, Notices(), self.max_skipped))
         self.device, self.devices, self.num_shards = device, devices, num_shards
         self.start_method, self.thread_pool, self.restarts, self.max_bytes = (
             start_method,

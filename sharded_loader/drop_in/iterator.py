@@ -38,7 +38,8 @@ from sharded_loader.engine.run import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
-from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
+from sharded_loader.loader.iterator import BatchIterator, profiler_enabled
+from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
@@ -65,34 +66,24 @@ class AsCollated(Placement):
         return super().begin(shards if sharded else shards[0], sharded)
 
 
-class _OneEpoch:
-    """What `EpochIterator` asks `Epochs` and `Progress` for, where there is one epoch, with one run."""
+class RunIterator(BatchIterator[Any]):
+    """Batches of one run. It is the only one of its loader's iterator.
 
-    shown: Any = None
+    Args:
+        pipeline, placement, meter: of the iterator.
+        run: the run.
+        job: what workers are told with it.
+    """
 
-    def __init__(self, pipeline: Pipeline, run: Run, job: Job) -> None:
-        self._pipeline, self._run, self._job = pipeline, run, job
+    def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
+        super().__init__(pipeline, placement, meter)
+        self._only, self._job = run, job
 
-    def choose(self, iterator: EpochIterator) -> None:
-        iterator.run = self._run
+    def _choose(self) -> Run:
+        return self._only
 
-    def open(self, iterator: EpochIterator) -> None:
-        self._pipeline.open(self._run, self._job)
-
-    def keep(self, iterator: EpochIterator, mark: Any) -> None:
-        iterator.run = None
-
-    def read_ahead(self, run: Run) -> None:
-        """Another epoch may be of another sampler."""
-
-    def mark(self) -> tuple[int, None, None]:
-        return 0, None, None
-
-    def begun(self, run: Run, iterator: EpochIterator) -> None:
-        """Nobody counts epochs."""
-
-    def was_over(self, run: Run) -> bool:
-        return False
+    def _open(self, run: Run) -> None:
+        self._pipeline.open(run, self._job)
 
 
 class LoaderIterator(_BaseDataLoaderIter):
@@ -188,9 +179,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if any_order:
             reading.any_order = True
         run = Run(next(_numbers), reading, any_order=any_order)
-        one: Any = _OneEpoch(self._pipeline, run, job)
-        meter, place = loader._meter, self._placement
-        self._inner = EpochIterator(None, one, self._pipeline, place, meter, one)  # type: ignore[arg-type]
+        self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
         self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state["_num_yielded"]
         self.place = Place(reading, run, order, loader, drawn, self._num_yielded, self._before)

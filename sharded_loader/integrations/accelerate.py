@@ -274,7 +274,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement
 
 
 def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, device_placement: bool | None) -> Any:
-    given = dict(loader._given)
+    given = dict(loader.arguments)
     if given.get("num_replicas") is not None:
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
     replicas, rank = accelerator.num_processes, accelerator.process_index

@@ -242,7 +242,14 @@ def check_max_skipped(limit: Any, on_error: Any) -> int | None:
     return check_int("max_skipped", limit, 0, "give the number of samples in an epoch that may be skipped, or None")
 
 
-def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
+def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weights: Any = None) -> Split:
+    """How batches become shards, by the loader's arguments. ``sharded``: shard i belongs to device i."""
+    split = _unweighted(devices, sharded, num_shards)
+    split.weights = check_shard_weights(weights, split)
+    return split
+
+
+def _unweighted(devices: list[Any] | None, sharded: bool, num_shards: Any) -> Split:
     if num_shards is not None:
         if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
             raise TypeError(f"num_shards is {num_shards!r}; it must be an int")

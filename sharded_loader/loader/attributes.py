@@ -11,17 +11,17 @@ and in which order, is read-only.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ParamSpec
 
 from sharded_loader.base.described import an
 from sharded_loader.base.private import refuse_skipping
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
-from sharded_loader.engine.split import Split
 from sharded_loader.loader.arguments import (
     check_count,
     check_prefetch,
@@ -30,11 +30,10 @@ from sharded_loader.loader.arguments import (
     length,
 )
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.progress import Progress
-from sharded_loader.loader.stats import LoaderStats, Metered, quiet_counts
-from sharded_loader.pools.resident import ResidentPool
-from sharded_loader.sampling.order import MapOrder
+from sharded_loader.loader.stats import LoaderStats, Meter, Metered, quiet_counts
 from sharded_loader.streams.order import StreamOrder
+
+Given = ParamSpec("Given")
 
 _INSTEAD_OF_SETTING = {
     "dataset": "make a new loader, or change it in place and call refresh()",
@@ -43,19 +42,35 @@ _INSTEAD_OF_SETTING = {
 }
 
 
-class LoaderAttributes(Metered):
-    """The attributes of a `ShardedDataLoader`, which sets the parts."""
+def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
+    """A constructor of a loader that keeps what it is given; see `LoaderAttributes.arguments`."""
+    signature = inspect.signature(init)
 
-    _batch_size: int | None
-    _pin_memory: bool
-    _order: MapOrder | StreamOrder
-    _split: Split
-    _placement: Placement
-    _pipeline: Pipeline
-    _workers: Pool
-    _progress: Progress
-    _resident: ResidentPool | None
-    _epochs: Epochs
+    @functools.wraps(init)
+    def keep(*args: Given.args, **named: Given.kwargs) -> None:
+        init(*args, **named)
+        (_, loader), *given = signature.bind(*args, **named).arguments.items()
+        loader._arguments = MappingProxyType(dict(given))
+
+    return keep
+
+
+class LoaderAttributes(Metered):
+    """The attributes of a `ShardedDataLoader`, which makes the parts.
+
+    Args:
+        epochs, meter: of the loader.
+        batch_size, pin_memory: the loader's arguments.
+    """
+
+    _arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, epochs: Epochs, meter: Meter, batch_size: int | None, pin_memory: bool) -> None:
+        self._count_with(meter)
+        self._epochs, self._progress = epochs, epochs.progress
+        self._batch_size, self._pin_memory = batch_size, pin_memory
+        self._order, self._pipeline, self._placement = epochs.order, epochs.pipeline, epochs.placement
+        self._workers, self._split = epochs.pipeline.pool, epochs.pipeline.split
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(type(self), name, None)
@@ -63,6 +78,23 @@ class LoaderAttributes(Metered):
             advice = _INSTEAD_OF_SETTING.get(name, "make a new loader")
             raise AttributeError(f"{name} of {an(type(self))} cannot be set: {advice}", name=name, obj=self)
         super().__setattr__(name, value)
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What the loader was given, by name. ``ShardedDataLoader(**loader.arguments)`` makes another one like it.
+
+        Read-only. Without ``seed`` each loader draws one: add ``seed=loader.seed`` for the same order. A pool object
+        has one loader at a time: close the first loader, or give another pool.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10), 4, last_batch="discard")
+            >>> dict(loader.arguments)
+            {'dataset': range(0, 10), 'batch_size': 4, 'last_batch': 'discard'}
+            >>> len(ShardedDataLoader(**loader.arguments))
+            2
+        """
+        return self._arguments
 
     @property
     def dataset(self) -> Any:
@@ -299,12 +331,12 @@ class LoaderAttributes(Metered):
             parts.append("unknown number of batches")
         if self._placement.devices is not None:
             parts.append("on " + ", ".join(map(str, self._placement.devices)))
-            if self._resident is not None and self._resident.devices:
-                parts.append("resident on " + ", ".join(map(str, self._resident.devices)))
+            if (resident := self._epochs.resident) is not None and resident.devices:
+                parts.append("resident on " + ", ".join(map(str, resident.devices)))
         elif self._split.num_shards is not None:
             parts.append(f"{self._split.num_shards} shards")
         parts.append(repr(self.pool))
         parts.append(f"batch: {self._meter.looks or 'none read yet'}")
-        parts += quiet_counts(LoaderStats(**self._meter.own()._asdict()))
+        parts += quiet_counts(LoaderStats(**self._meter.totals()._asdict()))
         at = "resumes at" if self._progress.resumes else "at"
         return f"ShardedDataLoader({', '.join(parts)}; epoch {self.epoch}, {at} batch {self.position})"

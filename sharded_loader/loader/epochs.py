@@ -18,22 +18,25 @@ another epoch end with an error. In a process worker the dataset is the worker's
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.arrays import takes_arrays
+from sharded_loader.data.fingerprint import fingerprint_of
 from sharded_loader.data.following import can_follow, follow
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.epoch import Epoch
-from sharded_loader.engine.messages import NOTHING, Job, OnError
+from sharded_loader.engine.messages import NOTHING, Job
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Run
-from sharded_loader.engine.split import Split, is_sharded
+from sharded_loader.engine.split import is_sharded
 from sharded_loader.loader.arguments import length
 from sharded_loader.loader.progress import Mark, Progress
 from sharded_loader.pools.resident import ResidentPool
@@ -73,106 +76,102 @@ class Epochs:
     """The epochs of one loader.
 
     Args:
-        dataset, batchify_fn, on_error: what is read, and how.
+        job: what is read, and how. Seed and parts are those of the order when an epoch begins.
         order: which epoch is next, and its batches.
-        split: how batches become shards.
-        placement: of the loader.
         pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
-        progress: the loader's position.
+        placement: of the loader.
         resident: gathers batches on the devices, if they have room.
         prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed.
 
     Attributes:
-        dataset, batchify_fn: as above.
+        dataset, batchify_fn: of the job.
+        order, pipeline, placement, resident: as above.
+        progress: the loader's position.
         stale: the dataset or the seed has changed since the workers were told.
         prefetch_epochs: as above. May be set at any time.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        batchify_fn: Callable[[list[Any]], Any] | None,
-        on_error: OnError,
+        job: Job,
         order: MapOrder | StreamOrder,
-        split: Split,
-        placement: Placement,
         pipeline: Pipeline,
-        progress: Progress,
-        resident: ResidentPool | None,
-        prefetch_epochs: bool,
+        placement: Placement,
+        *,
+        resident: ResidentPool | None = None,
+        prefetch_epochs: bool = False,
     ) -> None:
-        self.dataset, self.batchify_fn, self._on_error = dataset, batchify_fn, on_error
-        self._split, self._placement = split, placement
-        self._order = order
-        self._pipeline, self._workers, self._progress = pipeline, pipeline.pool, progress
-        self._resident, self.prefetch_epochs = resident, prefetch_epochs
+        self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
+        self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
+        self._fingerprint = functools.cache(functools.partial(fingerprint_of, job.dataset))
+        self.progress = Progress(order, self._fingerprint)
+        self._workers, self._split = pipeline.pool, pipeline.split
+        self.prefetch_epochs = prefetch_epochs
         self._numbers = itertools.count()
-        order.arrays, order.max_shards = batchify_fn is None and takes_arrays(dataset), split.max_shards
+        order.arrays, order.max_shards = job.batchify_fn is None and takes_arrays(job.dataset), self._split.max_shards
         self._kept: _KeptRun | None = None
         self.stale = False
 
-    def choose(self, iterator: Any) -> None:
-        """Give an iterator, which is asked for its first batch, a run of the epoch that is next. Changes nothing else.
+    def choose(self) -> Run:
+        """A run of the epoch that is next, for an iterator that is asked for its first batch. Changes nothing else.
 
         If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
         another library may not yield the batches twice that were planned already.
         """
-        self._pipeline.check_open()
-        self._order.settle_replicas()
-        if self._order.stream is None and not (self.stale or (self._workers.shares_dataset and self._order.is_given)):
+        self.pipeline.check_open()
+        self.order.settle_replicas()
+        if self.order.stream is None and not (self.stale or (self._workers.shares_dataset and self.order.is_given)):
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
-            warn_of_length(self.dataset, self._order.dataset_length, self._workers.notices, then)
-        iterator.run = self._take_kept(self._progress.mark()) or self._new_run(self._progress.begin())
+            warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
+        return self._take_kept(self.progress.mark()) or self._new_run(self.progress.begin())
 
-    def open(self, iterator: Any) -> None:
+    def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run. The pipeline's step has begun."""
-        run, pool, resident = iterator.run, self._workers, self._resident
+        pool, resident = self._workers, self.resident
         if resident is not None and resident.load(again=self.stale):
             pool = resident
-        self._pipeline.use(pool)
+        self.pipeline.use(pool)
         if pool.shares_dataset:
-            self._placement.settle()
+            self.placement.settle()
             self._tell_epoch(run)
-        self._order.begun(run.epoch)
-        self._pipeline.open(run, self._job(), renew=self.stale)
+        self.order.begun(run.epoch)
+        self.pipeline.open(run, self._job_now(), renew=self.stale)
         self.stale = False
-        self._tell_order(iterator)
+        self._tell_order(run, iterator)
 
-    def keep(self, iterator: Any, mark: Mark) -> None:
+    def keep(self, run: Run, mark: Mark) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        run, iterator.run = iterator.run, None
-        if run is not None:
-            self._progress.go_back(mark, run)
-            before, self._kept = self._kept, _KeptRun(run, mark)
-            if before is not None:
-                self._drop(before.run)
+        self.progress.go_back(mark, run)
+        before, self._kept = self._kept, _KeptRun(run, mark)
+        if before is not None:
+            self._drop(before.run)
 
     def read_ahead(self, run: Run) -> None:
         """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
 
-        Not if that would show: where the sampler of another library would be asked too early, or a dataset that threads
-        share would be told of two epochs.
+        Skip this where it is visible: another library's sampler would draw early, or threads would call ``set_epoch``
+        twice on one dataset.
         """
-        pool = self._pipeline.pool
-        told = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
-        if not (self.prefetch_epochs and pool.num_workers) or told or self.stale or self._kept is not None:
+        pool = self.pipeline.pool
+        shares_epoch = pool.shares_dataset and hasattr(self.dataset, "set_epoch")
+        if not (self.prefetch_epochs and pool.num_workers) or shares_epoch or self.stale or self._kept is not None:
             return
-        mark = self._progress.mark()
+        mark = self.progress.mark()
         try:
-            facts = self._order.facts(mark[0])
+            facts = self.order.facts(mark[0])
             if facts is None:
                 return
-            ahead = self._new_run(self._progress.begin())
+            ahead = self._new_run(self.progress.begin())
         except Exception as error:
             if is_from_outside(error):
                 raise
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
         ahead.is_ahead = True
         self._kept = _KeptRun(ahead, mark, (facts, self._split.weights))
-        self._pipeline.open(ahead, self._job())
+        self.pipeline.open(ahead, self._job_now())
         run.next = ahead
-        self._pipeline.fill_next(run)
+        self.pipeline.fill_next(run)
 
     def _take_kept(self, mark: Mark) -> Run | None:
         """The run that is kept, if it is what begins now; otherwise it is dropped."""
@@ -181,7 +180,7 @@ class Epochs:
             return None
         run = kept.run
         is_wanted = kept.mark == mark and not self.stale and run.dead is None
-        if is_wanted and kept.order in (None, (self._order.facts(run.epoch.number), self._split.weights)):
+        if is_wanted and kept.order in (None, (self.order.facts(run.epoch.number), self._split.weights)):
             run.is_ahead = False
             return run
         self._drop(run)
@@ -189,22 +188,27 @@ class Epochs:
 
     def _drop(self, run: Run) -> None:
         run.is_ahead = False  # or the run before it, if that goes on, would go on to fill its window
-        self._pipeline.drop(run.number)
+        self.pipeline.drop(run.number)
+
+    def refresh(self) -> None:
+        """The dataset has changed: the workers get it before the next epoch."""
+        self.stale = True
+        self._fingerprint.cache_clear()
+        self.order.resize(length(self.dataset))
 
     def forget(self) -> None:
         """Let go of what is kept: the loader is closed."""
         self._kept = None
-        if self._resident is not None:
-            self._resident.forget()
+        if self.resident is not None:
+            self.resident.forget()
 
     def _new_run(self, epoch: Epoch) -> Run:
-        if self._order.stream is None and not isinstance(self.dataset, Mapping):
+        if self.order.stream is None and not isinstance(self.dataset, Mapping):
             epoch.limit = length(self.dataset)
         return Run(next(self._numbers), epoch)
 
-    def _job(self) -> Job:
-        order = self._order
-        return Job(self.dataset, self.batchify_fn, order.seed, self._on_error, order.replicated, order.stream)
+    def _job_now(self) -> Job:
+        return replace(self._job, seed=self.order.seed, stream=self.order.stream)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -217,11 +221,11 @@ class Epochs:
         Raises:
             IndexError: the epoch has no batches.
         """
-        self._placement.check_not_capturing()
-        run = self._new_run(self._progress.begin() if epoch is None else epoch)
+        self.placement.check_not_capturing()
+        run = self._new_run(self.progress.begin() if epoch is None else epoch)
         epoch = run.epoch
         with self._in_epoch(epoch.number):
-            reader, seq = reader_for(self._job(), readers=0), epoch.first
+            reader, seq = reader_for(self._job_now(), readers=0), epoch.first
             while (planned := epoch.task(seq)) is not None:
                 if isinstance(planned, BaseException):
                     raise planned
@@ -232,26 +236,25 @@ class Epochs:
                 if task.part is not None:
                     result = epoch.came(seq, result)
                 if result.batch is not NOTHING:
-                    return self._placement.place(result.batch, task.sharded)
+                    return self.placement.place(result.batch, task.sharded)
                 seq += 1
         if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
             position = epoch.following()
-            return self.first_batch(self._order.epoch(position.epoch, position))
+            return self.first_batch(self.order.epoch(position.epoch, position))
         raise IndexError(f"epoch {epoch.number} has no batches to peek at")
 
     def sample(self, index: Hashable, epoch: int) -> Any:
         """One sample, read here and now, as in ``epoch``."""
         with self._in_epoch(epoch):
-            return reader_for(self._job(), readers=0).read_sample(index, epoch)
+            return reader_for(self._job_now(), readers=0).read_sample(index, epoch)
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
-    def _tell_order(self, iterator: Any) -> None:
+    def _tell_order(self, run: Run, iterator: Any) -> None:
         """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
-        run = iterator.run
         if not self._workers.is_here:
             return  # each of their machines has a cache of its own
-        epoch, order = run.epoch, self._order
+        epoch, order = run.epoch, self.order
         if isinstance(order, StreamOrder) or not isinstance(epoch, MapEpoch) or not can_follow(self.dataset):
             return
         if order.facts(epoch.number) is None:
@@ -280,7 +283,7 @@ class Epochs:
         if set_epoch is None:
             return
         new = begins.epoch.number
-        for run in self._progress.live_runs():
+        for run in self.progress.live_runs():
             if run is not begins and not run.ended and run.epoch.number != new:
                 run.dead = (
                     f"epoch {run.epoch.number} cannot go on: epoch {new} was begun, and the dataset, which has "
@@ -291,7 +294,7 @@ class Epochs:
 
     def _set_epoch(self) -> Any:
         """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
-        return None if self._order.stream is not None else getattr(self.dataset, "set_epoch", None)
+        return None if self.order.stream is not None else getattr(self.dataset, "set_epoch", None)
 
     @contextmanager
     def _in_epoch(self, epoch: int) -> Iterator[None]:
@@ -305,7 +308,7 @@ class Epochs:
             yield
             return
         if self._workers.num_workers and self._workers.shares_dataset:
-            for run in self._progress.live_runs():
+            for run in self.progress.live_runs():
                 if not run.ended and run.dead is None and run.epoch.number != epoch:
                     raise RuntimeError(
                         f"cannot read in epoch {epoch} while threads read epoch {run.epoch.number}: the dataset, which "
@@ -315,4 +318,4 @@ class Epochs:
         try:
             yield
         finally:
-            set_epoch(self._progress.at()[0])
+            set_epoch(self.progress.at()[0])

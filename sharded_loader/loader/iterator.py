@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,12 @@ from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.run import Entry, Run
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.progress import Mark, Progress
-from sharded_loader.loader.stats import ZERO, Counts, Meter
+from sharded_loader.loader.progress import Mark
+from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar
+    from typing_extensions import Self, TypeVar
 
     Batch = TypeVar("Batch", default=Any)
 else:
@@ -52,12 +53,12 @@ profiler_enabled = find_profiler_enabled()
 """Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
 
 
-class EpochIterator(Iterator[Batch]):
-    """Batches of one epoch, in order.
+class BatchIterator(Iterator[Batch]):
+    """Batches of one run, in order. How the run begins and ends is said by those that inherit from this.
 
     Args:
-        owner: the loader. It is held, so that a temporary one lives as long as its loop.
-        epochs, pipeline, placement, meter, progress: the loader's.
+        pipeline, placement, meter: of the loader.
+        name: what torch's profiler calls a ``next``; "": nothing.
 
     Attributes:
         run: this iterator's run of the pipeline; None before the first batch is asked for.
@@ -65,44 +66,47 @@ class EpochIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(
-        self,
-        owner: Sized,
-        epochs: Epochs,
-        pipeline: Pipeline,
-        placement: Placement,
-        meter: Meter,
-        progress: Progress,
-    ) -> None:
-        self._owner = owner
-        self._epochs = epochs
-        self._pipeline = pipeline
-        self._placement = placement
-        self._meter = meter
-        self._progress = progress
+    def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, name: str = "") -> None:
+        self._pipeline, self._placement, self._meter = pipeline, placement, meter
         self._last_ended: float | None = None
         self._counted: Run | None = None  # the run that `_counts` belongs to
         self._counts: Counts
-        self._own = ZERO  # when the epoch began
+        self._totals_at_start = NO_TOTALS
         self._skipped = 0  # samples of this epoch
-        # For torch.profiler, as torch names that of its own loader. The drop-in has torch's.
-        self._range = "" if owner is None else f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
+        self._range = name
+
+    @abstractmethod
+    def _choose(self) -> Run:
+        """The first batch is asked for: the run that it is of. Changes nothing else."""
+
+    @abstractmethod
+    def _open(self, run: Run) -> None:
+        """Have the pool read the run. The pipeline's step has begun."""
+
+    def _mark(self) -> Mark | None:
+        """Where the loader is before an epoch begins."""
+        return None
+
+    def _keep(self, run: Run, mark: Mark | None) -> None:
+        """The first ``next`` was interrupted: the epoch of this run has not begun. It is chosen again."""
+
+    def _begun(self, run: Run) -> None:
+        """The first batch, or the end, of a run is handed out: its epoch has begun."""
+
+    def _delivered(self, run: Run) -> None:
+        """A batch of the run, or its end, was handed out."""
+
+    def _was_over(self, run: Run) -> bool:
+        """The end was seen. Whether the epoch was over when its state was saved: then another run takes its place."""
+        return False
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
-    def __iter__(self) -> EpochIterator[Batch]:
+    def __iter__(self) -> Self:
         return self
-
-    def __len__(self) -> int:
-        """Batches in the epoch, those that were delivered included, as torch's iterators count.
-
-        Raises:
-            TypeError: the sampler has no length.
-        """
-        return len(self._owner) if self.run is None else self.run.epoch.length()
 
     def __bool__(self) -> bool:
         """True, as for other iterators, whatever ``len`` says."""
@@ -133,8 +137,8 @@ class EpochIterator(Iterator[Batch]):
             delivered = 0 if run is None else run.delivered
             try:
                 if run is None:
-                    mark = self._progress.mark()
-                batch, error = self._step(mark, is_nested)
+                    mark = self._mark()
+                batch, error = self._step(run is None, mark, is_nested)
                 if error is None:
                     return batch  # type: ignore[no-any-return]
             except BaseException as raised:
@@ -147,31 +151,31 @@ class EpochIterator(Iterator[Batch]):
         finally:
             del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
-    def _step(self, mark: Mark | None, is_nested: bool) -> tuple[Any, BaseException | None]:
+    def _step(self, begins: bool, mark: Mark | None, is_nested: bool) -> tuple[Any, BaseException | None]:
         """The next batch, or the error to raise instead: of the batch, or `StopIteration`.
 
         Args:
-            mark: the loader's position, if no batch of this iterator has been handed out: its epoch begins with this
-                one.
+            begins: no batch of this iterator has been handed out: its epoch begins with this one.
+            mark: where the loader was before that.
             is_nested: this thread is in a step already: a signal handler, or a dataset, has called ``next``.
         """
-        is_first, meter = mark is not None, self._meter
+        is_first, meter = begins, self._meter
         began = time.perf_counter()
         working = 0.0 if self._last_ended is None else began - self._last_ended
         if is_first:
-            self._own = meter.own()
-            self._epochs.choose(self)
+            self._totals_at_start = meter.totals()
+            self.run = self._choose()
         pipeline, run = self._pipeline, self.run
         assert run is not None  # it was chosen
         inside = pipeline.begin(is_nested)
         if is_first:
-            self._epochs.open(self)
+            self._open(run)
         while True:
             entry = pipeline.head(run)
             if isinstance(entry, Exception):
                 pipeline.end(inside)
-                if mark is not None and is_first:
-                    self._epochs.keep(self, mark)
+                if begins and is_first:
+                    self._go_back_to_choose(mark)
                 return None, entry
             if entry is None or entry.seq == run.epoch.second_turn:
                 self._check_parts(run, at_end=entry is None)
@@ -192,7 +196,7 @@ class EpochIterator(Iterator[Batch]):
             pipeline.end(inside)
             self._last_ended = time.perf_counter()
             if self._counted is not run:
-                self._counted, self._counts = run, meter.begin(run.epoch.number, self._own)
+                self._counted, self._counts = run, meter.begin(run.epoch.number, self._totals_at_start)
             waiting = self._last_ended - began
             meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
             if result.error is None and meter.looks is None:
@@ -209,14 +213,15 @@ class EpochIterator(Iterator[Batch]):
             Whether another run takes its place: an epoch that was over when its state was saved.
         """
         self._check_skipped(run)
-        run.ended, run.next = True, None  # or a run that is held would hold all later ones
+        # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
+        run.ended, run.next = True, None
         if is_first:
-            self._progress.begun(run, self)
-        self._progress.shown = run
-        if self._progress.was_over(run):
+            self._begun(run)
+        self._delivered(run)
+        if self._was_over(run):
             self._pipeline.drop(run.number)
-            self._epochs.choose(self)
-            self._epochs.open(self)
+            self.run = following = self._choose()
+            self._open(following)
             return True
         self._placement.end_epoch()
         return False
@@ -245,10 +250,8 @@ class EpochIterator(Iterator[Batch]):
         self._pipeline.take(run)
         run.delivered = seq + 1
         if is_first:
-            self._progress.begun(run, self)
-        self._progress.shown = run
-        if run.exhausted and run.next is None:
-            self._epochs.read_ahead(run)
+            self._begun(run)
+        self._delivered(run)
         if run.epoch.keeps:
             run.epoch.forget(run.delivered)
         if result.skipped:
@@ -292,14 +295,19 @@ class EpochIterator(Iterator[Batch]):
         Args:
             run: the run before this ``next``; None: its epoch has not begun.
             delivered: batches of it that were handed out before.
-            mark: what the loader's position was before the epoch began.
+            mark: where the loader was before the epoch began.
         """
         if self.run is None:
             return
         self._pipeline.fail()
         self.run.delivered, self.run.ended = self.run.epoch.first if run is None else delivered, False
-        if run is None and mark is not None:
-            self._epochs.keep(self, mark)
+        if run is None:
+            self._go_back_to_choose(mark)
+
+    def _go_back_to_choose(self, mark: Mark | None) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            self._keep(run, mark)
 
     def _place(self, run: Run, entry: Entry) -> Any:
         """The entry's batch where it belongs.
@@ -375,4 +383,51 @@ class EpochIterator(Iterator[Batch]):
         return None
 
 
-leave_alone(EpochIterator.__next__, EpochIterator.__del__)
+class EpochIterator(BatchIterator[Batch]):
+    """Batches of one epoch of a loader, in order.
+
+    Args:
+        owner: the loader. It is held, so that a temporary one lives as long as its loop.
+        epochs, meter: the loader's.
+    """
+
+    def __init__(self, owner: Sized, epochs: Epochs, meter: Meter) -> None:
+        # For torch.profiler, as torch names that of its own loader.
+        name = f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
+        super().__init__(epochs.pipeline, epochs.placement, meter, name)
+        self._owner, self._epochs = owner, epochs
+
+    def __len__(self) -> int:
+        """Batches in the epoch, those that were delivered included, as torch's iterators count.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        return len(self._owner) if self.run is None else self.run.epoch.length()
+
+    def _mark(self) -> Mark:
+        return self._epochs.progress.mark()
+
+    def _choose(self) -> Run:
+        return self._epochs.choose()
+
+    def _open(self, run: Run) -> None:
+        self._epochs.open(run, self)
+
+    def _keep(self, run: Run, mark: Mark | None) -> None:
+        assert mark is not None  # it was asked for
+        self._epochs.keep(run, mark)
+
+    def _begun(self, run: Run) -> None:
+        self._epochs.progress.begun(run, self)
+
+    def _delivered(self, run: Run) -> None:
+        self._epochs.progress.shown = run
+        if run.exhausted and run.next is None and not run.ended:
+            self._epochs.read_ahead(run)
+
+    def _was_over(self, run: Run) -> bool:
+        return self._epochs.progress.was_over(run)
+
+
+leave_alone(BatchIterator.__next__, BatchIterator.__del__)

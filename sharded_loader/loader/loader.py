@@ -14,7 +14,6 @@ What can go wrong is rejected here, in the constructor, as far as it can be know
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
@@ -26,11 +25,10 @@ from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
-from sharded_loader.data.fingerprint import fingerprint_of
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
 from sharded_loader.devices.placement import Placement
-from sharded_loader.engine.messages import OnError
+from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import (
@@ -50,10 +48,9 @@ from sharded_loader.loader.arguments import (
     refuse_streams,
     refuse_unknown,
 )
-from sharded_loader.loader.attributes import LoaderAttributes
+from sharded_loader.loader.attributes import LoaderAttributes, keeps_arguments
 from sharded_loader.loader.epochs import Epochs
 from sharded_loader.loader.iterator import Batch, EpochIterator
-from sharded_loader.loader.progress import Progress
 from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.resident import ResidentPool, check_resident
@@ -130,6 +127,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             warning if there is no room.
 
     Attributes:
+        arguments: What the loader was given, by name; enough to make another one like it. Read-only.
         prefetch: The number of batches to prefetch. You may set it while you iterate.
         prefetch_epochs: True or False, as above. You may set it while you iterate.
         device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
@@ -152,6 +150,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     Source of the idea: ``ShardedDataLoader`` of GluonNLP, ``DataLoader`` of MXNet Gluon and PyTorch.
     """
 
+    @keeps_arguments
     def __init__(
         self,
         dataset: Indexed | Iterable[Any] | Callable[..., Iterable[Any]],
@@ -188,15 +187,12 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         timeout: float | None = None,
         **unknown: NoReturn,
     ) -> None:
-        # What it was given, to make another one like it: see `integrations.accelerate`.
-        self._given = {name: one for name, one in locals().items() if name not in ("self", "unknown", "__class__")}
         refuse_unknown(unknown, type(self).__init__)
         dataset = check_dataset(dataset, sampler is not None or batch_sampler is not None)
         check_on_error(on_error)
         check_batchify_fn(batchify_fn := one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn))
-        self._batch_size, self._pin_memory = batch_size, bool(pin_memory)
-        self._workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
-        prefetch = prefetch_of(prefetch, prefetch_factor, self._workers.num_workers)
+        workers = make_pool(pool, num_workers, thread_pool, worker_init_fn, timeout)
+        prefetch = prefetch_of(prefetch, prefetch_factor, workers.num_workers)
         common: dict[str, Any] = {
             "batch_size": batch_size,
             "last_batch": last_batch_of(last_batch, drop_last),
@@ -205,54 +201,34 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             "seed": seed,
             "steps_per_epoch": steps_per_epoch,
         }
-        self._order: MapOrder | StreamOrder
+        order: MapOrder | StreamOrder
         if is_stream(dataset):
             check_stream(dataset, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler)
-            self._order = StreamOrder(dataset, streams=streams, num_workers=self._workers.num_workers, **common)
+            order = StreamOrder(dataset, streams=streams, num_workers=workers.num_workers, **common)
         else:
             refuse_streams(streams, dataset)
-            self._order = MapOrder(
-                length(dataset, needed=sampler is None and batch_sampler is None),
-                shuffle=shuffle,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                **common,
-            )
+            size = length(dataset, needed=sampler is None and batch_sampler is None)
+            order = MapOrder(size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler, **common)
         # The default given by name is the default: it reads in bulk too.
         batchify_fn = None if batchify_fn is default_batchify_fn else batchify_fn
         found, sharded = find_devices(device, devices)
-        self._split = make_split(found, sharded, num_shards)
-        self.shard_weights = shard_weights
-        self._placement = Placement(found, pin_memory)
-        self._resident: ResidentPool | None = None
+        pipeline = Pipeline(workers, make_split(found, sharded, num_shards, shard_weights))
+        placement, kept = Placement(found, pin_memory), None
         if check_resident(resident, dataset, found, batchify_fn):
-            self._resident = ResidentPool(dataset, found or [], self._placement, insists=resident is True)
-        reads_ahead = check_prefetch_epochs(prefetch_epochs, self._workers)
-        self._pipeline = Pipeline(self._workers, self._split)
+            kept = ResidentPool(dataset, found or [], placement, insists=resident is True)
+        reads_ahead = check_prefetch_epochs(prefetch_epochs, workers)
+        job = Job(dataset, batchify_fn, order.seed, on_error, order.replicated)
+        meter = Meter(dataset, Notices(), check_max_skipped(max_skipped, on_error))
+        epochs = Epochs(job, order, pipeline, placement, resident=kept, prefetch_epochs=reads_ahead)
+        super().__init__(epochs, meter, batch_size, bool(pin_memory))
         self.prefetch = prefetch
-        claim(self._workers, self._pipeline)
-        place = self._placement
-        self._workers.use_memory(place.empty, place.register, pinned=bool(place.asynchronous))
-        self.device_prefetch = self._placement.ahead
-        self._workers.notices = notices = Notices()
-        if isinstance(self._workers, ProcessPool):
-            warn_of_workers(self._workers.num_workers)
-        self._meter = Meter(dataset, notices, check_max_skipped(max_skipped, on_error))
-        self._fingerprint = functools.cache(functools.partial(fingerprint_of, dataset))
-        self._progress = Progress(self._order, self._fingerprint)
-        self._epochs = Epochs(
-            dataset,
-            batchify_fn,
-            on_error,
-            self._order,
-            self._split,
-            self._placement,
-            self._pipeline,
-            self._progress,
-            self._resident,
-            reads_ahead,
-        )
-        self._closer = weakref.finalize(self, _close_both, self._workers.closer(), self._placement.closer())
+        claim(workers, pipeline)
+        workers.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
+        self.device_prefetch = placement.ahead
+        workers.notices = meter.notices
+        if isinstance(workers, ProcessPool):
+            warn_of_workers(workers.num_workers)
+        self._closer = weakref.finalize(self, _close_both, workers.closer(), placement.closer())
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
@@ -262,7 +238,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
         """
         self._pipeline.check_open()
-        return EpochIterator(self, self._epochs, self._pipeline, self._placement, self._meter, self._progress)
+        return EpochIterator(self, self._epochs, self._meter)
 
     # -- single batches and samples -------------------------------------------------------------------------
 
@@ -328,9 +304,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             2
         """
         self._pipeline.check_open()
-        self._epochs.stale = True
-        self._fingerprint.cache_clear()
-        self._order.resize(length(self.dataset))
+        self._epochs.refresh()
 
     def close(self) -> None:
         """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.

@@ -118,8 +118,8 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
     return [f"{n} {one if n == 1 else plural.get(one, one + 's')} {fate}" for one, (n, fate) in words.items() if n]
 
 
-class Own(NamedTuple):
-    """What is not counted batch by batch, since the loader was made: fields of `LoaderStats`."""
+class PoolTotals(NamedTuple):
+    """Retried requests, replaced workers and the like since the loader was made. Fields of `LoaderStats`."""
 
     retries: int = 0
     replaced_workers: int = 0
@@ -127,7 +127,7 @@ class Own(NamedTuple):
     slow_batches: int = 0
 
 
-ZERO = Own()
+NO_TOTALS = PoolTotals()
 
 
 class Counts:
@@ -135,12 +135,12 @@ class Counts:
 
     Attributes:
         batches, samples, seconds, waiting_seconds, and the others: as in `LoaderStats`.
-        began, ended: what was `own` when the epoch began, and when the next one began.
+        began, ended: the totals when the epoch began, and when the next one began.
         sum: of an old epoch, the counts that take what its iterator still adds; otherwise None.
     """
 
-    began = ZERO
-    ended: Own | None = None
+    began = NO_TOTALS
+    ended: PoolTotals | None = None
     sum: Counts | None = None
 
     def __init__(self) -> None:
@@ -153,10 +153,10 @@ class Counts:
         for field in reversed(dataclasses.fields(LoaderStats)):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def report(self, own: Own = ZERO) -> LoaderStats:
-        """The counts so far. ``own`` is as `Meter.own` returns it."""
+    def report(self, totals: PoolTotals = NO_TOTALS) -> LoaderStats:
+        """The counts so far. ``totals`` are as `Meter.totals` returns them."""
         counts = {field.name: getattr(self, field.name) for field in reversed(dataclasses.fields(LoaderStats))}
-        for name, before, now in zip(Own._fields, self.began, self.ended or own, strict=True):
+        for name, before, now in zip(PoolTotals._fields, self.began, self.ended or totals, strict=True):
             counts[name] += now - before
         return LoaderStats(**counts)
 
@@ -189,11 +189,11 @@ class Meter:
         self.skipped: list[tuple[Any, BaseException]] = []
         self.looks: str | None = None
 
-    def begin(self, epoch: int, own: Own) -> Counts:
+    def begin(self, epoch: int, totals: PoolTotals) -> Counts:
         """An iterator delivers its first batch of an epoch: the counts to `add` to."""
-        self._last[-1][1].ended = own
+        self._last[-1][1].ended = totals
         counts = Counts()
-        counts.began = own
+        counts.began = totals
         self.epochs[epoch] = counts
         self._last.append((epoch, counts))
         if len(self._last) > self.KEPT_EPOCHS:
@@ -259,25 +259,26 @@ class Meter:
         count, limit = before + len(skipped), self.max_skipped
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
 
-    def own(self) -> Own:
+    def totals(self) -> PoolTotals:
         """What has been counted so far: requests that this process has tried again for the dataset, and the notices."""
-        return Own(retries_of(self._dataset), *(self.notices.counts[name] for name in Own._fields[1:]))
+        return PoolTotals(retries_of(self._dataset), *(self.notices.counts[name] for name in PoolTotals._fields[1:]))
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
         if epoch is not None:
             counts = self.epochs.get(epoch)
-            return LoaderStats() if counts is None else counts.report(self.own())
+            return LoaderStats() if counts is None else counts.report(self.totals())
         total = Counts()
         for one in (self._sum, *(counts for _, counts in tuple(self._last))):
             total.merge(one)
-        return total.report(self.own())
+        return total.report(self.totals())
 
 
 class Metered:
     """A loader with a `Meter`, as users see it."""
 
-    _meter: Meter
+    def _count_with(self, meter: Meter) -> None:
+        self._meter = meter
 
     @property
     def skipped(self) -> list[tuple[Any, BaseException]]:

@@ -169,3 +169,31 @@ def test_iterators_have_the_method_next_of_old_scripts(kind: Any) -> None:
 def test_arguments_of_other_loaders_get_advice(given: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         ShardedDataLoader(range(4), 2, **given)
+
+
+def test_what_a_loader_was_given_makes_another_one_like_it() -> None:
+    data = list(range(10))
+    with ShardedDataLoader(data, 4, shuffle=True, seed=3, num_workers=1, thread_pool=True) as loader:
+        assert dict(loader.arguments) == {
+            "dataset": data,
+            "batch_size": 4,
+            "shuffle": True,
+            "seed": 3,
+            "num_workers": 1,
+            "thread_pool": True,
+        }
+        assert loader.arguments["dataset"] is data
+        with ShardedDataLoader(**loader.arguments) as other:
+            assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
+    with pytest.raises(TypeError):
+        loader.arguments["seed"] = 4  # type: ignore[index]
+
+
+def test_a_loader_of_a_users_class_knows_what_its_base_was_given() -> None:
+    class Evens(ShardedDataLoader[Any]):
+        def __init__(self, size: int, **given: Any) -> None:
+            super().__init__(range(0, size, 2), 2, **given)
+
+    loader = Evens(6, drop_last=True)
+    assert dict(loader.arguments) == {"dataset": range(0, 6, 2), "batch_size": 2, "drop_last": True}
+    assert [batch.tolist() for batch in ShardedDataLoader(**loader.arguments)] == [[0, 2]]

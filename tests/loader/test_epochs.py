@@ -8,13 +8,6 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.engine.run import Run
-
-
-class Iterator:
-    """Stands for an iterator: its run is set."""
-
-    run: Run | None = None
 
 
 class NoLength:
@@ -45,37 +38,28 @@ class Told:
 
 def test_to_choose_a_run_changes_nothing() -> None:
     loader = ShardedDataLoader(range(10), 4)
-    iterator = Iterator()
-    loader._epochs.choose(iterator)
-    assert iterator.run is not None
-    assert (iterator.run.epoch.number, iterator.run.delivered, loader.epoch) == (0, 0, 0)
+    run = loader._epochs.choose()
+    assert (run.epoch.number, run.delivered, loader.epoch) == (0, 0, 0)
     assert not loader.pool.started
 
 
 def test_a_run_whose_beginning_was_interrupted_is_chosen_again() -> None:
     loader = ShardedDataLoader(range(10), 4)
-    first, second = Iterator(), Iterator()
     mark = loader._progress.mark()
-    loader._epochs.choose(first)
-    run = first.run
-    loader._epochs.keep(first, mark)
-    assert first.run is None
-    loader._epochs.choose(second)
-    assert second.run is run
+    run = loader._epochs.choose()
+    loader._epochs.keep(run, mark)
+    assert loader._epochs.choose() is run
 
 
 @pytest.mark.parametrize("change", ["epoch", "dataset"])
 def test_a_kept_run_is_dropped_if_something_else_begins(change: str) -> None:
     loader = ShardedDataLoader(range(10), 4)
-    iterator = Iterator()
     mark = loader._progress.mark()
-    loader._epochs.choose(iterator)
-    run = iterator.run
-    loader._epochs.keep(iterator, mark)
+    run = loader._epochs.choose()
+    loader._epochs.keep(run, mark)
     loader.set_epoch(3) if change == "epoch" else loader.refresh()
-    loader._epochs.choose(iterator)
-    assert iterator.run is not run
-    assert iterator.run is not None and iterator.run.epoch.number == (3 if change == "epoch" else 0)
+    again = loader._epochs.choose()
+    assert again is not run and again.epoch.number == (3 if change == "epoch" else 0)
 
 
 def test_the_first_batch_is_read_without_an_epoch() -> None:

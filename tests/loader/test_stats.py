@@ -16,7 +16,7 @@ import torch
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.stats import ZERO, Counts, LoaderStats, Meter, describe
+from sharded_loader.loader.stats import NO_TOTALS, Counts, LoaderStats, Meter, describe
 from tests.recovery_samples import Fails, OneByOne, killed
 
 
@@ -322,14 +322,14 @@ def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
 def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
     meter = Meter()
     for epoch in range(Meter.KEPT_EPOCHS + 5):
-        meter.begin(epoch, ZERO).batches = 1
+        meter.begin(epoch, NO_TOTALS).batches = 1
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
 
 
 def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     meter, result = Meter(), Result(0, 0, samples=3)
-    iterators = [meter.begin(epoch, ZERO) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
+    iterators = [meter.begin(epoch, NO_TOTALS) for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5))]
     for counts in iterators:
         meter.add(counts, 1.0, 2.0, 0.0, result)
     stats = meter.stats()
