@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class SharedParts:
         reached: of each part, the farthest point that was read.
         oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that somebody goes on with. Workers
             close the parts of older ones.
+        gone: epochs that nobody goes on with, until `settle` forgets them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -51,15 +53,20 @@ class SharedParts:
         self.reached: dict[int, PartPoint] = {}
         self.oldest = 0
         self._begun: dict[weakref.ref[StreamEpoch], int] = {}
+        self.gone: deque[weakref.ref[StreamEpoch]] = deque()
 
     def begun(self, epoch: StreamEpoch) -> None:
         """An epoch begins: its parts stay open as long as the epoch lives."""
-        self._begun[weakref.ref(epoch, self._ended)] = epoch.opening
-        self.oldest = min(tuple(self._begun.values()))
+        # A callback in Python would swallow a Ctrl-C that strikes in it.
+        self._begun[weakref.ref(epoch, self.gone.append)] = epoch.opening
+        self.settle()
 
-    def _ended(self, epoch: weakref.ref[StreamEpoch]) -> None:
-        self._begun.pop(epoch, None)
-        self.oldest = min(tuple(self._begun.values()), default=0)
+    def settle(self) -> None:
+        """Forget the epochs that are gone."""
+        while self.gone:
+            self._begun.pop(self.gone[0], None)
+            self.gone.popleft()
+        self.oldest = min(self._begun.values(), default=0)
 
 
 class StreamEpoch(Epoch):
@@ -143,6 +150,8 @@ class StreamEpoch(Epoch):
                 heapq.heappush(turns, (count + 1, part))
             else:
                 heapq.heapreplace(turns, (count + 1, part))
+            if self._shared.gone:
+                self._shared.settle()
             self._planned[coming] = PartBatch(self.opening, self._shared.oldest, part, count, self._known[part])
             self._line = coming + 1, turns
         return self._planned.get(seq)

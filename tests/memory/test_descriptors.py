@@ -87,7 +87,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
     """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
     ours, theirs = multiprocess.Pipe(duplex=True)
     trainer = link.make_link(ours)
-    reader = worker.Worker(theirs, 0, 1)
+    reader = worker.WorkerThreads(theirs, 0, 1)
     read, write = os.pipe()
     try:
         trainer.send(pack_head(DEATH), descriptor=read)

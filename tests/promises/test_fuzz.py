@@ -12,7 +12,7 @@ from samples import Bad, Boom, boom
 
 from sharded_loader import BatchSampler, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.sampling import reading
+from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.foreign import table_of
 from tests import fuzz, naive
 
@@ -50,7 +50,7 @@ def test_the_comparison_notices_other_batches(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "table_of", lambda items, epoch, seed: table_of(items, epoch + 1, seed))
+    monkeypatch.setattr(epochs, "table_of", lambda items, epoch, seed: table_of(items, epoch + 1, seed))
     with pytest.raises(fuzz.Difference):
         for case in range(100):
             fuzz.run_case(case, processes=False)

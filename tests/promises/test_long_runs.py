@@ -17,7 +17,7 @@ from sharded_loader.engine.messages import _REPLY, CANCEL, pack_head, pack_reply
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import Encoded
 from sharded_loader.pools.process.wire import send_message
-from sharded_loader.pools.process.worker import Worker
+from sharded_loader.pools.process.worker import WorkerThreads
 
 
 def test_threads_remember_only_the_runs_that_are_alive() -> None:
@@ -33,7 +33,7 @@ def test_threads_remember_only_the_runs_that_are_alive() -> None:
 
 def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
     ours, theirs = multiprocess.Pipe()
-    worker = Worker(theirs, 0, 1)
+    worker = WorkerThreads(theirs, 0, 1)
     worker._finished.set()
     for run in range(5):
         send_message(ours, pack_head(CANCEL, run), (), ())

@@ -99,7 +99,7 @@ def no_thread(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.Worker, "open_shared")])
+@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.WorkerThreads, "open_shared")])
 @pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:8 worker processes share")
 def test_of_many_workers_that_cannot_start_one_is_heard(owner: type, method: str) -> None:
