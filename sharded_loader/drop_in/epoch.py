@@ -101,26 +101,30 @@ class TorchEpoch(Epoch):
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
         try:
-            found = self.batch(seq)
+            planned = self.batch(seq)
         except Exception as raised:
             return sampler_error(raised, f" at batch {seq}")
-        if found is None:
+        if planned is None:
             return None
-        indices = found[0] if self._batched else found
+        indices = planned.item if self._batched else (planned.item,)
         if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
             indices = list(indices)
-        part = self.part(seq)
         # In any order a batch goes to the worker that has the least to do.
         lane: int | None = None if self.any_order else seq % self._lanes
-        lane = lane if part is None else part.number
+        part: PartBatch | None = None
+        if self._keeps_state:  # the state that the worker's dataset must have before this batch
+            lane = planned.lane
+            part = PartBatch(self._workers, self._workers, lane, planned.turn, self._known[lane])
         return Task(self.run, seq, self.number, seq, (indices,), False, False, lane, part)
 
-    def batch(self, seq: int) -> Any:
-        """Item number ``seq``, in a tuple of one; None behind the last one."""
-        items = self.begin()
+    def batch(self, seq: int) -> _Planned | None:
+        """Batch ``seq``; None behind the last one. The sampler is read up to there."""
+        if self._drawn == self.first:
+            self.begin()
+        items = self._items
         while items is not None and self._coming <= seq and not self._ended:
             try:
-                found = items.read_one()
+                item = items.read_one()
             except StopIteration:
                 self._ended = True
                 break
@@ -128,15 +132,15 @@ class TorchEpoch(Epoch):
                 self._ended = True
                 raise
             number, self._drawn = self._drawn, self._drawn + 1
-            self._marks[self._drawn] = items.checksum, items.own_state()
+            self._marks[self._drawn] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
                 lane = self._coming % self._lanes
-                self._planned[self._coming] = _Planned(number, found, lane, self._turns[lane])
+                self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane])
                 self._turns[lane] += 1
                 self._coming += 1
-        return (self._planned[seq].item,) if seq in self._planned else None
+        return self._planned.get(seq)
 
-    def begin(self) -> ForeignItems | None:
+    def begin(self) -> None:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
@@ -149,14 +153,6 @@ class TorchEpoch(Epoch):
                 mark = Checkpoint(self.number, count, checksum, state.get("rank"), is_over, self._start.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
             self._ended = False
-        return self._items
-
-    def part(self, seq: int) -> PartBatch | None:
-        """Which state a worker's dataset must have before a batch; None if it keeps none."""
-        if not self._keeps_state:
-            return None
-        planned = self._planned[seq]
-        return PartBatch(self._workers, self._workers, planned.lane, planned.turn, self._known[planned.lane])
 
     def came(self, seq: int, result: Result) -> Result:
         """A batch has come back, with the state of its worker's dataset."""

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.imports import leave_alone
-from sharded_loader.batching.tree import TensorBatch
+from sharded_loader.batching.tree import TensorBatch, to_torch
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.devices.names import find_devices
 from sharded_loader.devices.placement import Placement
@@ -56,13 +56,14 @@ class AsCollated(Placement):
         self.is_plain = False
 
     def place(self, batch: Any, sharded: bool) -> Any:
-        shards = [one.to_torch() if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
-        if not self._on_host:
-            return self.finish(self.begin(shards if sharded else shards[0], sharded), sharded)
-        return shards if sharded else shards[0]
+        if sharded:
+            batch = [to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in batch]
+        elif type(batch) is TensorBatch:
+            batch = to_torch(batch.arrays)
+        return batch if self._on_host else self.finish(self.begin(batch, sharded), sharded)
 
     def begin(self, batch: Any, sharded: bool) -> Any:
-        shards = [one.arrays if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
+        shards = [shard.arrays if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])]
         return super().begin(shards if sharded else shards[0], sharded)
 
 

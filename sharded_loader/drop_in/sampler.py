@@ -17,7 +17,8 @@ generator goes on as under torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,10 +64,15 @@ class ShuffleSampler(RandomSampler):
         self._is_told = True
 
     def __iter__(self) -> Iterator[int]:
-        # A generator function, as torch's: the seed is drawn with the first index.
+        # As with torch's generator function, the seed is drawn with the first index. But no Python function runs for
+        # each index: `BatchSampler` takes a batch of 256 in 6 us of CPU time. With a generator function it takes 11 us.
+        return itertools.chain.from_iterable(self._orders())
+
+    def _orders(self) -> Iterator[Iterable[int]]:
+        """The indices of the epoch, in one iterable."""
         check_torchs_list(self.data_source, "RandomSampler")
         if self.generator is not None and self.seed is None:
-            yield from super().__iter__()
+            yield super().__iter__()
             return
         seed, epoch = self._decided()
         self._next, self._is_told = None, False
@@ -75,7 +81,7 @@ class ShuffleSampler(RandomSampler):
         # torch takes no other numbers for a seed.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
         generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
-        yield from torch.randperm(len(self.data_source), generator=generator).tolist()
+        yield torch.randperm(len(self.data_source), generator=generator).tolist()
 
     def _decided(self) -> tuple[int, int]:
         """The seed and the number that decide the next epoch. Number 0 is torch's order."""
