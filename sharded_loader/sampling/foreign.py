@@ -10,7 +10,7 @@ A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pur
 (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
 of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.epoch`).
 
-A `Start` starts a foreign sampler. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.start`). `keyed`
+A `Start` starts a foreign sampler. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.sampler`). `keyed`
 starts it, with its first item, under these conditions, and puts back what was there before.
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),

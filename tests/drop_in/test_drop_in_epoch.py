@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from drop_in_samples import Resets
 
+from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import EpochCount
-from sharded_loader.drop_in.start import SamplerStart
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.stream import PartPoint
 
@@ -18,7 +18,8 @@ from sharded_loader.engine.stream import PartPoint
 def read(
     sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None, batched: bool = True
 ) -> TorchEpoch:
-    start = SamplerStart(sampler, state, False, EpochCount())
+    saved = None if state is None else parsed(SamplerState, state, "give a state")
+    start = SamplerStart(sampler, saved, False, EpochCount())
     if state is None:
         start.begin()
     start.settle()
