@@ -178,31 +178,24 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         loaded, self._loaded = self._loaded, None
         if loaded is None:
-            iterator = LoaderIterator(self)
-        else:
-            state = parsed(LoaderState, loaded, ADVICE)
-            epoch = state.epoch_to_begin
-            by_fabric = counted_by_fabric(epoch)
-            if not by_fabric and state.sampler is not None:
-                state = at_named_epoch(state, self._index_sampler, self._epochs)
-            iterator = LoaderIterator(self, state)
-            if by_fabric:
-                tell_epoch(self._index_sampler, epoch)
-        self._resume_point = iterator.resume_point
+            return LoaderIterator(self)
+        state = parsed(LoaderState, loaded, ADVICE)
+        epoch = state.epoch_to_begin
+        by_fabric = counted_by_fabric(epoch)
+        if not by_fabric and state.sampler is not None:
+            state = at_named_epoch(state, self._index_sampler, self._epochs)
+        iterator = LoaderIterator(self, state)
+        if by_fabric:
+            tell_epoch(self._index_sampler, epoch)
         return iterator
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._loaded is None:
             return prepared
-        if not (self.persistent_workers and self.num_workers > 0):
-            return self._get_iterator()  # type: ignore[no-any-return]
-        if self._iterator is None or getattr(self._iterator, "_shutdown", False):
-            self._iterator = self._get_iterator()
-        else:
-            self._iterator._reset(self)
-            self._resume_point = getattr(self._iterator, "resume_point", None)
-        return self._iterator
+        if getattr(self._iterator, "_shutdown", False):
+            self._iterator = None
+        return super().__iter__()
 
     @property
     def multiprocessing_context(self) -> Any:

@@ -4,9 +4,9 @@
     Collate().bulk_of(dataset)         -> reads whole batches of tensors' rows, without samples
     OneSample(fn)                      -> ``fn(sample)``: what ``batch_size=None`` means
 
-What most samples are, arrays, tensors and numbers, and tuples or lists of them, is stacked into memory from ``empty``.
-Everything else goes through torch's own function: other types, other shapes, errors, and all samples if somebody has
-changed ``default_collate_fn_map``. Nothing here imports torch before that, so a worker may do without it.
+Most samples are arrays, tensors and numbers, or tuples and lists of them. They are stacked into memory from ``empty``.
+torch's own function collates everything else: other types, other shapes, samples that cannot be collated, and all
+samples if the program has changed ``default_collate_fn_map``. Only that function makes this module import torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Collate:
                     if array is not None:
                         return TensorBatch(array)
             except (BatchifyError, OverflowError, IndexError):
-                pass  # torch says it in its own words
+                pass  # torch's function raises its own error
         return self(samples)
 
     def bulk_of(self, dataset: Any) -> Gather | None:
@@ -88,7 +88,7 @@ class Collate:
 
 
 def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
-    """One array or tensor of these values; None if that is torch's affair."""
+    """One array or tensor of these values; None if torch's function has to collate them."""
     if len(types) != 1:
         return None
     [kind] = types
@@ -105,7 +105,7 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
 
 
 def _is_changed() -> bool:
-    """Whether somebody has told ``default_collate`` of other types."""
+    """Whether the program has changed the functions that ``default_collate`` calls."""
     collate: Any = sys.modules.get("torch.utils.data._utils.collate")
     if collate is None:
         return False
@@ -120,7 +120,7 @@ def _is_changed() -> bool:
 
 
 _TYPES = 7
-"""How many entries torch's own table has."""
+"""The number of entries in torch's table of functions, if no program changes it."""
 
 
 class Assembled:

@@ -11,6 +11,7 @@ What can go wrong: the sampler raises an error, which comes in the batch's place
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,15 +22,16 @@ from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
 from sharded_loader.sampling.state import Checkpoint
+from sharded_loader.sampling.tables import bytes_of_one
 
 
 class _Planned(NamedTuple):
-    """An item in flight.
+    """A batch in flight.
 
     Attributes:
-        number: which item of the sampler's it is.
-        item: the item.
-        lane: by which worker it is read, if that matters.
+        number: the number of the sampler's item.
+        item: the item: the indices of the batch.
+        lane: the worker that reads it, if the dataset has a state.
         turn: how many batches that worker was given before.
     """
 
@@ -43,13 +45,13 @@ class TorchEpoch(Epoch):
     """One epoch of a sampler, read once.
 
     Args:
-        start: of the sampler. A loaded state is gone on from when the first batch is asked for, because trainers call
-            the sampler's ``set_epoch`` after ``iter(loader)``.
-        lanes: how many workers there are, at least 1.
-        batched: an item is a list of indices; False: a single index.
-        points: The position of each worker, with the state of its dataset. A worker that is missing here is new.
-        keeps_state: the dataset has a state that each worker keeps.
-        number: Identifies this set of workers. A worker that is at its position already does not load the state.
+        start: starts the sampler. If it resumes, that is when the first batch is asked for, because trainers call the
+            sampler's ``set_epoch`` after ``iter(loader)``.
+        lanes: the number of workers, at least 1.
+        batched: whether an item is a list of indices; otherwise it is a single index.
+        points: worker -> its position, with the state of its dataset. A new worker has no entry.
+        keeps_state: whether the dataset has a state, which each worker keeps.
+        number: identifies this set of workers. A worker that is at its position already does not load the state.
     """
 
     takes_turns = True
@@ -107,7 +109,8 @@ class TorchEpoch(Epoch):
         items = self._items
         while items is not None and self._coming <= seq and not self._ended:
             try:
-                item = items.read_one()
+                item = next(items.rest)
+                items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
             except StopIteration:
                 self._ended = True
                 break
@@ -124,7 +127,7 @@ class TorchEpoch(Epoch):
         return self._planned.get(seq)
 
     def begin(self) -> None:
-        """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
+        """Start the sampler, unless it has started: it draws now what it draws for its first item."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
             self.number = self._start.epoch(self.number)
@@ -137,7 +140,7 @@ class TorchEpoch(Epoch):
             self._ended = False
 
     def came(self, seq: int, result: Result) -> Result:
-        """A batch has come back, with the state of its worker's dataset."""
+        """Note the state of the worker's dataset that came with a batch."""
         if result.point is not None:
             lane = self._planned[seq].lane
             self._notes[seq] = lane, result.point
@@ -145,7 +148,7 @@ class TorchEpoch(Epoch):
         return result
 
     def primed(self, state: Any) -> None:
-        """The state of the dataset in this process, before the first batch."""
+        """Note the state of the dataset in this process, before the first batch."""
         self._points[0] = self._known[0] = PartPoint(state=state)
 
     @property
@@ -201,7 +204,10 @@ class TorchEpoch(Epoch):
         self.begin()
         over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
         ahead = {number for number in self._ahead | over if number >= self._low}
-        low = _advanced(self._low, ahead)
+        low = self._low
+        while low in ahead:
+            ahead.remove(low)
+            low += 1
         checksum, own = self._marks[low]
         state = SamplerState(low, checksum, rank_of(start.sampler), own=own, ahead=sorted(ahead) or None)
         state.shuffle, state.rng, state.epochs = start.state.shuffle, start.state.rng, start.state.epochs
@@ -217,13 +223,4 @@ class TorchEpoch(Epoch):
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a state says of the sampler, and of the workers' datasets."""
-        state: SamplerState = position.mark
-        return written(state)
-
-
-def _advanced(low: int, ahead: set[int]) -> int:
-    """The first item that is not in ``ahead``, from ``low`` on; those before it are taken out."""
-    while low in ahead:
-        ahead.remove(low)
-        low += 1
-    return low
+        return written(position.mark)

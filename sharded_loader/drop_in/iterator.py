@@ -48,18 +48,18 @@ _numbers = itertools.count()
 
 
 class AsCollated(Placement):
-    """Leaves batches as the collate function made them, or puts them on devices."""
+    """Leaves batches as the collate function returned them, or puts them on devices."""
 
     def __init__(self, devices: list[torch.device] | None) -> None:
         super().__init__(devices, pin_memory=False)
         self.is_plain = False
 
     def place(self, batch: Any, sharded: bool) -> Any:
+        if not self._on_host:
+            return super().place(batch, sharded)
         if sharded:
-            batch = [to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in batch]
-        elif type(batch) is TensorBatch:
-            batch = to_torch(batch.arrays)
-        return batch if self._on_host else self.finish(self.begin(batch, sharded), sharded)
+            return [to_torch(shard.arrays) if type(shard) is TensorBatch else shard for shard in batch]
+        return to_torch(batch.arrays) if type(batch) is TensorBatch else batch
 
     def begin(self, batch: Any, sharded: bool) -> Any:
         shards = [shard.arrays if type(shard) is TensorBatch else shard for shard in (batch if sharded else [batch])]
@@ -67,12 +67,12 @@ class AsCollated(Placement):
 
 
 class RunIterator(BatchIterator[Any]):
-    """Batches of one run. It is the only one of its loader's iterator.
+    """The batches of one run, for a `LoaderIterator`.
 
     Args:
-        pipeline, placement, meter: of the iterator.
+        pipeline, placement, meter: of the `LoaderIterator`.
         run: the run.
-        job: what workers are told with it.
+        job: what the workers of the run read.
     """
 
     def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, run: Run, job: Job) -> None:
@@ -91,10 +91,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     Args:
         loader: the loader.
-        state: where to go on.
+        state: where the epoch goes on. None: it begins.
 
     Attributes:
-        resume_point: where it is.
+        resume_point: the position in the epoch.
     """
 
     def __init__(self, loader: Any, state: LoaderState | None = None) -> None:
@@ -123,7 +123,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pool.notices = loader._meter.notices
         self._pool.use_memory(placement.empty, placement.register, pinned=bool(placement.asynchronous))
         self._pipeline = Pipeline(self._pool, make_split(self._devices, self._sharded, loader.num_shards))
-        # With prefetch_factor left to us, as many batches as make a message worth while are in flight.
+        # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self._pipeline.scale_by_group = loader._scales_prefetch
         self._pipeline.prefetch = (loader.prefetch_factor or 0) * loader.num_workers
         self._closer = weakref.finalize(self, _close, self._pool.closer(), placement.closer())
@@ -136,7 +136,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin another epoch with the workers that run."""
+        """Begin another epoch with the persistent workers. torch's loader calls this."""
         if isinstance(self._pool, ProcessPool) and not self._is_stream:
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             warn_of_length(self._dataset, self._length, self._pool.notices, then)
@@ -150,7 +150,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
         Args:
             loader, state: as above.
-            items: of the sampler. None: torch asks for them a second time if it has workers, so it is done here too.
+            items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
         """
         # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
         # workers with new seeds.
@@ -177,23 +177,24 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._names_epoch)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items)
             self._pipeline.one_by_one = start.may_draw
-        # What is random differs from epoch to epoch, also in workers that live on.
+        # The random numbers of an epoch depend on its number, also in persistent workers.
         epoch.number, loader._epochs.next = number, number + 1
         epoch.any_order = not loader.in_order and loader.num_workers > 0
         run = Run(next(_numbers), epoch, any_order=epoch.any_order)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
         self._job = loader._job = job
         self._num_yielded = 0 if state is None or finished else state.yielded
-        self.resume_point = ResumePoint(
+        of_dataset = getattr(loader.dataset, "epoch", None) if self._is_stream else None
+        loader._resume_point = self.resume_point = ResumePoint(
             epoch,
             run,
-            drawn,
-            self._num_yielded,
-            self._num_workers,
-            loader.generator,
-            self._workers_live_on,
-            self._points_at_start,
-            getattr(loader.dataset, "epoch", None) if self._is_stream else None,
+            base_seed=drawn,
+            yielded=self._num_yielded,
+            num_workers=self._num_workers,
+            generator=loader.generator,
+            workers_live_on=self._workers_live_on,
+            points_at_start=self._points_at_start,
+            epoch_of_dataset=of_dataset if isinstance(of_dataset, int) else None,
         )
         if loader.num_workers == 0:
             self._prime(epoch, is_new=state is None or finished)
@@ -202,8 +203,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         """An epoch of map-style data.
 
         Args:
-            start: of the sampler.
-            state: with the workers' datasets. None: the workers go on with those that they have.
+            start: starts the sampler.
+            state: with the states of the workers' datasets. None: persistent workers go on with the datasets they have.
             items: as in `_begin`.
         """
         lanes, points = max(1, self._num_workers), self._points_at_start
@@ -219,7 +220,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return epoch
 
     def _prime(self, epoch: TorchEpoch | StreamEpoch, is_new: bool) -> None:
-        """Ask for the iterator of a dataset that is read in this process, and for its state, as torch does now."""
+        """Ask a dataset of this process for its iterator and for its state. torch asks at this moment too."""
         dataset: Any = self._dataset
         if isinstance(epoch, TorchEpoch):
             if self._job.keeps_state and is_new:
@@ -247,7 +248,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return self.__next__()
 
     def __next__(self) -> Any:
-        # torch's notes each batch for a profiler, which takes 5 to 9 us, and warns of wrong lengths of iterable data.
+        # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
         if self._is_stream or profiler_enabled():
             return super().__next__()
         data = self._next_data()
@@ -275,7 +276,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     @property
     def _workers(self) -> list[WorkerView]:
-        """The worker processes, as torch's iterator shows them. They are started now."""
+        """The worker processes, as torch's iterator shows them. This starts them."""
         pool = self._pool
         if isinstance(pool, ProcessPool) and not self._shutdown:
             if not pool.started:
@@ -294,12 +295,9 @@ class LoaderIterator(_BaseDataLoaderIter):
             for worker in self._processes:
                 worker.let_go()
 
-    def __len__(self) -> int:
-        return len(self._index_sampler)
-
 
 def _start_of(loader: Any, state: LoaderState | None) -> SamplerStart | None:
-    """How the sampler is started; None for iterable data."""
+    """What starts the loader's sampler; None for iterable data."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     saved, finished = (None, False) if state is None else (state.sampler, state.finished)
@@ -307,15 +305,15 @@ def _start_of(loader: Any, state: LoaderState | None) -> SamplerStart | None:
 
 
 def _load_generator(generator: torch.Generator | None, state: LoaderState | None) -> None:
-    """Give the user's generator the state that it had."""
+    """Restore the generator that the user gave to the loader."""
     if generator is not None and state is not None and state.generator is not None:
         set_generator(generator, state.generator)
 
 
 def _drawn_before(loader: Any, start: SamplerStart | None, state: LoaderState | None) -> int | None:
-    """What the next epoch would have drawn when a state was taken at the end of an epoch; None: it draws now.
+    """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws one now.
 
-    The user's program decides if it has seeded, or used, the default generator since it has loaded the state.
+    It draws one if the program has seeded, or used, the default generator since it loaded the state.
     """
     seed = of_sampler = None
     if state is not None and state.next_draws and torch.equal(loader._rng_at_load, torch.get_rng_state()):
@@ -326,9 +324,9 @@ def _drawn_before(loader: Any, start: SamplerStart | None, state: LoaderState | 
 
 
 def _load_dataset(dataset: Any, state: LoaderState) -> None:
-    """Give a map-style dataset of this process the state from the end of an epoch.
+    """Restore a map-style dataset of this process from a state of an epoch's end.
 
-    It may put the global generator back, so it comes before the next epoch draws its seed.
+    The dataset may restore the global generator, so this comes before the next epoch draws its seed.
     """
     saved = None if state.sampler is None else state.sampler.datasets
     if saved and saved[-1] is not None and is_stateful(dataset):

@@ -16,9 +16,8 @@ What decides the order of an epoch of ``shuffle=True``:
 Without ``seed`` and a generator, every epoch draws one number, also where ``set_epoch`` decides. So the default
 generator goes on as under torch.
 
-A sampler of the user's is no function of (seed, epoch): it draws from the generators that it draws from under torch.
-`SamplerStart` saves the states of those generators before the start. If a state is loaded, it restores them for the
-start.
+The user's sampler is no function of (seed, epoch): it draws from the generators that it draws from under torch.
+`SamplerStart` saves the states of those generators before the start. To resume, it restores them first.
 
 What can go wrong: the sampler raises an error at its first item. It comes as the error of that item.
 """
@@ -119,22 +118,22 @@ class ShuffleSampler(RandomSampler):
         return (self._first, self.epoch) if self._is_named else self._next
 
     def forget_epoch(self) -> None:
-        """A state is loaded: it decides the next epoch, unless ``set_epoch`` comes after it."""
+        """Forget `set_epoch`: a state is loaded, and decides the next epoch unless `set_epoch` comes again."""
         self._is_named = False
 
     def load_end_state(self, state: dict[str, Any]) -> None:
         """Make the next epoch the one after a state that `end_state` has returned, or the one of ``set_epoch``."""
-        is_told, epoch = self._is_named, self.epoch
+        is_named, epoch = self._is_named, self.epoch
         self.load_begin_state(state)
-        if is_told:
+        if is_named:
             self.set_epoch(epoch)
 
     def expect(self, seed: int | None) -> None:
-        """Make this the next seed, unless ``set_epoch`` or a seed of the user's decides. None: a drawn one."""
+        """Make this the next seed, unless `set_epoch` or the user's seed decides. None: a drawn one."""
         self._expected = None if self._is_named else seed
 
     def begin_state(self) -> dict[str, Any]:
-        """What decides the next epoch. What it draws is drawn now, once."""
+        """What decides the next epoch. If it has to draw a seed, it draws that now, once."""
         if self.generator is not None and self.seed is None:
             return {"generator": self.generator.get_state().tolist()}
         seed, epoch = self._decided()
@@ -146,7 +145,7 @@ class ShuffleSampler(RandomSampler):
         return self.epoch if self._is_named else epoch, epoch
 
     def end_state(self) -> dict[str, Any]:
-        """What is known of the epochs after this one, when it is over. It draws nothing."""
+        """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
         if self.generator is not None or self.seed is not None:
             return self.begin_state()
         return {"first": self._first, "told": self.epoch if self._is_named else None}
@@ -192,7 +191,10 @@ class EpochCount:
         self.next = self._seen = 0
 
     def named(self, sampler: Any) -> int | None:
-        """The epoch that `InOrderSampler` or torch's `DistributedSampler` was told since the last call, if any."""
+        """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
+
+        It looks at an `InOrderSampler` or at torch's `DistributedSampler`.
+        """
         kinds = (InOrderSampler, DistributedSampler)
         found = next((int(one.epoch) for one in nested(sampler) if isinstance(one, kinds)), self._seen)
         is_new, self._seen = found != self._seen, found
@@ -212,9 +214,9 @@ class SamplerState:
         rank: of a sampler that yields its rank's items. Another rank may load the state: its checksum is another one.
         shuffle: what decides the order of `ShuffleSampler` in this epoch; at its end, in those after it.
         rng: the states of the generators at the start: when the sampler was asked for its iterator, and for an item.
-        epochs: what the samplers with ``set_epoch`` were told.
+        epochs: the epochs that ``set_epoch`` of the samplers has named.
         ahead: numbers of items that were delivered although one before them was not.
-        over: no item is left; it is said of a sampler with a state of its own.
+        over: no item is left. Only of a sampler that has a state.
         own: the sampler's own state.
         generators: the states of the sampler's own generators at the end of the epoch.
         datasets: the state of each worker's dataset.
@@ -236,22 +238,21 @@ class SamplerState:
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
 
-_DRAW_AT_FIRST = (
-    *(*_PLAIN, ShuffleSampler, RandomSampler),
-    *(SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
+_DRAW_ONCE = (
+    *_PLAIN,
+    ShuffleSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
 )
 """Samplers that draw from the global generators at their first item only."""
 
 
 def keep_epochs(sampler: Any) -> list[Any]:
     """The samplers that take their epoch from ``set_epoch`` and keep it, as torch's `DistributedSampler`."""
-    return [
-        one
-        for one in nested(sampler)
-        if not isinstance(one, ShuffleSampler)
-        and isinstance(getattr(one, "epoch", None), int)
-        and hasattr(one, "set_epoch")
-    ]
+    others = (one for one in nested(sampler) if hasattr(one, "set_epoch") and not isinstance(one, ShuffleSampler))
+    return [one for one in others if isinstance(getattr(one, "epoch", None), int)]
 
 
 def generator_state(generator: torch.Generator) -> str:
@@ -278,17 +279,17 @@ class SamplerStart:
     its first item. Samplers of torch draw at the second one. In between, the loader may draw the seed of its workers.
 
     Args:
-        sampler: the user's: of batches, or of single indices.
-        state: where it goes on; None: at its beginning.
+        sampler: of the loader: of batches, or of single indices.
+        state: where it goes on. None: it begins.
         finished: the state was taken at the end of its epoch, and the next one begins.
         epochs: counts the loader's epochs.
 
     Attributes:
         state: where the epoch begins, and what decides its order.
-        resumes: that is in the middle of an epoch.
-        may_draw: it may draw from the global generators for any of its items. So the order may depend on what the user
-            draws between two batches, and the loader must ask for each item when torch does.
-        has_set_epoch: it has ``set_epoch``, which may come between ``iter(loader)`` and the first ``next``.
+        resumes: the sampler goes on in the middle of an epoch.
+        may_draw: the sampler may draw from the global generators for any of its items. So the order may depend on what
+            the program draws between two batches, and the loader must ask for each item when torch does.
+        has_set_epoch: the program may call ``set_epoch`` between ``iter(loader)`` and the first ``next``.
     """
 
     def __init__(self, sampler: Any, state: SamplerState | None, finished: bool, epochs: EpochCount) -> None:
@@ -297,12 +298,14 @@ class SamplerStart:
         plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
         self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
         self._draws = not plain and self.stateful is None
-        self.may_draw = not all(type(one) in _DRAW_AT_FIRST for one in nested(sampler))
+        self.may_draw = not all(type(one) in _DRAW_ONCE for one in nested(sampler))
         self.has_set_epoch = any(hasattr(one, "set_epoch") for one in nested(sampler))
         self._keep_epochs = keep_epochs(sampler)
-        attributes = [value for one in nested(sampler) if one is not self.shuffle for value in _attributes(one)]
-        own = {id(value): value for value in attributes if isinstance(value, torch.Generator)}
-        self._sources = [torch.default_generator, *own.values()]
+        # Of each sampler ``generator`` comes first, whatever the order of its attributes: states keep this order.
+        others = [one for one in nested(sampler) if one is not self.shuffle]
+        attributes = [(getattr(one, "generator", None), *getattr(one, "__dict__", {}).values()) for one in others]
+        values = itertools.chain([torch.default_generator], *attributes)
+        self._sources = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
         self.resumes = state is not None and not finished
         if state is not None and finished:
             self._load_end(state)
@@ -318,9 +321,9 @@ class SamplerStart:
         _set_all(self._sources[1:], state.generators)
 
     def _load_between(self, own: Any) -> None:
-        """Load a state from between two epochs: asked for an iterator, the sampler begins the next epoch.
+        """Load a state from between two epochs. The next iterator of the sampler begins the next epoch.
 
-        It may be a state of the end. Some samplers, asked for an iterator then, first go on there, which is nothing.
+        After a state of the end, the first iterator of some samplers goes on at that end: it has no item.
         """
         assert self.stateful is not None  # otherwise there is no such state
         self.stateful.load_state_dict(copy.deepcopy(own))
@@ -329,7 +332,7 @@ class SamplerStart:
                 self.stateful.load_state_dict(copy.deepcopy(own))
 
     def _note(self) -> None:
-        """Before the sampler is asked for its iterator."""
+        """Save the states of the generators, or of the sampler, before it is asked for its iterator."""
         if not self.resumes and self._draws:
             self.state.rng = [self._generator_states()]
         elif not self.resumes and self.stateful is not None:
@@ -346,9 +349,9 @@ class SamplerStart:
         self._asked = items
 
     def settle(self) -> None:
-        """What the sampler that shuffles draws is drawn now. `ShuffleSampler.set_epoch` may still come.
+        """Have the `ShuffleSampler` draw its seed now. Its ``set_epoch`` may still come.
 
-        A loaded state says the epoch, whatever ``set_epoch`` has named: Fabric counts from 0 after a resume.
+        After a resume, samplers are given the epoch of the state, because Fabric names epochs from 0 on.
         """
         if self.resumes:
             for sampler, epoch in zip(self._keep_epochs, self.state.epochs or (), strict=False):
@@ -357,7 +360,7 @@ class SamplerStart:
             self.state.shuffle = self.shuffle.begin_state()
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items; what the sampler draws for the first one is drawn now."""
+        """The same items. The sampler draws now what it draws for the first one."""
         if not self.resumes and self._keep_epochs:
             self.state.epochs = [sampler.epoch for sampler in self._keep_epochs]
         if not self.resumes and self.state.rng is not None and (now := self._generator_states()) not in self.state.rng:
@@ -387,7 +390,7 @@ class SamplerStart:
         return int((self.state.shuffle or {}).get("epoch", self.shuffle.epoch))
 
     def epoch(self, counted: int) -> int:
-        """The number of the epoch: what ``set_epoch`` has named before the first batch, or what the loader counted."""
+        """The number of the epoch: the one that ``set_epoch`` has named, or the one that the loader has counted."""
         named, seeded = self._epochs.named(self.sampler), self.epoch_of_seed()
         if seeded is not None:
             return seeded
@@ -397,7 +400,7 @@ class SamplerStart:
         return named
 
     def set_end(self, state: SamplerState) -> None:
-        """The epoch is over: the state says what decides the epochs after it."""
+        """Add to a state of the epoch's end what decides the epochs after it."""
         if self.shuffle is not None:
             state.shuffle = self.shuffle.end_state()
         if self._draws and self._sources[1:]:
@@ -405,10 +408,10 @@ class SamplerStart:
 
     @contextlib.contextmanager
     def started(self, mark: Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
-        """The items, and the object that can tell the sampler's own state, or None; see `sampling.foreign.Start`.
+        """The items, and the object that has the sampler's state, or None; see `sampling.foreign.Start`.
 
         Args:
-            mark: where the state was taken; None: the epoch begins, with the items of `begin`.
+            mark: where the state was saved. None: the epoch begins, with the items of `begin`.
         """
         if mark is None:
             items = self.first(self._asked)
@@ -434,11 +437,6 @@ class SamplerStart:
             yield items, stateful
         finally:
             torch.set_rng_state(before)
-
-
-def _attributes(sampler: Any) -> list[Any]:
-    """What a sampler has: ``generator`` first, as in states of before."""
-    return [getattr(sampler, "generator", None), *getattr(sampler, "__dict__", {}).values()]
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

@@ -96,7 +96,7 @@ class ResumePoint:
     generator: torch.Generator | None
     workers_live_on: bool
     points_at_start: Mapping[int, PartPoint]
-    epoch_of_dataset: Any = None
+    epoch_of_dataset: int | None
     finished: bool = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,21 +119,14 @@ class ResumePoint:
             position = self._stream_position(self.epoch, delivered, is_over)
             named = {"stream": self.epoch.state(position)}
             snapshots = [_snapshot(position, part) for part in position.counts]
-        of_dataset = self.epoch_of_dataset if isinstance(self.epoch_of_dataset, int) else None
-        state = LoaderState(
-            max(0, self.yielded - fetched),
-            finished,
-            self.base_seed,
-            self.epoch.number,
-            of_dataset,
-            generator,
-            following,
-            **named,
+        yielded, number = max(0, self.yielded - fetched), self.epoch.number
+        state = written(
+            LoaderState(yielded, finished, self.base_seed, number, self.epoch_of_dataset, generator, following, **named)
         )
         if self.num_workers == 0:
-            return {**written(state), **snapshots[0]}
+            return {**state, **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**written(state), "_snapshot": {"_worker_snapshots": workers}}
+        return {**state, "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""

@@ -1,6 +1,6 @@
 """The workers of the drop-in: the pool that the loader's arguments ask for, and what torch's users see of it.
 
-check_arguments(loader)              what would otherwise fail at the first batch
+check_arguments(loader)              rejects what would otherwise fail at the first batch
 make_pool(loader) -> Pool
 WorkerView(handle)                     a worker process as torch's iterator shows it
 in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError that torch raises
@@ -26,7 +26,7 @@ from sharded_loader.pools.threads import ThreadPool
 
 
 def check_arguments(loader: Any) -> None:
-    """Reject at construction what torch's constructor lets pass and the first batch would fail at.
+    """Reject arguments that torch's constructor accepts, but that fail at the first batch.
 
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
@@ -56,9 +56,9 @@ def check_arguments(loader: Any) -> None:
 
 
 def make_pool(loader: Any) -> Pool:
-    """The pool that a loader's arguments ask for; its workers are not started yet.
+    """The pool that a loader's arguments ask for. Its workers have not started.
 
-    With ``timeout`` no worker is restarted: a silent or dead worker is an error, as in torch.
+    With ``timeout`` the pool restarts no worker: a silent or dead worker is an error, as in torch.
     """
     if loader.num_workers == 0:
         if loader.timeout:
@@ -83,7 +83,7 @@ def _processes(loader: Any, count: int) -> ProcessPool:
 
 
 class WorkerView:
-    """A worker process as torch shows it: what programs ask of one that they look at or kill."""
+    """A worker process as torch's iterator shows it to programs that watch or kill workers."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -91,28 +91,28 @@ class WorkerView:
         self._exitcode: int | None = None
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._handle is not None and bool(self._handle.is_alive())
 
     def let_go(self) -> None:
-        """The loader has ended it. Its handle holds shared memory, so it is not kept."""
+        """Drop the handle, which holds shared memory: the loader has ended the process."""
         if self._handle is not None:
             self._exitcode, self._handle = _exitcode_of(self._handle), None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the process has ended."""
         if self._handle is not None:
             self._handle.wait(timeout)
 
     @property
     def exitcode(self) -> int | None:
-        """How it has ended; None if it has not, or if the loader has not noticed its end yet."""
+        """The exit code; None while the process runs, or until the loader has noticed its end."""
         if self.is_alive() or self._handle is None:
             return self._exitcode
         return _exitcode_of(self._handle)
 
     def terminate(self) -> None:
-        """End it."""
+        """Kill the process."""
         if self._handle is not None:
             self._handle.kill()
 
@@ -121,12 +121,12 @@ class WorkerView:
 
 def _exitcode_of(handle: Any) -> int | None:
     code: int | None = handle.exitcode
-    # A worker that was told to end, and has, has the code 0, as in torch; nobody keeps the code of a forked one.
+    # As in torch, a worker that the loader has ended has the code 0. The code of a forked worker is not kept.
     return 0 if handle.ended_by_close or (code is None and not handle.was_killed) else code
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
-    """The error that torch raises for this one. Its text begins as torch's, because programs look for those words."""
+    """The error that torch raises in this case. Its text begins as torch's, because programs look for those words."""
     if isinstance(error, WorkerTimeoutError):
         return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
     code = error.exitcode

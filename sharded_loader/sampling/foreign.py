@@ -50,7 +50,7 @@ from sharded_loader.randomness.rng import derive_key
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import Streamed, Table, bytes_of, bytes_of_one
+from sharded_loader.sampling.tables import Streamed, Table, bytes_of
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 
@@ -274,6 +274,7 @@ class ForeignItems:
         count: how many items were read or passed over.
         checksum: CRC-32 of them.
         ended: no item is left.
+        rest: the items that are left. If they are not taken by `read`, the caller counts them.
         head: the items that were read first, if the epoch was read from its beginning.
         stateful: the sampler, or its iterator, if it has a state; otherwise None.
 
@@ -284,15 +285,15 @@ class ForeignItems:
     def __init__(self, sampler: Any, start: Start, mark: Checkpoint | None = None) -> None:
         self.count = self.checksum = 0
         self.ended, self.head = False, list[Any]()
-        self._items: Iterator[Any] = iter(())
+        self.rest: Iterator[Any] = iter(())
         self.stateful: Any = None
         if mark is not None and mark.finished:
             self.count, self.checksum, self.ended = mark.items, mark.checksum, True
             if mark.state is None:
                 return
-        with start(mark) as (self._items, self.stateful):
+        with start(mark) as (self.rest, self.stateful):
             if self.ended:  # from its end the sampler goes on to the next epoch
-                deque(self._items, maxlen=0)
+                deque(self.rest, maxlen=0)
             elif mark is not None and mark.state is not None and self.stateful is not None:
                 self.count, self.checksum = mark.items, mark.checksum
             elif mark is not None:
@@ -306,7 +307,7 @@ class ForeignItems:
 
     def read(self, count: int) -> list[Any]:
         """The next items; fewer at the end."""
-        items = islice(self._items, count)
+        items = islice(self.rest, count)
         found = list(map(_copied, islice(items, 1)))
         is_index = bool(found) and type(found[0]) is int  # then there is nothing to copy, at 50 ns an item
         found += items if is_index else map(_copied, items)
@@ -316,13 +317,6 @@ class ForeignItems:
         self.count, self.ended = self.count + len(found), len(found) < count
         return found
 
-    def read_one(self) -> Any:
-        """The next item as it is. StopIteration at the end."""
-        item = next(self._items)
-        self.checksum = zlib.crc32(bytes_of_one(item), self.checksum)
-        self.count += 1
-        return item
-
     def pass_over(self, items: int) -> None:
         """Read up to so many items of the epoch, or up to its end."""
         while self.count < items and not self.ended:
@@ -330,8 +324,8 @@ class ForeignItems:
 
     def is_over(self) -> bool:
         """Whether no item is left: the next one is drawn."""
-        ahead = list(islice(self._items, 1))
-        self.ended, self._items = not ahead, chain(ahead, self._items)
+        ahead = list(islice(self.rest, 1))
+        self.ended, self.rest = not ahead, chain(ahead, self.rest)
         return self.ended
 
 
