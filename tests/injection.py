@@ -18,10 +18,9 @@ PUMP = (
     *(
         "loader.py",
         "iterator.py",
-        "progress.py",
+        "epochs.py",
         "stats.py",
         "pipeline.py",
-        "run.py",
         "split.py",
         "order.py",
         "messages.py",

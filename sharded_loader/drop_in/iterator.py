@@ -33,8 +33,7 @@ from sharded_loader.drop_in.place import Place, stream_of
 from sharded_loader.drop_in.start import SamplerStart, set_generator
 from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length

@@ -17,8 +17,8 @@ from typing import Any
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.start import generator_state, next_draws, tellable
-from sharded_loader.engine.epoch import Position
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.order import Position
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.sampling.base import nested
 from sharded_loader.streams.order import StreamOrder

@@ -33,10 +33,8 @@ from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry, Run, ShownRun
-from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.progress import Mark
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 

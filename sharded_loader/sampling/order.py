@@ -23,8 +23,7 @@ from itertools import islice
 from typing import Any
 
 from sharded_loader.base.notices import warn
-from sharded_loader.engine.epoch import Position
-from sharded_loader.engine.order import Order
+from sharded_loader.engine.order import Order, Position
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,

@@ -30,7 +30,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from sharded_loader import interleave, sample_rng
 from sharded_loader.drop_in.place import at_told_epoch, next_epoch
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.torch import DataLoader
 

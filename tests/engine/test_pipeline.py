@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from sharded_loader.base.errors import LoaderClosedError
-from sharded_loader.engine.epoch import Epoch, Position, sampler_error
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 JOB = Job([], None, 0)
