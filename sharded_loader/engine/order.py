@@ -130,7 +130,7 @@ class Epoch(ABC):
         """
 
     def batches(self, delivered: int) -> int:
-        """How many batches of the epoch were received, if so many numbers are done."""
+        """How many batches of the epoch were received, if ``delivered`` numbers are done."""
         return delivered
 
     @abstractmethod
@@ -168,7 +168,7 @@ def sampler_error(raised: Exception, where: str) -> Exception:
 
 
 def moved(table: dict[int, Any], seq: int, to: int) -> None:
-    """Give what stands under ``seq`` the number ``to``, and what stands from there on the next numbers.
+    """Give what stands under ``seq`` the number ``to``, and what stands at ``to`` and behind it the next numbers.
 
     Example:
         >>> table = {4: "a", 5: "b", 7: "d"}

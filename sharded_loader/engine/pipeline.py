@@ -82,7 +82,7 @@ class Run:
         ended: the user has seen the end.
         exhausted: all its batches have been planned.
         is_ahead: its epoch has not begun; it is read while the one before it is consumed.
-        next: the run that is read ahead behind this one.
+        next: the prefetched run behind this one.
         any_order: a batch that is finished is handed out before one that is not.
         moved: the places of batches that have changed places and have not come yet, by their own numbers.
     """
@@ -153,8 +153,8 @@ class Pipeline:
             time.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
         one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
-        lock: one for all iterators. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
-            handler may use the loader in the middle of a step.
+        lock: one for all iterators. The thread that calls `begin` holds it until `end` or `fail`. It is reentrant: a
+            signal handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
         closed: `close` was called.
@@ -302,7 +302,7 @@ class Pipeline:
                 if not window:
                     return None
                 if not self.pool.started:
-                    self._recover()  # somebody has closed the pool itself
+                    self._recover()  # the pool itself was closed
                     continue
                 self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
             if run.any_order and window:
@@ -321,7 +321,7 @@ class Pipeline:
                 self.fill_next(run)
 
     def fill_next(self, run: Run) -> None:
-        """Put batches of the run that is read ahead in flight, where this one has no more."""
+        """Put batches of the prefetched run in flight, where this one has no more."""
         if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
 
@@ -438,7 +438,7 @@ class Pipeline:
         self.is_shut = True
 
     def check_open(self) -> None:
-        """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""
+        """Raise if the loader cannot be used. Takes no lock: in a forked child no thread would release it."""
         if os.getpid() != self.pid:
             raise RuntimeError(
                 f"this loader was made in process {self.pid}, and this is its forked child {os.getpid()}, which has "

@@ -75,7 +75,7 @@ class Pool(ABC):
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
-            pinned: whether ``empty`` gives page-locked memory, because a device is going to copy the batches.
+            pinned: whether ``empty`` gives pinned memory, because a device is going to copy the batches.
         """
         self.empty = empty
 
@@ -94,7 +94,7 @@ class Pool(ABC):
 
     @abstractmethod
     def wait(self, block: bool = True) -> Sequence[Result]:
-        """Block until results have come, a worker has ended, or somebody calls `wake`; what has come.
+        """Block until results have come, a worker has ended, or a thread calls `wake`; what has come.
 
         Args:
             block: False: only look whether something has come.

@@ -9,9 +9,11 @@
     load_state_dict:                  Progress.load      the position is pending until an epoch begins
     peek, read                        one batch or one sample, read here and now
 
-`Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists: a
-loaded position that is pending; the run that began or delivered last, if its iterator is alive or its epoch was the
-last one begun (after a ``break``); the beginning of the next epoch.
+`Progress` tells the position: `epoch`, `position`, `state_dict` and ``repr``. It is the first of these that exists:
+
+- a loaded position that is pending;
+- the run that began or delivered last, if its iterator is alive, or its epoch was the last one begun (after a break);
+- the beginning of the next epoch.
 
 While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
 is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
@@ -217,12 +219,12 @@ class Progress(ShownRun):
 
 
 class _KeptRun(NamedTuple):
-    """A run that has given no batch: its beginning was interrupted, or it is read ahead.
+    """A run that has given no batch: its beginning was interrupted, or it is prefetched.
 
     Attributes:
         run: the run, perhaps opened, perhaps with batches in flight.
         mark: where the loader was before it began.
-        order: of a run that is read ahead, what decided its batches; None: they are what they are.
+        order: of a prefetched run, what decided its batches; None: they are what they are.
     """
 
     run: Run
@@ -456,9 +458,9 @@ class Epochs:
         for run in self.progress.live_runs():
             if run is not begins and not run.ended and run.epoch.number != new:
                 run.dead = (
-                    f"epoch {run.epoch.number} cannot go on: epoch {new} was begun, and the dataset, which has "
-                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only; "
-                    f"use worker processes, or finish one epoch before the next"
+                    f"epoch {run.epoch.number} cannot go on: epoch {new} was begun. The dataset, which has "
+                    f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
+                    f"Use worker processes, or finish one epoch before the next"
                 )
         set_epoch(new)
 

@@ -9,7 +9,7 @@ An iterator owns the count of the batches that it has delivered, nothing else. I
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
 
 One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
-raises), it passes as it is, the count is what it was before, and the next ``next`` gives the same batch. If something
+raises), it passes as it is. The count is what it was before, and the next ``next`` gives the same batch. If something
 goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
 in the batch's place.
 """
@@ -130,7 +130,7 @@ class BatchIterator(Iterator[Batch]):
             self._placement.check_not_capturing()
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
-            pipeline.check_open()  # before the lock: in a forked child nobody would release it
+            pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = is_owned(pipeline.lock)
         with pipeline.lock:
             run, mark = self.run, None
