@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
 from sharded_loader.data.arrays import takes_arrays
-from sharded_loader.data.fingerprint import fingerprint_of
-from sharded_loader.data.following import can_follow, follow
+from sharded_loader.data.datasets import can_follow, follow
+from sharded_loader.data.inspection import fingerprint_of
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.epoch import Epoch
 from sharded_loader.engine.messages import NOTHING, Job

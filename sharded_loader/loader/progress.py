@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sharded_loader.base.private import fetched_by_lightning
-from sharded_loader.data.fingerprint import warn_of_other_data
+from sharded_loader.data.inspection import warn_of_other_data
 from sharded_loader.engine.epoch import Epoch, Position
 from sharded_loader.engine.run import Run
 from sharded_loader.sampling.order import MapOrder
@@ -34,7 +34,7 @@ class Progress:
 
     Args:
         order: the loader's.
-        fingerprint: what tells other data; see `data.fingerprint`. It is asked for with the first state.
+        fingerprint: what tells other data; see `data.inspection`. It is asked for with the first state.
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
