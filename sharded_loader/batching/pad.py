@@ -19,18 +19,18 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.base.described import call_of
-from sharded_loader.batching.default import Batchify
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
-from sharded_loader.batching.stack import (
+from sharded_loader.batching.default import (
     COPIED_AT_ONCE,
     JOINABLE,
     JOINED_BYTES,
+    Batchify,
     as_array,
     common_dtype,
     is_new,
     is_numbers,
     to_numpy_dtype,
 )
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
 from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
 

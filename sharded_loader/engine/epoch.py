@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from sharded_loader.base.errors import add_note, as_batch_error
@@ -63,6 +64,7 @@ class Epoch(ABC):
         takes_turns: batch after batch goes to one worker after the other, by the tasks' lanes.
         keeps: batches are kept until `forget`.
         second_turn: number of the batch before which each part has given one; -1: there are no parts.
+        given_up: of each part that cannot be read on, the last batch that it gives. Those behind it need not be read.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Epoch(ABC):
     carry: Position | None = None
     keeps = True
     second_turn = -1
+    given_up: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def task(self, seq: int) -> Task | Exception | None:
@@ -89,10 +92,6 @@ class Epoch(ABC):
             The result; an empty one, if the part had ended before this batch.
         """
         return result
-
-    def is_given_up(self, task: Task) -> bool:
-        """Whether the task's part cannot be read on: then nobody has to try."""
-        return False
 
     @property
     @abstractmethod

@@ -207,7 +207,7 @@ class Pipeline:
             if run.any_order and window:
                 run.advance()
             if window and window[0].result is not None:
-                if window[0].result.error is not None:  # of a part that has ended before, if this error came first
+                if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
 
@@ -216,7 +216,8 @@ class Pipeline:
         run.window.popleft()
         if self.pool.num_workers:
             self._fill(run, 0)
-            self.fill_next(run)
+            if run.next is not None:
+                self.fill_next(run)
 
     def fill_next(self, run: Run) -> None:
         """Put batches of the run that is read ahead in flight, where this one has no more."""
@@ -272,7 +273,7 @@ class Pipeline:
             entry = run.waiting.popleft()
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
-            if run.leave_out(entry):
+            if run.epoch.given_up and run.leave_out(entry):
                 continue
             try:
                 if splits:

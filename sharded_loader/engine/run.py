@@ -26,6 +26,16 @@ class Entry:
     begun: Any = None
 
 
+class ShownRun:
+    """Which run has handed out a batch, or its end, most recently.
+
+    Attributes:
+        shown: the run, whose position the loader tells.
+    """
+
+    shown: Run | None = None
+
+
 @dataclass(eq=False)
 class Run:
     """One iterator's way through one epoch.
@@ -86,11 +96,12 @@ class Run:
                     self.moved[origin] = one.seq
 
     def leave_out(self, entry: Entry) -> bool:
-        """Whether the entry's part had ended before it. Then its batch is empty."""
-        given_up = entry.task is not None and self.epoch.is_given_up(entry.task)
-        if given_up:
+        """Whether the entry's part was given up before it. Then its batch is empty."""
+        part = None if entry.task is None else entry.task.part
+        is_given_up = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
+        if is_given_up:
             entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
-        return given_up
+        return is_given_up
 
     def forget_window(self) -> None:
         """Throw away what is in flight. It is planned again from `delivered`."""

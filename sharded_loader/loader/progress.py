@@ -21,7 +21,7 @@ from typing import Any
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import warn_of_other_data
 from sharded_loader.engine.epoch import Epoch, Position
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.run import Run, ShownRun
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.streams.order import StreamOrder
 
@@ -29,7 +29,7 @@ Mark = tuple[int, Position | None, Run | None]
 """The next epoch, the pending position in it, and the run that is shown."""
 
 
-class Progress:
+class Progress(ShownRun):
     """The position of one loader.
 
     Args:
@@ -38,14 +38,12 @@ class Progress:
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
-        shown: the run that has given a batch, or its end, most recently.
     """
 
     def __init__(self, order: MapOrder | StreamOrder, fingerprint: Callable[[], str | None] = lambda: None) -> None:
         self._fingerprint = fingerprint
         self._order = order
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.shown: Run | None = None
         self._pending: Position | None = None
         self._length: int | None = None
         self._restarts = False

@@ -57,6 +57,7 @@ class SamplerSource:
         dealt: whether the items are dealt to ranks.
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
         max_shards: how many shards a batch may have; None: any number.
+        given_batches: the items are batches, which may be lists of shards. Indices may be tuples, and are no shards.
     """
 
     items: Any
@@ -69,14 +70,10 @@ class SamplerSource:
 
     def __post_init__(self) -> None:
         self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
+        self.given_batches = self.batch_size is None
         self.steps = self.signature.steps_per_epoch
         self.rollover = self.signature.last_batch == "rollover" or self.steps is not None
         self.drops_last = self.signature.last_batch == "discard"
-
-    @property
-    def given_batches(self) -> bool:
-        """Whether the items are batches, which may be lists of shards. Indices may be tuples, and are no shards."""
-        return self.batch_size is None
 
     @property
     def cuts(self) -> bool:

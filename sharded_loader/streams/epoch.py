@@ -111,7 +111,7 @@ class StreamEpoch(Epoch):
         self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
         self._planned: dict[int, PartBatch] = {}
         self._notes: dict[int, tuple[int, PartPoint]] = {}
-        self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
+        self.given_up: dict[int, int] = {}
         self._empty: set[int] = set()  # what was planned behind those
 
     @property
@@ -162,14 +162,14 @@ class StreamEpoch(Epoch):
         if planned is None:
             return result
         point = result.point
-        if self._is_behind_end(planned):
+        if planned.batch > self.given_up.get(planned.number, planned.batch):
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
             self._empty.add(seq)
         elif point is None:
             # Nobody can say how far the part was read. Behind it nothing can be read. If a later batch of the part has
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
             before = self._known[planned.number]
-            self._given_up[planned.number] = planned.batch
+            self.given_up[planned.number] = planned.batch
             point = PartPoint(
                 planned.batch + 1, before.passes, before.samples, before.checksum, ended=True, asked=before.asked
             )
@@ -179,13 +179,6 @@ class StreamEpoch(Epoch):
             self._known[planned.number] = point
         self._shared.reached[planned.number] = point
         return result
-
-    def is_given_up(self, task: Task) -> bool:
-        return task.part is not None and self._is_behind_end(task.part)
-
-    def _is_behind_end(self, planned: PartBatch) -> bool:
-        """Whether the part has ended before this batch, because it cannot be read on."""
-        return planned.batch > self._given_up.get(planned.number, planned.batch)
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:

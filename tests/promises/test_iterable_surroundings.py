@@ -42,7 +42,7 @@ from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.randomness.rng import reading
 
-ROAD = ("epoch.py", "order.py", "reader.py", "parts.py", "batch_scope.py")
+ROAD = ("epoch.py", "order.py", "reader.py", "parts.py")
 """The modules of iterable data, from the plan to the reader."""
 
 
