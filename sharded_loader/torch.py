@@ -25,7 +25,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
-from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.place import Place, at_told_epoch
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
@@ -36,7 +36,7 @@ from sharded_loader.loader.iterator import Batch
 from sharded_loader.loader.stats import Meter, Metered
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.replicas import text_if_ranks_repeat
+from sharded_loader.sampling.order import text_if_ranks_repeat
 
 __all__ = ["DataLoader"]
 

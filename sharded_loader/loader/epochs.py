@@ -40,8 +40,8 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.arrays import takes_arrays
-from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
-from sharded_loader.data.following import can_follow, follow
+from sharded_loader.data.datasets import can_follow, follow
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import NOTHING, Job
 from sharded_loader.engine.order import Epoch, Position
@@ -63,7 +63,7 @@ class Progress(ShownRun):
 
     Args:
         order: the loader's.
-        fingerprint: what tells other data; see `data.fingerprint`. It is asked for with the first state.
+        fingerprint: what tells other data; see `data.inspection`. It is asked for with the first state.
 
     Attributes:
         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.

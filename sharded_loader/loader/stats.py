@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
-from sharded_loader.data.following import retries_of
+from sharded_loader.data.datasets import retries_of
 from sharded_loader.engine.messages import Result
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.open_files import warn_of_open_file
+from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout

@@ -33,7 +33,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
-from sharded_loader.data.following import note_retry
+from sharded_loader.data.datasets import note_retry
 from sharded_loader.storage.errors import MissingShardError, ShardError, missing_or_forbidden, redacted, shown
 from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, http_tag, is_same, part, tag_of
 from sharded_loader.storage.parts import Stat as Stat

@@ -40,7 +40,7 @@ from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import as_exception
 from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.open_files import warn_of_open_file
+from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import (
     CRASHED,
