@@ -280,7 +280,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                     inside = self._pipeline.begin()
                     pool.start(self._job)
                     self._pipeline.end(inside)
-            self._processes = [Worker(handle) for handle in pool._workers]
+            self._processes = [Worker(handle) for handle in pool._transport.workers]
         return self._processes
 
     def _shutdown_workers(self) -> None:

@@ -271,7 +271,7 @@ def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) 
         list(loader)
         for batch in loader:
             spans = []
-            for segment in process_pool._resources.arena.segments:
+            for segment in process_pool._transport.arena.segments:
                 whole = np.frombuffer(segment.mapping, np.uint8)
                 spans.append((whole.ctypes.data, whole.nbytes))
                 del whole
