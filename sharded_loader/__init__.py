@@ -46,7 +46,7 @@ _HOMES = {
     "sampling.shards": "ShardedBatchSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
-    "storage.errors": "ShardError",
+    "storage.files": "ShardError",
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 
