@@ -1,8 +1,8 @@
 """The copies to one accelerator: ahead of the consumer, past the host, in memory that is neither lost nor reused early.
 
-    begin(batch)    -> PendingCopy       memory is allocated on the device, the copy stream is given the copies
-    finish(pending) -> batch             ready on the caller's current stream, on which objects move themselves now
-    close()                              wait for the copies, but not for ever
+    CopyStream.begin(batch) -> PendingCopy       memory is allocated on the device, the copy stream is given the copies
+    PendingCopy.finish()    -> batch             ready on the caller's current stream; objects move themselves now
+    CopyStream.close()                           wait for the copies, but not for ever
 
     caller's stream  --- step k-1 --o-------- step k --------- step k+1 ---
                                     |g                        ^ f
@@ -71,14 +71,16 @@ class PendingCopy:
     """A batch on its way to a device.
 
     Attributes:
+        copies: where it was begun.
         home: the stream that the targets belong to.
-        batch: of tensors on the device. Only `CopyStream.finish` may hand it out.
+        batch: of tensors on the device. Only `finish` may hand it out.
         sources, targets: the tensors that are copied from and to.
         unclaimed: the targets, as long as nobody waits for the copies: `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
-        staged: the objects in the batch that `CopyStream.finish` asks to move themselves.
+        staged: the objects in the batch that `finish` asks to move themselves.
     """
 
+    copies: CopyStream
     home: Any
     batch: Any = None
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -86,6 +88,25 @@ class PendingCopy:
     unclaimed: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[_Staged] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """The batch, ready on the current stream of this thread.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for an object that moves itself.
+            Exception: what such an object raises.
+        """
+        if self.event is not None:
+            streams = self.copies.streams
+            with streams.current():
+                current = streams.caller_stream()
+                current.wait_event(self.event)
+                if current != self.home:
+                    streams.used_on(self.targets, current)
+            self.unclaimed.clear()
+        if self.staged:
+            self.copies.move(self)
+        return self.batch
 
 
 class _Staged:
@@ -130,7 +151,7 @@ class CopyStream:
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
         with self._lock, torch.inference_mode(False), streams.current():
             self._let_go()
-            pending = PendingCopy(streams.caller_stream())
+            pending = PendingCopy(self, streams.caller_stream())
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
             if not pending.targets:
                 return pending
@@ -141,7 +162,8 @@ class CopyStream:
             pending.unclaimed = list(pending.targets)
             self._given = pending.sources, pending.unclaimed
             with streams.on(self._stream):
-                streams.copy(pending.targets, pending.sources)
+                for target, source in zip(pending.targets, pending.sources, strict=True):
+                    streams.copy(target, source)
             pending.event = self._stream.record_event()
             self.kept.append((pending.event, self._given))
             self._given = None
@@ -165,26 +187,7 @@ class CopyStream:
             places.append(leaf)
         return places
 
-    def finish(self, pending: PendingCopy) -> Any:
-        """The batch, ready on the current stream of this thread.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for an object that moves itself.
-            Exception: what such an object raises.
-        """
-        streams = self.streams
-        if pending.event is not None:
-            with streams.current():
-                current = streams.caller_stream()
-                current.wait_event(pending.event)
-                if current != pending.home:
-                    streams.used_on(pending.targets, current)
-            pending.unclaimed.clear()
-        if pending.staged:
-            self._move(pending)
-        return pending.batch
-
-    def _move(self, pending: PendingCopy) -> None:
+    def move(self, pending: PendingCopy) -> None:
         """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
         streams = self.streams
         with torch.inference_mode(False), streams.current():

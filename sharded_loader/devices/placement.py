@@ -4,11 +4,12 @@
     list of such batches (shards)                  shards[i] on devices[i]
 
     batch --begin--> parts --finish--> batch       the same in two steps, where a copy stream copies ahead
+    window of entries --place_next--> batch        begin the first entry and those behind it, finish the first
 
-Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device. `begin` is
-called ahead, for `ahead` batches behind the one that is handed out next. `devices.pinning` gives the memory that the
-batches of threads lie in, and page-locks segments. The first batch makes the copy streams, so a loader that is only
-constructed touches no device.
+Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
+`place_next` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
+gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
+loader that is only constructed touches no device.
 
 Anything that is no array, tensor or structure of them stays as it is. An object with a ``to`` method (a tokenizer's
 encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it knows which
@@ -22,6 +23,7 @@ is copied ahead again.
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import time
@@ -35,11 +37,12 @@ import torch
 from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import BatchifyError, Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy, has_method
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
-from sharded_loader.devices.streams import Streams, capture_probe, note_late, streams_of
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
+from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.run import Entry
 from sharded_loader.memory.reused import ReusedMemory
 
 AHEAD = 2
@@ -52,10 +55,6 @@ pause doubles with each, up to `LONGEST_PAUSE`."""
 LONGEST_PAUSE = 1024
 
 
-Part = tuple[CopyStream | None, Any]
-"""A shard on its way, with its copy stream, or a shard that is where it belongs."""
-
-
 class Placement:
     """Puts batches where they belong.
 
@@ -66,7 +65,8 @@ class Placement:
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
         asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
-        kinds: the kinds of accelerators that a batch is copied or pinned for.
+        capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
+            for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
         copies: the `CopyStream` of each device; None where it has no streams.
     """
@@ -82,8 +82,8 @@ class Placement:
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.is_plain = self._on_host and not self._pins
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
-        self._capture_probes = [probe for probe in map(capture_probe, self.kinds) if probe is not None]
+        touched = kinds if self._pins else {one.type for one in self.asynchronous}
+        self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
         self.copies = _CopyStreams()
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
@@ -101,17 +101,12 @@ class Placement:
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        for probe in self._capture_probes:
-            try:
-                is_capturing = probe()
-            except RuntimeError:  # a torch without this accelerator
-                continue
-            if is_capturing:
-                raise RuntimeError(
-                    "next() was called on a loader while a graph is being captured, and the loader's copies cannot be "
-                    "part of a graph. Call next() before the capture. For each replay copy the batch into the tensor "
-                    "that was captured: static.copy_(next(batches)); graph.replay()"
-                )
+        if any(is_capturing() for is_capturing in self.capture_probes):
+            raise RuntimeError(
+                "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
+                "of a graph. Call next() before the capture. For each replay copy the batch into the tensor that was "
+                "captured: static.copy_(next(batches)); graph.replay()"
+            )
 
     # -- memory that batches come from ----------------------------------------------------------------------
 
@@ -166,7 +161,57 @@ class Placement:
         host = to_torch(batch)
         return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
 
-    def begin(self, batch: Any, sharded: bool) -> list[Part]:
+    def place_next(self, window: Sequence[Entry]) -> Any:
+        """Put the batch of the first entry where it belongs, and send those behind it on their way.
+
+        Args:
+            window: entries in order. The first has a batch.
+
+        Returns:
+            The batch; see `place`.
+
+        Raises:
+            Exception: see `place`. What goes wrong with a batch behind the first comes again in its turn.
+        """
+        head = window[0]
+        assert head.result is not None and head.task is not None  # it has a batch
+        batch, sharded = head.result.batch, head.task.sharded
+        if not self.asynchronous:
+            return self.place(batch, sharded)
+        for is_last_try in (False, True):
+            try:
+                if head.begun is None:
+                    head.begun = self.begin(batch, sharded)
+                self._begin_behind(window)
+                return self.finish(head.begun, sharded)
+            except OUT_OF_MEMORY:
+                if is_last_try:
+                    raise
+            # Not done above: the error's traceback holds the parts that had found room.
+            for entry in itertools.islice(window, 1, 1 + self.ahead):
+                entry.begun = None
+            self.make_room()
+        raise AssertionError("the last try returns")
+
+    def _begin_behind(self, window: Sequence[Entry]) -> None:
+        for entry in list(itertools.islice(window, 1, 1 + self.ahead)):
+            result = entry.result
+            if result is None:
+                return
+            if entry.begun is not None or entry.task is None or result.error is not None or result.batch is NOTHING:
+                continue
+            try:
+                entry.begun = self.begin(result.batch, entry.task.sharded)
+                continue
+            except OUT_OF_MEMORY:
+                pass
+            except Exception as raised:
+                as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
+                return
+            self.make_room()
+            return
+
+    def begin(self, batch: Any, sharded: bool) -> list[PendingCopy | Placed]:
         """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this.
 
         Returns:
@@ -178,28 +223,26 @@ class Placement:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         if self._gives_pinned:
             batch = copied_out(self._first_streams, to_torch(batch))
-        parts: list[Part] = []
+        parts: list[PendingCopy | Placed] = []
         for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
-            if type(shard) is Placed:
-                parts.append((None, shard.shard))
-                continue
-            copies = self.copies[device]
             try:
-                if copies is None:
-                    parts.append((None, to_torch(shard, functools.partial(_move, device))))
+                if type(shard) is Placed:
+                    parts.append(shard)
+                elif (copies := self.copies[device]) is None:
+                    parts.append(Placed(to_torch(shard, functools.partial(_move, device))))
                 else:
-                    parts.append((copies, copies.begin(shard)))
+                    parts.append(copies.begin(shard))
             except Exception as error:
                 _note(error, device)
                 raise
         return parts
 
-    def finish(self, begun: list[Part], sharded: bool) -> Any:
+    def finish(self, begun: list[PendingCopy | Placed], sharded: bool) -> Any:
         """The batch that `begin` was given, ready on the current stream of this thread."""
         shards = []
-        for device, (copies, shard) in zip(self.devices or (), begun, strict=False):
+        for device, part in zip(self.devices or (), begun, strict=False):
             try:
-                shards.append(shard if copies is None else copies.finish(shard))
+                shards.append(part.finish())
             except Exception as error:
                 _note(error, device)
                 raise
@@ -238,10 +281,14 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
 
 
 class Placed:
-    """A shard, or a plain batch, that is on its device already: a pool has made it there."""
+    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited."""
 
     def __init__(self, shard: Any) -> None:
         self.shard = shard
+
+    def finish(self) -> Any:
+        """The shard; see `PendingCopy.finish`."""
+        return self.shard
 
 
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:

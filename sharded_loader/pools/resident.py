@@ -193,7 +193,7 @@ class ResidentPool(Pool):
             current = streams.caller_stream()
             # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
             rows = streams.empty_like(host)
-            streams.copy([rows], [streams.pin(host, (1,))])
+            streams.copy(rows, streams.pin(host, (1,)))
             fields = [streams.take(column, rows) for column in at.columns]
             if current != at.home:
                 streams.used_on(at.columns, current)

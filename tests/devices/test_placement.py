@@ -23,7 +23,7 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
     batch = placed.place({"x": array, "name": "a"}, sharded=False)
     array[0] = 7
     assert (batch["x"].tolist(), batch["name"]) == ([7, 1, 2, 3], "a")
-    assert (placed.asynchronous, placed.kinds, placed.ahead) == ([], set(), 0)
+    assert (placed.asynchronous, placed.capture_probes, placed.ahead) == ([], [], 0)
 
 
 @pytest.mark.parametrize("devices", [None, [CPU, CPU]])
