@@ -47,9 +47,11 @@ from typing import Any
 
 import torch
 
+from sharded_loader.base.errors import add_note
 from sharded_loader.base.interrupts import program_ends
+from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.streams import Streams, note_late
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
@@ -107,6 +109,47 @@ class PendingCopy:
         if self.staged:
             self.copies.move(self)
         return self.batch
+
+
+class Placed:
+    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited."""
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+    def finish(self) -> Any:
+        """The shard; see `PendingCopy.finish`."""
+        return self.shard
+
+
+@dataclass(eq=False)
+class PendingBatch:
+    """A batch on its way to its devices.
+
+    Attributes:
+        sharded: whether it is a list of shards.
+        shards: each with its device.
+    """
+
+    sharded: bool
+    shards: list[tuple[torch.device, PendingCopy | Placed]] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """The batch, ready on the current stream of this thread; see `PendingCopy.finish`."""
+        shards = []
+        for device, shard in self.shards:
+            try:
+                shards.append(shard.finish())
+            except Exception as error:
+                note_device(error, device)
+                raise
+        return shards if self.sharded else shards[0]
+
+
+def note_device(error: Exception, device: torch.device) -> None:
+    """Note on the error of a copy where the batch was copied to."""
+    if not isinstance(error, BatchifyError) and not note_late(error):
+        add_note(error, f"raised while the batch was copied to {device}")
 
 
 class _Staged:

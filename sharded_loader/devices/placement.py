@@ -3,8 +3,8 @@
     batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
     list of such batches (shards)                  shards[i] on devices[i]
 
-    batch --begin--> parts --finish--> batch       the same in two steps, where a copy stream copies ahead
-    window of entries --place_next--> batch        begin the first entry and those behind it, finish the first
+    batch --begin--> PendingBatch.finish --> batch       the same in two steps, where a copy stream copies ahead
+    window of entries --place_next--> batch              begin the first entry and those behind it, finish the first
 
 Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
 `place_next` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
@@ -34,10 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.batching.protocol import BatchifyError, Empty
+from sharded_loader.base.errors import Location, as_batch_error
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy, has_method
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingBatch, Placed, has_method, note_device
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
@@ -157,7 +157,7 @@ class Placement:
             Exception: a device has no memory for it, or an object in it cannot be moved.
         """
         if not self._on_host:
-            return self.finish(self.begin(batch, sharded), sharded)
+            return self.begin(batch, sharded).finish()
         host = to_torch(batch)
         return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
 
@@ -183,7 +183,7 @@ class Placement:
                 if head.begun is None:
                     head.begun = self.begin(batch, sharded)
                 self._begin_behind(window)
-                return self.finish(head.begun, sharded)
+                return head.begun.finish()
             except OUT_OF_MEMORY:
                 if is_last_try:
                     raise
@@ -211,42 +211,27 @@ class Placement:
             self.make_room()
             return
 
-    def begin(self, batch: Any, sharded: bool) -> list[PendingCopy | Placed]:
-        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this.
-
-        Returns:
-            The shards, each perhaps on its way, for `finish`.
-        """
+    def begin(self, batch: Any, sharded: bool) -> PendingBatch:
+        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this."""
         if self.ahead < self._wanted:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         if self._gives_pinned:
             batch = copied_out(self._first_streams, to_torch(batch))
-        parts: list[PendingCopy | Placed] = []
+        pending = PendingBatch(sharded)
         for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
             try:
                 if type(shard) is Placed:
-                    parts.append(shard)
+                    pending.shards.append((device, shard))
                 elif (copies := self.copies[device]) is None:
-                    parts.append(Placed(to_torch(shard, functools.partial(_move, device))))
+                    pending.shards.append((device, Placed(to_torch(shard, functools.partial(_move, device)))))
                 else:
-                    parts.append(copies.begin(shard))
+                    pending.shards.append((device, copies.begin(shard)))
             except Exception as error:
-                _note(error, device)
+                note_device(error, device)
                 raise
-        return parts
-
-    def finish(self, begun: list[PendingCopy | Placed], sharded: bool) -> Any:
-        """The batch that `begin` was given, ready on the current stream of this thread."""
-        shards = []
-        for device, part in zip(self.devices or (), begun, strict=False):
-            try:
-                shards.append(part.finish())
-            except Exception as error:
-                _note(error, device)
-                raise
-        return shards if sharded else shards[0]
+        return pending
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
@@ -280,17 +265,6 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
         return self[device]
 
 
-class Placed:
-    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited."""
-
-    def __init__(self, shard: Any) -> None:
-        self.shard = shard
-
-    def finish(self) -> Any:
-        """The shard; see `PendingCopy.finish`."""
-        return self.shard
-
-
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     """The result of a batch that could not be put on its devices. What a signal handler has raised is raised again.
 
@@ -303,11 +277,6 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     # Of an error of an earlier kernel no sample is the cause.
     Location(task.epoch, task.seq).note(error, samples=() if note_late(error) else task.shards[0])
     return Result(task.run, task.seq, error=error)
-
-
-def _note(error: Exception, device: torch.device) -> None:
-    if not isinstance(error, BatchifyError) and not note_late(error):
-        add_note(error, f"raised while the batch was copied to {device}")
 
 
 def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pid: int) -> bool:

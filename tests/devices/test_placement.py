@@ -8,7 +8,8 @@ import torch
 from simulated import Machine
 
 from sharded_loader.devices import placement
-from sharded_loader.devices.placement import AHEAD, PAUSE, Placed, Placement, not_placed
+from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
 from sharded_loader.engine.messages import Task
 from sharded_loader.memory.reused import ReusedMemory
 
@@ -56,7 +57,7 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
     placed = Placement([machine.devices[1]], pin_memory=False)
     begun = [placed.begin(np.full(3, number), sharded=False) for number in range(3)]
-    batches = [placed.finish(one, sharded=False) for one in begun]
+    batches = [one.finish() for one in begun]
     machine.finish()
     assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
     assert placed.end_epoch() is None
