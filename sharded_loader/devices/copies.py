@@ -10,13 +10,13 @@
 
   g  The targets of a copy are allocated on the *caller's* stream. Then an event is recorded there, and the copy waits
      for it. So the copy runs when the caller's earlier work is done, and it may use the memory of batches that were
-     dropped by then. However far the host runs ahead of the device, the device never holds more batches than those
-     copied ahead and those that somebody holds.
+     dropped by then. However far the host runs ahead of the device, the device holds two kinds of batches only: those
+     copied ahead, and those that the user's program holds.
   e  An event after the copy. The host batch is held until the event has passed, and with it the lease on its slot.
   f  The caller's stream waits for e before the batch is handed out. If it is another stream than at g, the targets are
      recorded on it (``record_stream``). On the same stream this is not needed: the targets belong to it, like any
      tensor that the user makes there. To record them anyway would keep their memory until the *host* sees the
-     consumer's work done. Then memory piles up under a host that runs ahead.
+     consumer's work done. Then a host that runs ahead uses more and more device memory.
 
 The host waits in two places. While `HOST_AHEAD` copies are under way it waits for the oldest, because the copies hold
 host memory. The device has that many steps to do then. At the end of an epoch the host waits for the last copies, so
@@ -70,14 +70,14 @@ Kept = deque[tuple[Any, Any]]
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A batch on its way to a device.
+    """A shard, or a plain batch, on its way to a device.
 
     Attributes:
-        copies: where it was begun.
+        copies: the copy stream that has begun it.
         home: the stream that the targets belong to.
         batch: of tensors on the device. Only `finish` may hand it out.
         sources, targets: the tensors that are copied from and to.
-        unclaimed: the targets, as long as nobody waits for the copies: `CopyStream.kept` holds this list.
+        unclaimed: the targets until `finish`, then nothing. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: the objects in the batch that `finish` asks to move themselves.
     """
@@ -167,7 +167,7 @@ class CopyStream:
 
     Attributes:
         streams: as given.
-        kept: sources of copies, and targets that nobody waits for.
+        kept: of each copy, its event, its sources and its `PendingCopy.unclaimed` targets, until the event has passed.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -176,7 +176,7 @@ class CopyStream:
         self._lock = threading.RLock()
         self.kept: Kept = deque()
         self._moved: Kept = deque()
-        self._given: Any = None  # sources and targets of copies that nobody keeps yet
+        self._given: Any = None  # sources and targets of the copies that `begin` is giving to the stream
         self._left_alone = False
 
     def begin(self, batch: Any) -> PendingCopy:
@@ -231,7 +231,7 @@ class CopyStream:
         return places
 
     def move(self, pending: PendingCopy) -> None:
-        """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
+        """Let objects move themselves, on the caller's stream: no tensor of theirs needs `used_on` then."""
         streams = self.streams
         with torch.inference_mode(False), streams.current():
             try:
@@ -251,7 +251,7 @@ class CopyStream:
     # -- the end of copies ----------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Let go of what is not needed any more."""
+        """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` copies."""
         if self._given is not None:
             self._keep_given()
         for kept in (self.kept, self._moved):
@@ -261,7 +261,7 @@ class CopyStream:
                 kept.popleft()
 
     def _keep_given(self) -> None:
-        """Keep what an interrupted `begin` has left."""
+        """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
             with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
                 self.kept.append((self._stream.record_event(), self._given))
@@ -289,7 +289,7 @@ class CopyStream:
 
     def _wait(self, events: list[Any], seconds: float) -> bool:
         def wait() -> None:
-            # Torch raises it if the context is broken: an error of an earlier kernel, which the user gets to see.
+            # Torch raises it if the context is broken: an error of an earlier kernel. The user's program sees it too.
             # Device 0 is current in a new thread. To ask there for an event would make a context on it: 0.5 GB.
             with contextlib.suppress(RuntimeError), self.streams.current():
                 for event in events:

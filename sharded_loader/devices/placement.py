@@ -119,7 +119,7 @@ class Placement:
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
-        """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
+        """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""
         for device in self.asynchronous:
             self.copies[device]
 
@@ -202,14 +202,14 @@ class Placement:
                 continue
             try:
                 entry.begun = self.begin(result.batch, entry.task.sharded)
-                continue
             except OUT_OF_MEMORY:
-                pass
+                break
             except Exception as raised:
                 as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
                 return
-            self.make_room()
+        else:
             return
+        self.make_room()  # not done above, as in `place_next`
 
     def begin(self, batch: Any, sharded: bool) -> PendingBatch:
         """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this."""
@@ -281,7 +281,7 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
 
 def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pid: int) -> bool:
     reused.clear()
-    if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
+    if os.getpid() != pid:  # a forked child has no device, and not the threads that may hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS
     done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
@@ -289,7 +289,7 @@ def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory,
 
 
 def _pin(leaf: Any) -> Any:
-    # By torch, one copy: only memory of its own does it guard when the user copies from it and drops the batch at once.
+    # By torch, one copy. The user may copy from the batch and drop it at once: torch guards memory of its own only.
     if not has_method(leaf, "pin_memory"):
         return leaf
     try:
@@ -302,6 +302,6 @@ def _pin(leaf: Any) -> Any:
 
 def _move(device: torch.device, leaves: Sequence[Any]) -> list[Any]:
     if device.type == "cpu":
-        # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not know of it.
+        # Pinned segments are not for the user's own asynchronous copies: torch would not know of them.
         return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [leaf.to(device) if has_method(leaf, "to") else leaf for leaf in leaves]

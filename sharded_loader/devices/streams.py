@@ -1,9 +1,9 @@
-"""What an accelerator offers for asynchronous copies: streams, events, pinned host memory.
+"""What an accelerator offers for asynchronous copies: streams, events, pinned memory, and its errors.
 
     streams_of(device) -> Streams, by torch's module for its kind (torch.cuda, torch.xpu); None on the CPU and mps
 
-Nothing here decides anything: `devices.copies` says when to copy and what waits for what. Tests put a device in its
-place that does the work of its streams late and in odd orders.
+This module decides nothing: `devices.copies` says when to copy and what waits for what. Tests replace `Streams` by a
+device that does the work of its streams late and in odd orders.
 
 What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (RuntimeError of torch).
 """
@@ -84,7 +84,7 @@ class Streams:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def runtime(self) -> Any:
-        """The CUDA runtime, which page-locks memory in place (``cudaHostRegister``); None elsewhere."""
+        """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load(self, host: torch.Tensor) -> torch.Tensor:
