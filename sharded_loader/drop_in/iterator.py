@@ -55,9 +55,9 @@ class AsCollated(Placement):
         self.is_plain = False
 
     def place(self, batch: Any, sharded: bool) -> Any:
-        shards = [one.to_torch() if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
         if not self._on_host:
-            return self.finish(self.begin(shards if sharded else shards[0], sharded), sharded)
+            return super().place(batch, sharded)
+        shards = [one.to_torch() if type(one) is TensorBatch else one for one in (batch if sharded else [batch])]
         return shards if sharded else shards[0]
 
     def begin(self, batch: Any, sharded: bool) -> Any:

@@ -16,7 +16,6 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -324,11 +323,6 @@ class Pipeline:
         """Put batches of the prefetched run in flight, where this one has no more."""
         if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
-
-    def finished(self, run: Run, count: int) -> list[Entry]:
-        """Of the ``count`` batches behind the head, those that are finished up to the first that is not."""
-        behind = itertools.islice(run.window, 1, 1 + count)
-        return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
     def _fill(self, run: Run, least: int, before: int = 0) -> None:
         """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.

@@ -190,7 +190,7 @@ class Copier:
             moved = self.streams.empty_like(image)
             to = moved.data_ptr()
             if self.streams.is_pinned(image):
-                self.streams.copy([moved], [image])
+                self.streams.copy(moved, image)
             else:  # pageable memory the host reads at once
                 copied = image.contiguous().clone()
                 self.machine.stream(self.device).give(lambda: _write(to, copied))

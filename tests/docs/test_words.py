@@ -20,6 +20,7 @@ HELD = (
     "cli",
     "data",
     "demo",
+    "devices",
     "engine",
     "integrations",
     "loader",
