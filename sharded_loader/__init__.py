@@ -37,16 +37,14 @@ _HOMES = {
     "randomness.shuffle": "IndexView",
     "recordio": "RecordFileDataset",
     "sampling.base": "Sampler",
-    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler SortedBucketSampler",
+    "sampling.batch_samplers": "BatchSampler BoundedBudgetSampler ShardedBatchSampler SortedBucketSampler",
     "sampling.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler LinearWidthBucket",
     "sampling.index_samplers": "FilterSampler IntervalSampler RandomSampler SequentialSampler SortedSampler "
-    "SubsetRandomSampler WeightedRandomSampler",
-    "sampling.replicas": "SplitSampler",
+    "SplitSampler SubsetRandomSampler WeightedRandomSampler",
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
-    "sampling.shards": "ShardedBatchSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
-    "storage.errors": "ShardError",
+    "storage.files": "ShardError",
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 

@@ -26,7 +26,7 @@ from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
-from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch
@@ -37,7 +37,7 @@ from sharded_loader.loader.iterator import Batch
 from sharded_loader.loader.stats import Meter, Metered
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.replicas import text_if_ranks_repeat
+from sharded_loader.sampling.order import text_if_ranks_repeat
 
 __all__ = ["DataLoader"]
 

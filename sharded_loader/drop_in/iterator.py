@@ -33,8 +33,7 @@ from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, set_gener
 from sharded_loader.drop_in.state import LoaderState, ResumePoint, stream_epoch
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Run
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.loader.arguments import length, make_split
 from sharded_loader.loader.epochs import warn_of_length
@@ -281,7 +280,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(pool, ProcessPool) and not self._shutdown:
             if not pool.started:
                 self._start_pool()
-            self._processes = [WorkerView(handle) for handle in pool._workers]
+            self._processes = [WorkerView(handle) for handle in pool._transport.workers]
         return self._processes
 
     def _shutdown_workers(self) -> None:
