@@ -15,7 +15,7 @@ import copy
 import itertools
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, _utils
@@ -42,6 +42,9 @@ from sharded_loader.loader.stats import Meter
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.reader import StreamReader
+
+if TYPE_CHECKING:
+    from sharded_loader.torch import DataLoader
 
 _numbers = itertools.count()
 
@@ -96,7 +99,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         resume_point: the position in the epoch.
     """
 
-    def __init__(self, loader: Any, state: LoaderState | None = None) -> None:
+    def __init__(self, loader: DataLoader[Any], state: LoaderState | None = None) -> None:
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
         # holds when persistent workers continue.
         self._workers_live_on = loader.persistent_workers and loader.num_workers > 0
@@ -134,7 +137,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
         if isinstance(self._pool, ProcessPool) and not self._is_stream:
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
@@ -144,7 +147,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._points_at_start = self.resume_point.after()
         self._begin(loader, None, self._sampler_iter)
 
-    def _begin(self, loader: Any, state: LoaderState | None, items: Any) -> None:
+    def _begin(self, loader: DataLoader[Any], state: LoaderState | None, items: Any) -> None:
         """Build the epoch's plan, run and iterator. Reads no sample.
 
         Args:
@@ -159,7 +162,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         # New workers, or none, have the seeds and the datasets of a new epoch.
         saved = None if finished and loader.num_workers == 0 else state
         drawn = int(self._base_seed if saved is None else saved.base_seed)
-        start, number = self._start, loader._epochs.next if state is None or finished else state.epoch or 0
+        start = self._start
+        number = None if start is None else start.epoch_of_seed()
+        if number is None:
+            number = loader._epochs.next if state is None or finished else state.epoch or 0
+        loader._epochs.next = number + 1
         seed, base = (drawn, drawn) if loader.seed is None else (int(loader.seed), None)
         batchify = batchify_fn_of(self._collate_fn, batched=self._auto_collation)
         job = Job(self._dataset, batchify, seed, loader.on_error, base_seed=base, in_bulk=self._auto_collation)
@@ -170,14 +177,11 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
         else:
-            seeded = start.epoch_of_seed()
-            number = number if seeded is None else seeded
             # As in torch, a worker has the dataset as it was when the worker started, unless the loader has set_epoch.
             job = replace(job, keeps_state=is_stateful(self._dataset), tells_epoch=loader._names_epoch)
             epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items)
             self._pipeline.one_by_one = start.may_draw
-        # The random numbers of an epoch depend on its number, also in persistent workers.
-        epoch.number, loader._epochs.next = number, number + 1
+        epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and loader.num_workers > 0
         run = Run(next(_numbers), epoch, any_order=epoch.any_order)
         self._inner = RunIterator(self._pipeline, self._placement, loader._meter, run, job)
@@ -295,7 +299,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 worker.let_go()
 
 
-def _start_of(loader: Any, state: LoaderState | None) -> SamplerStart | None:
+def _start_of(loader: DataLoader[Any], state: LoaderState | None) -> SamplerStart | None:
     """What starts the loader's sampler; None for iterable data."""
     if isinstance(loader.dataset, IterableDataset):
         return None
@@ -309,13 +313,14 @@ def _load_generator(generator: torch.Generator | None, state: LoaderState | None
         set_generator(generator, state.generator)
 
 
-def _drawn_before(loader: Any, start: SamplerStart | None, state: LoaderState | None) -> int | None:
+def _drawn_before(loader: DataLoader[Any], start: SamplerStart | None, state: LoaderState | None) -> int | None:
     """The seed that the next epoch would have drawn when a state of an epoch's end was saved; None: it draws one now.
 
     It draws one if the program has seeded, or used, the default generator since it loaded the state.
     """
     seed = of_sampler = None
-    if state is not None and state.next_draws and torch.equal(loader._rng_at_load, torch.get_rng_state()):
+    loaded_at = loader._rng_at_load
+    if state and state.next_draws and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
         seed, of_sampler = state.next_draws
     if start is not None and start.shuffle is not None:
         start.shuffle.expect(of_sampler)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from sharded_loader.sampling.base import nested
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.state import differences
+
+if TYPE_CHECKING:
+    from sharded_loader.torch import DataLoader
 
 ADVICE = "give what state_dict() of such a loader has returned"
 
@@ -196,7 +199,9 @@ def next_epoch(position: Position) -> Position:
     return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
 
 
-def stream_epoch(loader: Any, seed: int, state: LoaderState | None, points: dict[int, PartPoint]) -> StreamEpoch:
+def stream_epoch(
+    loader: DataLoader[Any], seed: int, state: LoaderState | None, points: dict[int, PartPoint]
+) -> StreamEpoch:
     """An epoch of iterable data.
 
     Args:

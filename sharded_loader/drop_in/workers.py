@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -24,8 +24,11 @@ from sharded_loader.pools.inline import InlinePool
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.pools.threads import ThreadPool
 
+if TYPE_CHECKING:
+    from sharded_loader.torch import DataLoader
 
-def check_arguments(loader: Any) -> None:
+
+def check_arguments(loader: DataLoader[Any]) -> None:
     """Reject arguments that torch's constructor accepts, but that fail at the first batch.
 
     Raises:
@@ -55,7 +58,7 @@ def check_arguments(loader: Any) -> None:
     _processes(loader, max(1, loader.num_workers))
 
 
-def make_pool(loader: Any) -> Pool:
+def make_pool(loader: DataLoader[Any]) -> Pool:
     """The pool that a loader's arguments ask for. Its workers have not started.
 
     With ``timeout`` the pool restarts no worker: a silent or dead worker is an error, as in torch.
@@ -70,7 +73,7 @@ def make_pool(loader: Any) -> Pool:
     return _processes(loader, loader.num_workers)
 
 
-def _processes(loader: Any, count: int) -> ProcessPool:
+def _processes(loader: DataLoader[Any], count: int) -> ProcessPool:
     context, timeout = loader.multiprocessing_context, loader.timeout or None
     return ProcessPool(
         count,
