@@ -15,9 +15,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.devices import placement
-from sharded_loader.devices.copies import CopyStream
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 from sharded_loader.devices.placement import Placement
+from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pool import Pool
+from sharded_loader.engine.run import Entry
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""
@@ -201,6 +203,28 @@ def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, devi
     assert len(copies._moved) == 1
     copies.drain()
     assert (len(copies._moved), int(moved.values.sum())) == (0, 499500)
+
+
+def test_their_memory_is_let_go_when_a_later_batch_is_begun(machine: Machine, device: torch.device) -> None:
+    copies = CopyStream(STREAMS["device"])
+    for _ in range(3 * HOST_AHEAD):  # the device does nothing until the host has to wait for it
+        copies.begin([Ragged(torch.arange(1000), torch.zeros(1))]).finish()
+        assert len(copies._moved) <= HOST_AHEAD
+    machine.finish()
+    copies.begin([torch.zeros(1)])
+    assert len(copies._moved) == 0
+
+
+def test_what_is_copied_ahead_gives_way_to_what_moves_itself(machine: Machine, device: torch.device) -> None:
+    machine.blocks = 3  # of the batch and of the two behind it; none for the object in it
+    placed, window = Placement([device], pin_memory=False), []
+    for seq in range(3):
+        batch = [torch.full((9,), seq), Bare(torch.full((9,), seq), None)]
+        window.append(Entry(seq, Task(0, seq, 0, seq, ([seq],), False), Result(0, seq, batch)))
+    first, own = placed.place_next(window)
+    machine.finish()
+    assert (first.tolist(), own.values.tolist()) == ([0] * 9, [0] * 9)
+    assert [entry.begun is not None for entry in window] == [True, True, False]
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host() -> None:

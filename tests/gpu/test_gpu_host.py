@@ -21,7 +21,6 @@ from on_cuda import (
 )
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices.streams import Streams
 from sharded_loader.engine.pool import Pool
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
@@ -36,15 +35,14 @@ def images(count: int, megabytes: float = 0.25) -> ArrayDataset:
 
 
 def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked, paged, copies, copy = [], [], 0, Streams.copy
+    blocked, paged, copies = [], [], 0
 
-    def watched(streams: Streams, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def watched(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         nonlocal copies
-        for target, source in zip(targets, sources, strict=True):
-            copies += 1
-            # From other memory, or into another layout, the host waits, and torch does not tell.
-            paged.extend(source.shape for _ in range(not source.is_pinned() or source.stride() != target.stride()))
-        copy(streams, targets, sources)
+        copies += 1
+        # From other memory, or into another layout, the host waits, and torch does not tell.
+        paged.extend(source.shape for _ in range(not source.is_pinned() or source.stride() != target.stride()))
+        return copy(target, source)
 
     with ShardedDataLoader(images(64), 8, shuffle=True, device=cuda, pool=pool) as loader:
         total = torch.zeros((), device=cuda)
@@ -52,7 +50,9 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
             total += values.mean()
         torch.cuda.synchronize(cuda)
         monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: blocked.append(event))
-        monkeypatch.setattr(Streams, "copy", watched)
+        streams = copy_streams_of(loader)[0].streams
+        copy = streams.copy
+        monkeypatch.setattr(streams, "copy", watched)
         for _ in range(3):
             torch.cuda.synchronize(cuda)
             with no_synchronisation():

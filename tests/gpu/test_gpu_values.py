@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pack_sequence
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.devices.pinning import address_of
-from sharded_loader.devices.streams import Streams
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
 
@@ -168,12 +167,12 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_host(cuda: torch.device,
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     early, again, copies = [], 0, []
-    take, copy = Arena.take, Streams.copy
+    take = Arena.take
 
-    def noted(streams: Streams, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        copy(streams, targets, sources)
-        event = torch.cuda.current_stream(cuda).record_event()
-        copies.extend((source.data_ptr(), event) for source in sources)
+    def noted(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        copied = copy(target, source)
+        copies.append((source.data_ptr(), torch.cuda.current_stream(cuda).record_event()))
+        return copied
 
     def watched(arena: Arena, nbytes: int) -> Any:
         nonlocal again
@@ -186,9 +185,12 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
             copies[:] = [item for item in copies if item not in mine]
         return slot
 
-    monkeypatch.setattr(Streams, "copy", noted)
     monkeypatch.setattr(Arena, "take", watched)
     with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
+        loader._placement.settle()
+        streams = copy_streams_of(loader)[0].streams
+        copy = streams.copy
+        monkeypatch.setattr(streams, "copy", noted)
         for _ in range(5):
             for _ in loader:
                 with torch.cuda.stream(copy_streams_of(loader)[0]._stream):
