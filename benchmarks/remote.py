@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.range_server import RangeHandler
 from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
-from sharded_loader.storage.stores import CONNECTIONS, Store
+from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
 SHARDS, SAMPLES, SIZE = 32, 512, 10_000
 WINDOW, BATCH = 4, 256
@@ -89,7 +89,7 @@ def serving(speed: float | None) -> Iterator[tuple[list[str], Any]]:
 
 def bare(urls: list[str], folder: Path) -> float:
     """Seconds to fetch every shard into a file."""
-    store = Store()
+    store = ObjectStore()
     stats = {url: store.stat(url) for url in urls}
 
     def fetch(url: str) -> None:

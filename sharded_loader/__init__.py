@@ -44,7 +44,7 @@ _HOMES = {
     "sampling.shard_shuffle": "EqualShards ShardShuffleSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
-    "storage.errors": "ShardError",
+    "storage.files": "ShardError",
 }
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 

@@ -54,7 +54,7 @@ from sharded_loader.sampling.shard_shuffle import EqualShards as EqualShards
 from sharded_loader.sampling.shard_shuffle import ShardShuffleSampler as ShardShuffleSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset
-from sharded_loader.storage.errors import ShardError as ShardError
+from sharded_loader.storage.files import ShardError as ShardError
 
 __all__: list[str]
 __version__: str

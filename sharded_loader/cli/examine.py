@@ -149,7 +149,7 @@ def describe(offset: int, record: bytes) -> First:
 
 
 def _check_index(idx: Path, offsets: array[int]) -> tuple[str, bool]:
-    from sharded_loader.recordio.dataset import load_index
+    from sharded_loader.recordio.files import load_index
 
     if not idx.exists():
         return "none", False

@@ -171,7 +171,7 @@ class Reader:
             skipped, lost = tuple(at.skipped), tuple(at.lost)
             return Result(task.run, task.seq, batch, count, error, skipped, lost, seconds, at.point)
         finally:
-            del error  # else error -> traceback -> this frame -> error, and whoever it passes waits for the collector
+            del error  # otherwise error -> traceback -> this frame -> error, and each frame waits for the collector
 
     def read_sample(self, index: Any, epoch: int) -> Any:
         """One sample, with its generator; exceptions pass as they are."""

@@ -1,15 +1,12 @@
 """One way through one epoch of a loader.
 
-    pipeline.head -> entry -> placement.place -> pipeline.take -> the user
-
-Where copy streams copy ahead, the placement has two steps: `begin` for this batch and for those behind it, `finish` for
-this one.
+    pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
 
 One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
-raises), it passes as it is, the count is what it was before, and the next ``next`` gives the same batch. If something
+raises), it passes as it is. The count is what it was before, and the next ``next`` gives the same batch. If something
 goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
 in the batch's place.
 """
@@ -25,18 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharded_loader.base.errors import LoaderClosedError, as_batch_error, text_of
+from sharded_loader.base.errors import LoaderClosedError, text_of
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry, Run, ShownRun
-from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.progress import Mark
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 
@@ -128,11 +122,12 @@ class BatchIterator(Iterator[Batch]):
                     return next(self)
             finally:
                 self._range = name
-        if self._placement.kinds:
-            self._placement.check_not_capturing()
+        for is_capturing in self._placement.capture_probes:
+            if is_capturing():
+                self._placement.check_not_capturing()
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
-            pipeline.check_open()  # before the lock: in a forked child nobody would release it
+            pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = is_owned(pipeline.lock)
         with pipeline.lock:
             run, mark = self.run, None
@@ -239,7 +234,7 @@ class BatchIterator(Iterator[Batch]):
         assert result is not None  # the pipeline returns finished entries
         if result.error is None and result.batch is not NOTHING:
             try:
-                batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
+                batch = to_torch(result.batch) if self._placement.is_plain else self._placement.place_next(run.window)
             except Exception as raised:
                 assert entry.task is not None  # it has a batch
                 result = not_placed(entry.task, raised, "while the batch was placed")
@@ -308,56 +303,6 @@ class BatchIterator(Iterator[Batch]):
         run, self.run = self.run, None
         if run is not None:
             self._keep(run, mark)
-
-    def _place(self, run: Run, entry: Entry) -> Any:
-        """The entry's batch where it belongs.
-
-        Raises:
-            Exception: it cannot be put there.
-        """
-        placement, result, task = self._placement, entry.result, entry.task
-        assert result is not None and task is not None  # it has a batch
-        if not placement.asynchronous:
-            return placement.place(result.batch, task.sharded)
-        for is_last_try in (False, True):
-            try:
-                if entry.begun is None:
-                    entry.begun = placement.begin(result.batch, task.sharded)
-                if placement.ahead:
-                    self._begin_behind(run)
-                return placement.finish(entry.begun, task.sharded)
-            except OUT_OF_MEMORY:
-                if is_last_try:
-                    raise
-            # Not done above: the error's traceback holds the parts that had found room.
-            self._make_room(run)
-        raise AssertionError("the last try returns")
-
-    def _make_room(self, run: Run) -> None:
-        """A device has no memory for all batches: those behind the next one wait on the host."""
-        for other in self._pipeline.finished(run, self._placement.ahead):
-            other.begun = None
-        self._placement.make_room()
-
-    def _begin_behind(self, run: Run) -> None:
-        """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
-        placement = self._placement
-        for entry in self._pipeline.finished(run, placement.ahead):
-            result = entry.result
-            if entry.begun is not None or entry.task is None or result is None or result.error is not None:
-                continue
-            if result.batch is NOTHING:
-                continue
-            try:
-                entry.begun = placement.begin(result.batch, entry.task.sharded)
-                continue
-            except OUT_OF_MEMORY:
-                pass
-            except Exception as raised:
-                as_batch_error(raised, "while the batch was placed")
-                return
-            placement.make_room()
-            return
 
     def _note_skipped(self, where: str, result: Result) -> Result:
         """Count what ``on_error`` left out, and warn of the first whole batch or shard.

@@ -23,8 +23,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-from sharded_loader.recordio.dataset import RecordFileDataset, load_index
-from sharded_loader.recordio.files import MAX_LENGTH, RecordFile, RecordIOError, Writer, framed
+from sharded_loader.recordio.dataset import RecordFileDataset
+from sharded_loader.recordio.files import (
+    MAX_LENGTH,
+    RecordFile,
+    RecordIOError,
+    Writer,
+    framed,
+    index_line,
+    load_index,
+)
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
 
 if TYPE_CHECKING:
@@ -336,6 +344,6 @@ class MXIndexedRecordIO(MXRecordIO):
             offset = self.tell()
             self.write(buf)
             assert self._index_writer is not None
-            self._index_writer.write(f"{text}\t{offset}\n".encode("utf-8", "surrogateescape"))
+            self._index_writer.write(index_line(text, offset).encode("utf-8", "surrogateescape"))
             self.idx[key] = offset
             self.keys.append(key)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -34,7 +34,7 @@ import numpy as np
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, RecordFile, padded
+from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, RecordFile, index_path, load_index, padded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,7 +86,7 @@ class RecordFileDataset(Dataset):
         self.filename = os.fspath(filename)
         self._file = RecordFile(self.filename)
         self._file.watch()
-        idx_path = os.path.splitext(self.filename)[0] + ".idx"
+        idx_path = index_path(self.filename)
         if os.path.exists(idx_path):
             _, offsets = load_index(idx_path, str)
             if not offsets and self._file.size:
@@ -157,28 +157,6 @@ class RecordFileDataset(Dataset):
 
     def __repr__(self) -> str:
         return f"RecordFileDataset({self.filename!r}, {len(self)} records)"
-
-
-def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
-    """Keys and offsets, in the order of the file's lines."""
-    keys, offsets = [], []
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            key, _, offset = line.rstrip("\r\n").partition("\t")
-            try:
-                keys.append(key_type(key))
-                if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
-                    raise ValueError(f"the offset {offset!r} is no number below 2**63")
-                offsets.append(int(offset))
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
-                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
-                    "the file to have it rebuilt."
-                ) from error
-    return keys, offsets
 
 
 # -- many records at once ----------------------------------------------------------------------------------------------

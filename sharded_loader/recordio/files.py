@@ -32,6 +32,7 @@ import stat
 import struct
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from sharded_loader.data.bulk import Int64s
@@ -79,15 +80,35 @@ class RecordIOError(ValueError):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+class RecordBytes:
+    """Bytes of a file of records that lie in memory, for `read_record`.
+
+    Args:
+        path: of the file, for errors.
+        size: where in the file the bytes end.
+        content: the bytes. For `scan_records` none are needed.
+    """
+
+    def __init__(self, path: str, size: int, content: bytes = b"") -> None:
+        self.path, self.size, self._content, self._begin = path, size, content, size - len(content)
+
+    def refresh_size(self) -> int:
+        """Where the bytes end."""
+        return self.size
+
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        """Up to ``size`` bytes from ``offset`` of the file; fewer only at the end."""
+        return self._content[offset - self._begin : offset - self._begin + size]
+
+
 class _Descriptor(PositionedFile):
     """An open file of records."""
 
-    __slots__ = ("gatherer", "pid", "size")
+    __slots__ = ("gatherer", "path", "pid", "size")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.pid = os.getpid()
-        self.gatherer = Gatherer(self.fd)
+        self.path, self.pid, self.gatherer = path, os.getpid(), Gatherer(self.fd)
         if stat.S_ISDIR(self.stat().st_mode):  # Linux notices it at the first read, without the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
@@ -103,42 +124,91 @@ class _Descriptor(PositionedFile):
         return super().bytes_at(offset, size)
 
 
-class RecordBytes:
-    """Part of a file of records that has been read, as `RecordFile` sees an open file.
+def read_record(source: RecordBytes | _Descriptor, begin: int) -> tuple[bytes, int]:
+    """The record at ``begin``, and the offset of the next.
+
+    Raises:
+        RecordIOError: there is no whole record.
+    """
+    offset = begin
+    while True:
+        flag, length, end = _part(source, source.bytes_at(offset, HEAD_SIZE), offset, begin, source.size)
+        payload = source.bytes_at(offset + HEAD_SIZE, length)
+        if len(payload) < length:
+            ends = offset + HEAD_SIZE + len(payload)
+            raise _damaged(source, begin, f"the file was truncated to {ends} bytes while it was read")
+        if flag == _WHOLE:
+            return payload, end
+        if flag == _FIRST:
+            whole = io.BytesIO(payload)  # a list of parts would take many times the bytes of small parts
+            whole.seek(0, os.SEEK_END)
+        else:
+            whole.write(_MAGIC + payload)
+        if flag == _LAST:
+            return whole.getvalue(), end
+        offset = end
+
+
+def scan_records(source: RecordBytes | _Descriptor, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
+    """The offset of each record.
 
     Args:
-        content: the bytes.
-        begin: where in the file they begin.
+        source: says how large the file is.
+        stream: the file, from its beginning. Its buffer should hold many small records.
+        offsets: the list to append to. After an error its last item is the offset of the damaged record.
+
+    Raises:
+        RecordIOError: the file is damaged.
     """
+    offsets = [] if offsets is None else offsets
+    begin = offset = 0
+    size = source.refresh_size()
+    while begin < size:
+        if offset == begin:
+            offsets.append(begin)
+        stream.seek(offset)
+        flag, _, offset = _part(source, stream.read(HEAD_SIZE), offset, begin, size)
+        if flag in (_WHOLE, _LAST):
+            begin = offset
+    return offsets
 
-    gatherer = None
 
-    def __init__(self, content: bytes, begin: int = 0) -> None:
-        self._content, self._begin = content, begin
-        self.pid = os.getpid()
-        self.size = begin + len(content)
+def _part(source: RecordBytes | _Descriptor, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
+    """Flag, length and end of the part that has this header at ``offset``, in a file of at least this size.
 
-    def refresh_size(self) -> int:
-        """Where the part ends."""
-        return self.size
+    ``begin`` is where its record begins. Raises a `RecordIOError` if such a part cannot stand there.
+    """
+    if len(head) < HEAD_SIZE:
+        size = source.refresh_size()
+        where = "within a record" if begin < size else "before it"
+        raise _damaged(source, begin, f"the file ends at {size}, {where}")
+    magic, word = _HEAD.unpack(head)
+    if magic != MAGIC_NUMBER:
+        raise _damaged(source, begin, f"no record at {offset}: 0x{magic:08x} stands for the magic 0x{MAGIC_NUMBER:x}")
+    flag, length = word >> _LENGTH_BITS, word & MAX_LENGTH
+    if flag > _LAST or (flag in (_WHOLE, _FIRST)) != (offset == begin):
+        raise _damaged(source, begin, f"the part at {offset} has flag {flag}, which is not allowed there")
+    end = offset + HEAD_SIZE + padded(length)
+    if end > size and end > (size := source.refresh_size()):
+        raise _damaged(source, begin, f"the part at {offset} says {length} bytes, the file ends at {size}")
+    return flag, length, end
 
-    def bytes_at(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` of the file; fewer only at the end of the part."""
-        return self._content[offset - self._begin : offset - self._begin + size]
+
+def _damaged(source: RecordBytes | _Descriptor, offset: int, problem: str) -> RecordIOError:
+    advice = (
+        "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
+        "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
+    )
+    return RecordIOError(source.path, offset, f"{problem}. {advice if offset else 'Is it a RecordIO file?'}")
 
 
 class RecordFile:
-    """Reads records at given offsets, from any thread and any process. Pickles as its path.
+    """Reads records at given offsets, from any thread and any process. Pickles as its path."""
 
-    Args:
-        path: of the file; or its name, for errors, if ``content`` is given.
-        content: what to read instead of the file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], content: RecordBytes | None = None) -> None:
-        self.path = os.fspath(path) if content else os.path.abspath(os.fspath(path))
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
         self.closed = False
-        self._descriptor: Any = content or _Descriptor(self.path)
+        self._descriptor: _Descriptor | None = _Descriptor(self.path)
         self._version: tuple[str, int, list[int]] | None = None  # tag; size when it was opened, and its checksums
         self._seen: tuple[int, ...] = ()  # size and times when it was last found to be that version
 
@@ -154,7 +224,7 @@ class RecordFile:
         self.closed = True
         self._descriptor = None
 
-    def _open(self) -> Any:
+    def _open(self) -> _Descriptor:
         descriptor = self._descriptor
         if descriptor is None or descriptor.pid != os.getpid():
             if self.closed:
@@ -173,7 +243,7 @@ class RecordFile:
     def gather(self, offsets: Int64s, sizes: Int64s) -> bytes | None:
         """From each offset its size in bytes, in one buffer; None if the file cannot be gathered (`Gatherer`)."""
         file = self._open()  # held meanwhile: `close` in another thread would have its descriptor closed
-        return file.gatherer.read(offsets, sizes)  # type: ignore[no-any-return]
+        return file.gatherer.read(offsets, sizes)
 
     def watch(self) -> None:
         """From now on, `check` raises if the file is another one."""
@@ -208,72 +278,24 @@ class RecordFile:
     @property
     def size(self) -> int:
         """Bytes in the file, now."""
-        return self._open().refresh_size()  # type: ignore[no-any-return]
-
-    def _damaged(self, offset: int, problem: str) -> RecordIOError:
-        advice = (
-            "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
-            "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
-        )
-        return RecordIOError(self.path, offset, f"{problem}. {advice if offset else 'Is it a RecordIO file?'}")
-
-    def _part(self, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
-        """Flag, length and end of the part that has this header at `offset`, in a file of at least this size.
-
-        `begin` is where its record begins. Raises a `RecordIOError` if such a part cannot stand there.
-        """
-        if len(head) < HEAD_SIZE:
-            size = self.size
-            raise self._damaged(begin, f"the file ends at {size}, {'within a record' if begin < size else 'before it'}")
-        magic, word = _HEAD.unpack(head)
-        if magic != MAGIC_NUMBER:
-            raise self._damaged(begin, f"no record at {offset}: 0x{magic:08x} stands for the magic 0x{MAGIC_NUMBER:x}")
-        flag, length = word >> _LENGTH_BITS, word & MAX_LENGTH
-        if flag > _LAST or (flag in (_WHOLE, _FIRST)) != (offset == begin):
-            raise self._damaged(begin, f"the part at {offset} has flag {flag}, which is not allowed there")
-        end = offset + HEAD_SIZE + padded(length)
-        if end > size and end > self.size:
-            raise self._damaged(begin, f"the part at {offset} says {length} bytes, the file ends at {self.size}")
-        return flag, length, end
+        return self._open().refresh_size()
 
     def read(self, begin: int) -> tuple[bytes, int]:
-        """The record at `begin` and the offset of the next."""
-        file, offset = self._open(), begin
-        while True:
-            flag, length, end = self._part(file.bytes_at(offset, HEAD_SIZE), offset, begin, file.size)
-            payload = file.bytes_at(offset + HEAD_SIZE, length)
-            if len(payload) < length:
-                ends = offset + HEAD_SIZE + len(payload)
-                raise self._damaged(begin, f"the file was truncated to {ends} bytes while it was read")
-            if flag == _WHOLE:
-                return payload, end
-            if flag == _FIRST:
-                whole = io.BytesIO(payload)  # a list of parts would take many times the bytes of small parts
-                whole.seek(0, os.SEEK_END)
-            else:
-                whole.write(_MAGIC + payload)
-            if flag == _LAST:
-                return whole.getvalue(), end
-            offset = end
+        """The record at ``begin``, and the offset of the next."""
+        return read_record(self._open(), begin)
 
-    def scan(self, stacklevel: int | None, stream: BinaryIO | None = None) -> list[int]:
-        """The offset of each record. Where the file is damaged, the last one is that of the damaged record, so that
-        reading it raises; a file that is damaged from its first record on raises here, and without a ``stacklevel``
-        for the warning any damage does. ``stream`` is the file, if it does not lie at its path."""
+    def scan(self, stacklevel: int) -> list[int]:
+        """The offset of each record.
+
+        If the file is damaged, the last offset is that of the damaged record: who reads it gets the error. A warning
+        says so, with this ``stacklevel``. If the first record is damaged, the error is raised here.
+        """
         offsets: list[int] = []
-        begin = offset = 0
-        size = self.size
         try:
-            with stream or open(self.path, "rb") as file:  # its buffer holds many small records
-                while begin < size:
-                    if offset == begin:
-                        offsets.append(begin)
-                    file.seek(offset)
-                    flag, _, offset = self._part(file.read(HEAD_SIZE), offset, begin, size)
-                    if flag in (_WHOLE, _LAST):
-                        begin = offset
+            with open(self.path, "rb") as stream:
+                scan_records(self._open(), stream, offsets)
         except RecordIOError as error:
-            if not error.offset or stacklevel is None:
+            if not error.offset:
                 raise
             warnings.warn(
                 f"{error} While its index was rebuilt, {len(offsets) - 1} records were found before; the next one "
@@ -343,3 +365,43 @@ def framed(payload: bytes) -> bytes:
     for flag, part in zip(flags, parts, strict=True):
         pieces += [_HEAD.pack(MAGIC_NUMBER, flag << _LENGTH_BITS | len(part)), part, bytes(-len(part) % 4)]
     return b"".join(pieces)
+
+
+# -- indexes -----------------------------------------------------------------------------------------------------------
+
+
+def index_path(path: str) -> str:
+    """Where the index of a record file lies.
+
+    Example:
+        >>> index_path("data/train.rec")
+        'data/train.idx'
+    """
+    return os.path.splitext(path)[0] + ".idx"
+
+
+def index_line(key: Any, offset: int) -> str:
+    """A line of an index."""
+    return f"{key}\t{offset}\n"
+
+
+def load_index(path: str, key_type: Callable[[str], Any]) -> tuple[list[Any], list[int]]:
+    """Keys and offsets, in the order of the file's lines."""
+    keys, offsets = [], []
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            key, _, offset = line.rstrip("\r\n").partition("\t")
+            try:
+                keys.append(key_type(key))
+                if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
+                    raise ValueError(f"the offset {offset!r} is no number below 2**63")
+                offsets.append(int(offset))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {line[:80]!r} is no line 'key<TAB>offset' with a key of type "
+                    f"{getattr(key_type, '__name__', key_type)} ({str(error)[:200]}). Give another key_type, or delete "
+                    "the file to have it rebuilt."
+                ) from error
+    return keys, offsets

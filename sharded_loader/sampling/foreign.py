@@ -12,7 +12,7 @@ A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pur
 of `Sampler` that override ``__iter__`` alone. Most lists are read as tables too (`Listed`). A list may change between
 two epochs, so a saved position in it has a checkpoint too, with a checksum.
 
-A `Start` starts a sampler that is foreign. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.start`).
+A `Start` starts a sampler that is foreign. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.sampler`).
 `keyed` starts it, with its first item, under these conditions, and puts back what was there before.
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
@@ -285,6 +285,7 @@ class ForeignItems:
         checksum: CRC-32 of them.
         ended: no item is left.
         head: the items that were read first, if the epoch was read from its beginning.
+        stateful: the sampler, or its iterator, if it has a state; otherwise None.
 
     Raises:
         ValueError: the items before the checkpoint are not those of then.
@@ -294,15 +295,15 @@ class ForeignItems:
         self.count = self.checksum = 0
         self.ended, self.head = False, list[Any]()
         self._items: Iterator[Any] = iter(())
-        self._stateful: Any = None
+        self.stateful: Any = None
         if mark is not None and mark.finished:
             self.count, self.checksum, self.ended = mark.items, mark.checksum, True
             if mark.state is None:
                 return
-        with start(mark) as (self._items, self._stateful):
+        with start(mark) as (self._items, self.stateful):
             if self.ended:  # from its end the sampler goes on to the next epoch
                 deque(self._items, maxlen=0)
-            elif mark is not None and mark.state is not None and self._stateful is not None:
+            elif mark is not None and mark.state is not None and self.stateful is not None:
                 self.count, self.checksum = mark.items, mark.checksum
             elif mark is not None:
                 self.pass_over(mark.items)
@@ -311,7 +312,7 @@ class ForeignItems:
     def own_state(self) -> Any:
         """The state of the sampler, or of its iterator; None if it has none."""
         # A copy: some return the dict that they go on changing.
-        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def read(self, count: int) -> list[Any]:
         """The next items; fewer at the end."""

@@ -30,8 +30,7 @@ from itertools import islice
 from typing import Any
 
 from sharded_loader.base.notices import warn
-from sharded_loader.engine.epoch import Position
-from sharded_loader.engine.order import Order, process_group
+from sharded_loader.engine.order import Order, Position, process_group
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,

@@ -36,7 +36,7 @@ from sharded_loader.base.entries import (
     true_or_false,
     written,
 )
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 

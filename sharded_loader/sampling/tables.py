@@ -87,7 +87,10 @@ def bytes_of_one(item: Any) -> bytes:
     if type(item) is not list and hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
-        return len(item).to_bytes(8, "little") + bytes_of(item)
+        try:
+            return struct.pack(f"<{1 + len(item)}q", len(item), *item)
+        except (struct.error, TypeError):
+            return len(item).to_bytes(8, "little") + bytes_of(item)
     try:
         return struct.pack("<q", item)
     except struct.error:

@@ -38,9 +38,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
-from sharded_loader.storage.errors import ShardError, shown
-from sharded_loader.storage.files import LocalFile
-from sharded_loader.storage.stores import Stat
+from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 64
 """Lock files. Two shards may share one: then they are fetched one after the other."""

@@ -1,5 +1,6 @@
 """`ShardDataset`: the samples of many shards by one index, wherever the shards lie.
 
+    pattern, list, file that lists shards --> URLs --format_of--> a format --format.index--> lengths
     index --search in the sums of lengths--> shard, row --format.read(file, index, rows)--> sample
 
 The shards and their lengths are known when the dataset is made: each shard is indexed once, and the indexes are kept
@@ -12,12 +13,18 @@ shard that was replaced or changed is an error, and no sample is cut out of it b
 With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
 shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
 
+Known lists of shards are MosaicML's ``index.json``, the lists of WebDataset's ``wids``, and a plain JSON list of names.
+Names that are no URLs lie beside the list. Lengths and sizes in the list are not used: each shard is indexed anyway, so
+a list that is older than its shards does no harm.
+
 What can go wrong: a shard that is missing, has changed, or is of another format (`ShardError`, which may also be a
-FileNotFoundError or PermissionError); the message names the shard.
+FileNotFoundError or PermissionError); the message names the shard. A file that is no list of shards, or a list of
+compressed ones (`ShardError`). A format that is unknown, or file names that do not tell one format (ValueError).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
@@ -38,13 +45,14 @@ from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indice
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.files import checksums, is_rewritten
 from sharded_loader.storage.cache import TRIES, ShardCache
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile, local_stat
-from sharded_loader.storage.formats import SUFFIX, Format, format_of, urls_in
-from sharded_loader.storage.indexes import Index, Indexes, default_folder
+from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, Stat, local_stat, shown
+from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, default_folder
 from sharded_loader.storage.parts import with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.stores import Stat, Store
+from sharded_loader.storage.records import MDS, RecordIO
+from sharded_loader.storage.stores import ObjectStore, RemoteFile
+from sharded_loader.storage.tables import Arrow, Parquet
+from sharded_loader.storage.tar import Tar
 
 OPEN = 32
 """Shards that a process keeps open."""
@@ -100,12 +108,12 @@ class ShardDataset(Dataset):
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
-        self._store, self._cache = Store(storage_options), cache
+        self._store, self._cache = ObjectStore(storage_options), cache
         patterns = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
         found: dict[str, Stat | None] = {}
         for pattern in patterns:
             for url, stat in self._store.find(absolute(os.fspath(pattern))).items():
-                if url.endswith(SUFFIX):
+                if url.endswith(LIST_SUFFIX):
                     [content] = self._store.ranges(url, [0], [stat.size], stat)
                     found.update(dict.fromkeys(map(absolute, urls_in(url, content))))
                 else:
@@ -162,16 +170,12 @@ class ShardDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many samples at once: those of one shard are one call of its format."""
         where = checked_indices(indices, len(self))
-        shards = np.searchsorted(self._ends, where, side="right")
-        rows = where - (self._ends[shards] - self.lengths[shards])
         samples: list[Any] = [None] * len(where)
-        numbers = list(dict.fromkeys(shards.tolist()))
-        in_parts = self._excess(numbers) is not None
-        for shard in numbers:
-            here = np.flatnonzero(shards == shard)
-            found = self._read(shard, in_parts, rows[here].tolist())
-            for place, sample in zip(here.tolist(), found, strict=True):
-                samples[place] = sample
+        rows_by_shard = by_part(where, self._ends)
+        in_parts = self._excess([shard for shard, _, _ in rows_by_shard]) is not None
+        for shard, positions, rows in rows_by_shard:
+            for position, sample in zip(positions, self._read(shard, in_parts, rows), strict=True):
+                samples[position] = sample
         return samples
 
     def _read(self, shard: int, in_parts: bool, rows: list[int]) -> list[Any]:
@@ -208,7 +212,7 @@ class ShardDataset(Dataset):
 
         Args:
             batches: number of a batch -> its indices; None after the last one. Called by another thread.
-            position: the number of the batch that comes next; None if nobody reads this epoch any more.
+            position: the number of the batch that comes next; None if this epoch is not read any more.
             later: as ``batches``, of the next epoch.
         """
         self._stop_following()
@@ -261,7 +265,7 @@ class ShardDataset(Dataset):
                 return None
             shards = np.unique(np.searchsorted(self._ends, checked_indices(found, len(self)), side="right"))
         except (IndexError, TypeError):
-            return []  # an index that is none: whoever reads this batch names it
+            return []  # a bad index: the reader of this batch reports it
         return [shard for shard in shards.tolist() if local_path(self._urls[shard]) is None]
 
     def _excess(self, shards: Sequence[int]) -> int | None:
@@ -304,7 +308,7 @@ class ShardDataset(Dataset):
         with self._lock:
             found = self._open.setdefault(key, (file, index))
             while len(self._open) > OPEN:
-                self._open.popitem(last=False)  # whoever reads it holds it
+                self._open.popitem(last=False)  # its readers hold it
         return found
 
     def _index(self, shard: int) -> Index:
@@ -390,3 +394,75 @@ def local_path(url: str) -> str | None:
     if "://" not in url:
         return url
     return url.removeprefix("file://") if url.startswith("file://") else None
+
+
+# -- which shards, and of which format ---------------------------------------------------------------------------------
+
+
+FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO)
+
+
+def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
+    """The format that was named, or the one of the file names.
+
+    Raises:
+        ValueError: it is unknown, or the shards are of several formats.
+    """
+    names = [kind.name for kind in FORMATS]
+    if isinstance(format, str) and format not in names:
+        raise ValueError(f"format {format!r} is unknown: give one of {names}, or an object with index() and read()")
+    if isinstance(format, str):
+        return FORMATS[names.index(format)]()
+    if format is not None:
+        return format
+    kinds = {next((kind for kind in FORMATS if shown(url).endswith(kind.suffixes)), None) for url in urls}
+    if len(kinds) > 1 or None in kinds:
+        raise ValueError(
+            f"the names of the shards, such as {shown(urls[0])}, do not tell one format: give format=, one of {names}. "
+            "Compressed files, such as .tar.gz, must be decompressed first"
+        )
+    [kind] = kinds
+    assert kind is not None
+    return kind()
+
+
+LIST_SUFFIX = ".json"
+
+
+def urls_in(url: str, content: bytes) -> list[str]:
+    """The shards that a file lists.
+
+    Raises:
+        ShardError: it lists none that can be read.
+
+    Example:
+        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://other/b.tar"]')
+        ['s3://bucket/set/a.tar', 's3://other/b.tar']
+    """
+    try:
+        names = _names(json.loads(content))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShardError(
+            f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): give a JSON list of names, the "
+            f"index.json of MosaicML, or a list of WebDataset's wids"
+        ) from None
+    if not names:
+        raise ShardError(f"{shown(url)} lists no shards")
+    folder = url.rpartition("/")[0] + "/" if "://" in url else os.path.dirname(url)
+    return [name if "://" in name or os.path.isabs(name) else os.path.join(folder, name) for name in names]
+
+
+def _names(listed: Any) -> list[str]:
+    """The names of shards in a list, as it was parsed."""
+    if not isinstance(listed, Mapping):
+        names = list(listed)
+    elif "shardlist" in listed:  # of WebDataset's wids
+        names = [shard["url"] for shard in listed["shardlist"]]
+    else:
+        shards = listed["shards"]
+        if any(shard.get("raw_data") is None or shard.get("zip_data") for shard in shards):
+            raise ValueError("its shards are compressed, or of several files each: decompress them first")
+        names = [shard["raw_data"]["basename"] for shard in shards]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("a name is no string")
+    return names

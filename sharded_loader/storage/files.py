@@ -1,13 +1,18 @@
-"""One shard as bytes by their place: on this machine, or read over the network in parts.
+"""A shard as bytes by their position, what tells it from a later one, and the errors of shards.
 
-    LocalFile(path) | RemoteFile(store, url, stat)
+    ShardFile             LocalFile(path), or `stores.RemoteFile`
         .ranges(begins, ends) -> list of bytes        .stream() -> a binary file for libraries that want one
+    Stat(size, tag)       what tells a file from a later one at the same place; of this machine: local_stat(path)
+    ShardError            a shard cannot be read; also MissingShardError, ForbiddenShardError
+    shown(url)            without user, password and query
+    redacted(text, ...)   without the values of options, and without what URLs in the text hide
 
 Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
 is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
 deleted meanwhile). Threads may share a file; a forked child opens its own.
 
-`local_stat` tells a file from a later one at the same path (`data.files`).
+No message shows a password, a key or a signature. No error of a remote shard has the library's own error as its cause,
+because that may show one of them.
 
 What can go wrong: `ShardError` for a file that is missing, must not be read, or is shorter than it was.
 """
@@ -16,14 +21,28 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sharded_loader.data.files import PositionedFile, settled, tag_of
-from sharded_loader.storage.errors import ShardError, missing_or_forbidden, shown
-from sharded_loader.storage.stores import PIECE, Stat, Store
+
+
+class Stat(NamedTuple):
+    """What tells a file from a later one at the same place.
+
+    Attributes:
+        size: in bytes.
+        tag: the server's etag, or the time of the last change. Empty: the server says neither.
+    """
+
+    size: int
+    tag: str
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 class ShardFile(ABC):
@@ -39,6 +58,7 @@ class ShardFile(ABC):
     name: str
     size: int
     path: str | None = None
+    _buffered = 1 << 16  # bytes that a stream reads at once
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
@@ -52,8 +72,8 @@ class ShardFile(ABC):
         self.kept.clear()
 
     def stream(self) -> io.BufferedReader:
-        """The file for libraries that read from a binary file: it seeks, and reads ahead."""
-        return io.BufferedReader(_Stream(self), PIECE if self.path is None else 1 << 16)
+        """The file for libraries that read from a binary file: it seeks, and has a buffer."""
+        return io.BufferedReader(_ShardStream(self), self._buffered)
 
     def cut(self, begin: int, end: int, found: int) -> ShardError:
         """The error for a part that is not whole."""
@@ -111,24 +131,6 @@ class LocalFile(ShardFile):
         self._file.close()
 
 
-class RemoteFile(ShardFile):
-    """A file of a server.
-
-    Args:
-        store: reads it.
-        url: where it lies.
-        stat: what it was when it was found.
-    """
-
-    def __init__(self, store: Store, url: str, stat: Stat) -> None:
-        super().__init__()
-        self._store, self._url, self._stat = store, url, stat
-        self.name, self.size = shown(url), stat.size
-
-    def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        return self._store.ranges(self._url, begins, ends, self._stat)
-
-
 def local_stat(path: str) -> Stat:
     """The size of a file of this machine, and a tag that any later change changes.
 
@@ -145,7 +147,7 @@ def _stat_of(found: os.stat_result) -> Stat:
     return Stat(found.st_size, tag_of(found))
 
 
-class _Stream(io.RawIOBase):
+class _ShardStream(io.RawIOBase):
     """A `ShardFile` that is read from a position on."""
 
     def __init__(self, file: ShardFile) -> None:
@@ -162,9 +164,6 @@ class _Stream(io.RawIOBase):
         self._position = max(0, begin + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         end = min(self._position + len(buffer), self._file.size)
         if end <= self._position:
@@ -173,3 +172,94 @@ class _Stream(io.RawIOBase):
         buffer[: len(found)] = found
         self._position = end
         return len(found)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class ShardError(OSError):
+    """A shard cannot be read. The message names it, and says what to do.
+
+    If a shard is missing, it is also a FileNotFoundError; if it must not be read, a PermissionError.
+
+    Example:
+        >>> import os, tempfile
+        >>> from sharded_loader import ShardDataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "train.tar")
+        ...     with open(path, "wb") as file:
+        ...         _ = file.write(b"no tar file" * 100)
+        ...     try:
+        ...         ShardDataset(path, index_folder=folder)
+        ...     except ShardError as error:
+        ...         print("is no plain tar file" in str(error))
+        True
+    """
+
+
+class MissingShardError(ShardError, FileNotFoundError):
+    """A shard is missing."""
+
+
+class ForbiddenShardError(ShardError, PermissionError):
+    """This process may not read a shard."""
+
+
+def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError | None:
+    """The error to raise if a shard is missing, or this process may not read it; otherwise None.
+
+    Args:
+        name: of the shard.
+        error: what was raised.
+        said: its text, without secrets.
+    """
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return MissingShardError(
+            f"{name}: the shard is missing ({said}). Check its name. If it was moved or deleted, put it back, or make "
+            "the dataset again without it"
+        )
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return ForbiddenShardError(
+            f"{name}: this process may not read the shard ({said}). Check its permissions, or storage_options="
+        )
+    return None
+
+
+def shown(url: str) -> str:
+    """A URL without user, password and query.
+
+    Example:
+        >>> shown("https://me:secret@host/a.tar?X-Amz-Signature=abc"), shown("/data/a.tar")
+        ('https://host/a.tar', '/data/a.tar')
+    """
+    if "://" not in url:
+        return url
+    return re.sub(r"://[^/@]*@", "://", url.partition("?")[0])
+
+
+def redacted(text: str, options: Mapping[str, Any]) -> str:
+    """A text without what must not be shown: values of the options, users and queries in URLs.
+
+    Example:
+        >>> redacted("no s3cret at http://h/x?sig=1 for me", {"secret": "s3cret"})
+        'no *** at http://h/x for me'
+    """
+    for secret in _words(options):
+        text = text.replace(secret, "***")
+    return re.sub(r"(://)[^/@\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
+
+
+def _words(options: Any) -> Iterable[str]:
+    """The texts of nested options that are long enough to be a secret, the longest first."""
+    found: list[str] = []
+    todo = [options]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, (list, tuple)):
+            todo += one
+        elif isinstance(one, str) and len(one) >= 4:
+            found.append(one)
+    return sorted(found, key=len, reverse=True)

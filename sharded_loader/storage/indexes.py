@@ -1,11 +1,11 @@
-"""Where the samples of a shard lie: made once, kept in a folder, and checked.
+"""Where the samples of a shard lie: a `Format` finds out once, and `Indexes` keeps it in a folder.
 
-    Indexes(folder).of(format, url, stat, open) -> {name: array}
+    Indexes(folder).of(format, url, stat, make) -> {name: array}
 
 An index is a few arrays in one ``.npz`` file. Its name is a hash of the format, the URL, and the size and tag of the
 shard. So a shard that has changed has another index, and two processes that make the same one write the same bytes. A
 file appears by being renamed: half of one is never read. It ends with a hash of its bytes, so a damaged one is found,
-and made again. If the folder cannot be written to, indexes are made in memory, with one warning.
+and replaced. If the folder cannot be written to, indexes are made in memory, with one warning.
 
 What can go wrong: the shard cannot be indexed (see the formats).
 """
@@ -20,13 +20,15 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.notices import warn
-from sharded_loader.storage.parts import UNKNOWN, Stat
+from sharded_loader.data.bulk import Int64s
+from sharded_loader.storage.files import ShardFile, Stat
+from sharded_loader.storage.parts import UNKNOWN
 
 Index = dict[str, npt.NDArray[Any]]
 """Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""
@@ -45,6 +47,24 @@ if hasattr(os, "register_at_fork"):
 
 VERSION = 4
 """Of what the formats put into an index. Another one makes all of them again."""
+
+
+class Format(Protocol):
+    """How the samples of one shard are found and read; see `Tar` for one.
+
+    Attributes:
+        name: of the format; part of the name of each kept index.
+        suffixes: of file names, by which the format is found.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+
+    def index(self, file: ShardFile) -> Index:
+        """Arrays that say where the samples lie; "length" says how many there are."""
+
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+        """The samples at these rows, in this order."""
 
 
 class Indexes:
@@ -113,6 +133,25 @@ def load(path: Path) -> Index | None:
             return dict(found)
     except (OSError, ValueError):  # a ValueError: arrays of objects, of a format of the user's
         return None
+
+
+def by_part(where: Int64s, ends: Int64s) -> list[tuple[int, list[int], list[int]]]:
+    """Numbers of samples by the part that they lie in, in the order of the first sample of each part.
+
+    Args:
+        where: numbers of samples.
+        ends: of each part, the number of the sample after its last one.
+
+    Returns:
+        For each part: its number, the positions in ``where``, and the rows in the part.
+
+    Example:
+        >>> by_part(np.array([5, 0, 4, 1]), np.array([2, 6]))
+        [(1, [0, 2], [3, 2]), (0, [1, 3], [0, 1])]
+    """
+    parts, begins = np.searchsorted(ends, where, side="right"), np.append(0, ends)
+    positions = {part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts.tolist())}
+    return [(part, here.tolist(), (where[here] - begins[part]).tolist()) for part, here in positions.items()]
 
 
 def packed(texts: list[str]) -> npt.NDArray[np.uint8]:

@@ -26,11 +26,11 @@ import threading
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import reader_of, s3_caller
-from sharded_loader.storage.errors import shown
+from sharded_loader.storage.files import Stat, shown
 
 _NAMES = (
     *("etag", "generation", "blobid", "xethash", "md5hash", "sha", "sha256", "hex", "checksum", "contenthash", "crc"),
@@ -42,18 +42,6 @@ Face blob_id and xet_hash, git and GitHub hex and sha, sftp mtime, ftp modify, m
 
 UNKNOWN = "unknown "
 """How the tag begins that a dataset gives to a file of which the server says none."""
-
-
-class Stat(NamedTuple):
-    """What tells a file from a later one at the same place.
-
-    Attributes:
-        size: in bytes.
-        tag: the server's etag, or the time of the last change. Empty: the server says neither.
-    """
-
-    size: int
-    tag: str
 
 
 class Changed(Exception):

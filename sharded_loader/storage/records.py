@@ -1,14 +1,30 @@
-"""RecordIO shards: records of bytes, as MXNet and this library write them.
+"""Shards whose samples lie one after the other: RecordIO, and MDS of MosaicML's streaming library.
 
-    Records().read(file, index, rows) -> [b"...", ...]
+    RecordIO().read(file, index, rows) -> [b"...", ...]
+    MDS().read(file, index, rows)      -> [{"image": b"...", "label": 3}, ...]
 
-An index is the offset of each record; it is made by reading the headers. ``.idx`` files are not looked at.
+The index has the offset of each sample, and the end of the last one. So a sample is one part of the file.
 
-What can go wrong: a damaged file is a `ShardError` with the shard and the offset, when it is indexed or read.
+Records are those of MXNet and of `sharded_loader.recordio`. Their index is made by reading the headers; ``.idx`` files
+are not looked at. An MDS file begins with a table::
+
+    uint32 count | uint32 offsets[count + 1] | JSON: names, encodings, sizes | samples
+    sample: uint32 sizes of the columns that have no fixed one | the columns' bytes
+
+A sample of MDS is a dict of its columns. Pickled columns are not read, because reading them runs code from the shard.
+
+What can go wrong: no such file, damage, an encoding that is unknown, a compressed shard, sizes or values that do not
+fit their bytes. All are a `ShardError`, which names the sample, the offset or the byte.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,29 +33,27 @@ from sharded_loader.recordio.files import (
     HEAD_SIZE,
     MAGIC_NUMBER,
     RecordBytes,
-    RecordFile,
     RecordIOError,
     framed,
     padded,
+    read_record,
+    scan_records,
 )
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import ShardFile
-from sharded_loader.storage.indexes import Index
+from sharded_loader.storage.files import ShardError, ShardFile
+from sharded_loader.storage.indexes import Index, packed, unpacked
 
 
-class _Whole(RecordBytes):
-    """A shard, of which parts are read when they are asked for."""
-
-    def __init__(self, file: ShardFile) -> None:
-        super().__init__(b"")
-        self._file, self.size = file, file.size
-
-    def bytes_at(self, offset: int, size: int) -> bytes:
-        end = min(offset + size, self.size)
-        return self._file.ranges([offset], [end])[0] if end > offset else b""
+def _samples_at(file: ShardFile, index: Index, rows: list[int]) -> Iterator[tuple[int, int, int, bytes]]:
+    """For each row its number, where its sample begins and ends, and the bytes of the sample."""
+    offsets, where = index["offsets"], np.array(rows, np.int64)
+    begins, ends = offsets[where].tolist(), offsets[where + 1].tolist()
+    return zip(rows, begins, ends, file.ranges(begins, ends), strict=True)
 
 
-class Records:
+# -- RecordIO ----------------------------------------------------------------------------------------------------------
+
+
+class RecordIO:
     """The format of ``.rec`` shards."""
 
     name = "records"
@@ -48,29 +62,27 @@ class Records:
     def index(self, file: ShardFile) -> Index:
         """The offset of each record, and the end of the file."""
         try:
-            offsets = RecordFile(file.name, _Whole(file)).scan(None, file.stream())
+            with file.stream() as stream:
+                offsets = scan_records(RecordBytes(file.name, file.size), stream)
         except RecordIOError as error:
             raise ShardError(str(error)) from None
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
         """The records at these rows of the shard."""
-        offsets, where = index["offsets"], np.array(rows, np.int64)
-        begins = offsets[where].tolist()
-        parts = file.ranges(begins, offsets[where + 1].tolist())
         records = []
-        try:
-            for part, begin in zip(parts, begins, strict=True):
-                record, _ = RecordFile(file.name, RecordBytes(part, begin)).read(begin)
-                if not _is_written(part, record):
-                    raise ShardError(f"{file.name}, offset {begin}: the record is not as a writer leaves it. {_ADVICE}")
-                records.append(record)
-        except RecordIOError as error:
-            raise ShardError(str(error)) from None
+        for _, begin, end, part in _samples_at(file, index, rows):
+            try:
+                record, _ = read_record(RecordBytes(file.name, end, part), begin)
+            except RecordIOError as error:
+                raise ShardError(str(error)) from None
+            if not _is_written(part, record):
+                raise ShardError(
+                    f"{file.name}, offset {begin}: the record is not as a writer leaves it. The length of a part is "
+                    "damaged, or what follows the part. Copy or write the shard again"
+                )
+            records.append(record)
         return records
-
-
-_ADVICE = "The length of a part is damaged, or what follows the part. Copy or write the shard again"
 
 
 def _is_written(part: bytes, record: bytes) -> bool:
@@ -79,3 +91,165 @@ def _is_written(part: bytes, record: bytes) -> bool:
         has_one_part = np.count_nonzero(np.frombuffer(part, "<u4") == MAGIC_NUMBER) == 1
         return bool(has_one_part) and not part[HEAD_SIZE + len(record) :].strip(b"\0")
     return framed(record) == part
+
+
+# -- MDS ---------------------------------------------------------------------------------------------------------------
+
+
+_DTYPES = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+"""The dtypes of scalars, by the first byte of an array that says its dtype."""
+
+
+class MDS:
+    """The format of ``.mds`` shards."""
+
+    name = "mds"
+    suffixes: tuple[str, ...] = (".mds",)
+
+    def index(self, file: ShardFile) -> Index:
+        """Where each sample lies, and what its columns are."""
+        at = 0
+        try:
+            count = int(np.frombuffer(file.ranges([0], [4])[0], "<u4")[0])
+            at, table = 4, 4 * (count + 2)
+            if table > file.size:
+                raise ValueError(f"{count} samples in {file.size} bytes")
+            offsets = np.frombuffer(file.ranges([4], [table])[0], "<u4").astype(np.int64)
+            if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] == file.size:
+                raise ValueError(f"the offsets of its samples do not fit its {file.size} bytes")
+            at = table
+            columns = json.loads(file.ranges([table], [int(offsets[0])])[0])
+            names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+            for name, encoding, size in zip(names, encodings, sizes, strict=True):
+                decoder(encoding, f"{file.name}, at byte {at},")
+                if _fixed_size(encoding) not in (size or None, None) or not (size is None or 0 <= size < 1 << 32):
+                    raise ValueError(f"its column {name!r} of {encoding} has {size} bytes")
+            if len(set(names)) < len(names):
+                raise ValueError("two of its columns have the same name")
+            packed_names = packed(names)
+        except ShardError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ShardError(
+                f"{file.name} is no MDS file ({error}; byte {at}): give its format, decompress it, or copy it again"
+            ) from None
+        return {
+            "offsets": offsets,
+            "names": packed_names,
+            "encodings": packed(encodings),
+            "sizes": np.array([size or -1 for size in sizes], np.int64),
+            "length": np.array(count),
+        }
+
+    def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
+        """The samples at these rows of the shard."""
+        names, fixed = unpacked(index["names"]), index["sizes"].tolist()
+        decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
+        samples = []
+        for row, begin, end, data in _samples_at(file, index, rows):
+            try:
+                values = _cut(data, fixed)
+                sample = {name: decode(value) for name, decode, value in zip(names, decoders, values, strict=True)}
+            except ImportError:
+                raise
+            except Exception as error:  # a decoder may raise anything
+                raise ShardError(
+                    f"{file.name} is damaged: sample {row}, bytes {begin} to {end}, cannot be read "
+                    f"({type(error).__name__}: {error}). Copy it again"
+                ) from error
+            samples.append(sample)
+        return samples
+
+
+def _cut(data: bytes, fixed: list[int]) -> list[bytes]:
+    """The bytes of each column of a sample; -1 stands for a size that the sample has at its beginning."""
+    free = fixed.count(-1)
+    given = iter(np.frombuffer(data, "<u4", free).tolist())
+    ends = np.cumsum([4 * free, *(next(given) if size < 0 else size for size in fixed)]).tolist()
+    if ends[-1] != len(data):
+        raise ValueError(f"its columns need {ends[-1]} bytes, and it has {len(data)}")
+    return [data[begin:end] for begin, end in pairwise(ends)]
+
+
+def _fixed_size(encoding: str) -> int | None:
+    """How many bytes each value has; None if they differ."""
+    kind, *rest = encoding.split(":")
+    if kind == "ndarray":
+        return np.dtype(rest[0]).itemsize * math.prod(map(int, rest[1].split(","))) if len(rest) == 2 else None
+    return 8 if kind == "int" else np.dtype(kind).itemsize if kind in _DTYPES.values() else None
+
+
+def decoder(encoding: str, name: str) -> Callable[[bytes], Any]:
+    """What makes a value of the bytes of a column.
+
+    Args:
+        encoding: as the shard names it.
+        name: of the shard, for errors.
+
+    Example:
+        >>> decoder("int", "x.mds")((7).to_bytes(8, "little")), decoder("ndarray:uint8:2,1", "x.mds")(b"ab").tolist()
+        (7, [[97], [98]])
+    """
+    kind, _, rest = encoding.partition(":")
+    if kind in _DTYPES.values():
+        return lambda data: np.frombuffer(data, np.dtype(kind).newbyteorder("<"))[0]
+    if kind == "ndarray":
+        dtype, _, shape = rest.partition(":")
+        fixed = tuple(map(int, shape.split(","))) if shape else None
+        return lambda data: _array(data, np.dtype(dtype) if dtype else None, fixed)
+    found = _DECODERS.get(kind)
+    if found is None:
+        why = "it is pickled, and to read it would run code from the shard" if kind == "pkl" else "it is unknown"
+        raise ShardError(f"{name} has a column encoded as {encoding!r}, which is not read: {why}. Write it as bytes")
+    return found
+
+
+def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Any:
+    begin = 0
+    if dtype is None:
+        dtype, begin = np.dtype(_DTYPES[data[0]]), 1
+    if shape is None:
+        dimensions, width = data[begin] >> 2, 1 << (data[begin] & 3)
+        begin += 1
+        shape = tuple(np.frombuffer(data, f"<u{width}", dimensions, begin).tolist())
+        begin += width * dimensions
+    return np.frombuffer(data, dtype.newbyteorder("<"), offset=begin).astype(dtype).reshape(shape)
+
+
+def _raw_image(data: bytes) -> Any:
+    from PIL import Image
+
+    width, height, length = np.frombuffer(data, "<u4", 3).tolist()
+    return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
+
+
+def _image(data: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: Decimal(data.decode()),
+    "json": lambda data: json.loads(data.decode()),
+    "pil": _raw_image,
+    "jpeg": _image,
+    "png": _image,
+}

@@ -1,6 +1,6 @@
 """The bytes of files: on this machine, or wherever fsspec reaches (s3, gcs, http, hf, memory).
 
-    Store(options).find("s3://bucket/train-*.tar") -> {url: Stat}
+    ObjectStore(options).find("s3://bucket/train-*.tar") -> {url: Stat}
     store.stat(url)                        -> Stat(size, tag): another tag means another file
     store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
     store.fetch(url, file, stat)           -> the whole file, in pieces
@@ -9,8 +9,8 @@ Each answer is compared with ``stat`` (`parts`). If an answer has no tag, the st
 the last part. So all bytes are those of one version, or there is an error.
 
 A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
-pause that the server asks for (``Retry-After``); `Store.retries` counts. What cannot be helped is not tried again: a
-file that is missing or has changed, no permission.
+pause that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
+again: a file that is missing or has changed, no permission.
 
 A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
 needs one. Threads may share a store.
@@ -34,9 +34,16 @@ from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
 from sharded_loader.data.datasets import note_retry
-from sharded_loader.storage.errors import MissingShardError, ShardError, missing_or_forbidden, redacted, shown
+from sharded_loader.storage.files import (
+    MissingShardError,
+    ShardError,
+    ShardFile,
+    Stat,
+    missing_or_forbidden,
+    redacted,
+    shown,
+)
 from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, http_tag, is_same, part, tag_of
-from sharded_loader.storage.parts import Stat as Stat
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -60,7 +67,7 @@ GAP = 64 << 10
 Result = TypeVar("Result")
 
 
-class Store:
+class ObjectStore:
     """Reads files by their URLs.
 
     Args:
@@ -75,7 +82,7 @@ class Store:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with open(os.path.join(folder, "a.bin"), "wb") as file:
         ...         _ = file.write(b"0123456789")
-        ...     store = Store()
+        ...     store = ObjectStore()
         ...     [(url, stat)] = store.find(os.path.join(folder, "*.bin")).items()
         ...     stat.size, store.ranges(url, [1, 7], [3, 9])
         (10, [b'12', b'78'])
@@ -261,7 +268,27 @@ class Store:
         )
 
 
-_live: weakref.WeakSet[Store] = weakref.WeakSet()
+class RemoteFile(ShardFile):
+    """A file of a server.
+
+    Args:
+        store: reads it.
+        url: where it lies.
+        stat: what it was when it was found.
+    """
+
+    _buffered = PIECE
+
+    def __init__(self, store: ObjectStore, url: str, stat: Stat) -> None:
+        super().__init__()
+        self._store, self._url, self._stat = store, url, stat
+        self.name, self.size = shown(url), stat.size
+
+    def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        return self._store.ranges(self._url, begins, ends, self._stat)
+
+
+_live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
 _of_the_parent: list[dict[str, Any]] = []
 
 

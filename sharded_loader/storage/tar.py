@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import ShardFile
+from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
 
 BLOCK = 512

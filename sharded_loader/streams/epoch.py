@@ -8,7 +8,7 @@ The next batch comes from the part that has given the fewest batches, of several
 parts that have ended are passed over. That order depends on the parts alone, not on workers or on how fast they are.
 
 Batches are planned before it is known where a part ends. What is planned behind the end of its part comes back empty,
-and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
+and the user does not see it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
 
 An epoch owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
 its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharded_loader.base.described import an
-from sharded_loader.engine.epoch import Epoch, Position
 from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.streams.state import StreamSignature, dump
 
@@ -43,9 +43,9 @@ class SharedParts:
     Attributes:
         dataset: as above.
         reached: of each part, the farthest point that was read.
-        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that somebody goes on with. Workers
-            close the parts of older ones.
-        gone: epochs that nobody goes on with, until `settle` forgets them.
+        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that an iterator goes on with.
+            Workers close the parts of older ones.
+        gone: epochs that no iterator goes on with, until `settle` forgets them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -104,7 +104,7 @@ class StreamEpoch(Epoch):
         # How many batches of each part are forgotten, and the point there: changed in one assignment.
         self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
         self._before = begin.done - sum(counts.values())
-        self._known = dict(points)  # of each part the farthest point that somebody has reached
+        self._known = dict(points)  # of each part the farthest point that was reached
         turns = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(turns)
         # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
@@ -166,7 +166,7 @@ class StreamEpoch(Epoch):
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
             self._empty.add(seq)
         elif point is None:
-            # Nobody can say how far the part was read. Behind it nothing can be read. If a later batch of the part has
+            # It is not known how far the part was read. Behind it nothing can be read. If a later batch of the part has
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
             before = self._known[planned.number]
             self.given_up[planned.number] = planned.batch
@@ -244,7 +244,7 @@ class StreamEpoch(Epoch):
         return Position(self.number, self.first, None, *self._advanced([]))
 
     def batches(self, delivered: int) -> int:
-        """How many batches of the epoch were received, if so many numbers are done."""
+        """How many batches of the epoch were received, if ``delivered`` numbers are done."""
         return self.position(delivered).done
 
     def state(self, position: Position) -> dict[str, Any]:

@@ -14,7 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HELD = ("base", "cli", "data", "demo", "integrations", "parallel", "randomness", "sampling")
+HELD = (
+    "base",
+    "batching",
+    "cli",
+    "data",
+    "demo",
+    "devices",
+    "engine",
+    "integrations",
+    "loader",
+    "parallel",
+    "randomness",
+    "sampling",
+    "streams",
+)
 """The rooms whose docstrings, comments and messages are in these words. A room joins them when it is rewritten."""
 
 MODULES = [path for room in HELD for path in sorted((ROOT / "sharded_loader" / room).rglob("*.py"))]

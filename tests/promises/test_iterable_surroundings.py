@@ -50,7 +50,7 @@ class InterruptInParts(InterruptAt):
     """Not before the plain assignments with which a ``finally`` clause begins: Python looks for no signal there."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number, (*PUMP, *ROAD, "epochs.py"))
+        super().__init__(number, (*PUMP, *ROAD))
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

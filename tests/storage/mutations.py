@@ -35,7 +35,7 @@ import numpy as np
 
 from sharded_loader import ShardDataset
 from sharded_loader.data import files
-from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.files import ShardError
 
 PATIENCE = 120.0
 """Seconds without a verdict, after which a child hangs. One verdict takes a few milliseconds."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader.storage.arrow import BATCH, DICTIONARY, SCHEMA, check_layout, check_nulls, messages, needed
+from sharded_loader.storage.tables import BATCH, DICTIONARY, SCHEMA, check_layout, check_nulls, messages, needed
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"nonsense" * 20, b"\xff" * 4 + b"\0" * 4, b"ARROW1" * 20])

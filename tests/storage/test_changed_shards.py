@@ -17,7 +17,7 @@ from shards import write_mds, write_tar
 
 from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage import files
-from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.files import ShardError
 
 FIRST, OTHER = [b"a" * 4, b"b" * 600, b"c" * 4], [b"x" * 600, b"y" * 4, b"z" * 4]
 ALIKE = [b"x" * 4, b"y" * 600, b"z" * 4]

@@ -20,9 +20,7 @@ from shards import write_tar
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile
-from sharded_loader.storage.stores import Stat
+from sharded_loader.storage.files import LocalFile, ShardError, Stat
 
 CONTENT = random.Random(0).randbytes(5000)
 URL = "s3://b/1.tar"

@@ -16,7 +16,7 @@ from mutations import Subject, assert_noticed, read_shards, verdicts
 from sharded_loader import RecordFileDataset, ShardDataset
 from sharded_loader.recordio import RecordIOError
 from sharded_loader.recordio.files import MAGIC_NUMBER, framed
-from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.files import ShardError
 
 DIALECTS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

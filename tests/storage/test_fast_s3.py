@@ -17,9 +17,9 @@ from shards import write_tar
 
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.parts import Changed, FastS3, Stat, settings_of
-from sharded_loader.storage.stores import Store
+from sharded_loader.storage.files import ShardError, Stat
+from sharded_loader.storage.parts import Changed, FastS3, settings_of
+from sharded_loader.storage.stores import ObjectStore
 
 with_server = pytest.mark.stores
 
@@ -174,7 +174,7 @@ def test_parts_of_files_come_through_obstore_where_it_is_installed(
 ) -> None:
     monkeypatch.setattr(FastS3, "_used_in", None)
     fast = FastS3(s3)
-    store = Store(s3)
+    store = ObjectStore(s3)
     url = "s3://bucket/train-0.tar"
     expected = store.ranges(url, [0], [100])[0]
     assert fast.read("bucket/train-0.tar", 0, 100, 30.0) == (expected, False) and b"0.txt" in expected
@@ -204,7 +204,7 @@ def test_a_bucket_that_obstore_cannot_reach_is_read_by_s3fs(
     monkeypatch.setattr(
         "sharded_loader.storage.parts.settings_of", lambda options: settings_of(options | {"endpoint_url": nobody})
     )
-    store = Store(s3)
+    store = ObjectStore(s3)
     assert b"0.txt" in store.ranges("s3://bucket/train-0.tar", [0], [100])[0]
     assert store.retries == 0
     store.close()
@@ -220,7 +220,7 @@ def test_what_is_missing_is_named(options: dict[str, Any], name: str) -> None:
 @with_server
 def test_no_message_shows_a_secret(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "TRIES", 2)
-    store = Store(options)
+    store = ObjectStore(options)
     url = "s3://bucket/train-0.tar"
     assert len(store.ranges(url, [0], [4])[0]) == 4
     with pytest.raises(ShardError, match=r"train-0\.tar") as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardError
-from sharded_loader.storage.formats import format_of, urls_in
+from sharded_loader.storage.dataset import format_of, urls_in
 
 
 def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:

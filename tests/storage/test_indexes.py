@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.storage import indexes as module
+from sharded_loader.storage.files import Stat
 from sharded_loader.storage.indexes import Index, Indexes, packed, unpacked
-from sharded_loader.storage.stores import Stat
 
 STAT = Stat(100, "first")
 

@@ -12,9 +12,8 @@ import pytest
 from mutations import Subject, assert_noticed
 from shards import assert_same_samples, write_mds
 
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile
-from sharded_loader.storage.mds import MDS, decoder
+from sharded_loader.storage.files import LocalFile, ShardError
+from sharded_loader.storage.records import MDS, decoder
 
 
 def read(path: Path, rows: list[int]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mutations import Subject, damaged, verdicts
 
-from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.files import ShardError
 
 CONTENT = bytes(range(100, 200))
 

@@ -13,11 +13,9 @@ from mutations import Subject, assert_noticed
 from served import serving
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage import arrow
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile, RemoteFile
-from sharded_loader.storage.parquet import KEPT, Arrow, Parquet, _column
-from sharded_loader.storage.stores import Store
+from sharded_loader.storage.files import LocalFile, ShardError
+from sharded_loader.storage.stores import ObjectStore, RemoteFile
+from sharded_loader.storage.tables import KEPT, Arrow, Parquet, _column, messages
 
 KINDS = {"parquet": Parquet, "arrow": Arrow, "stream": Arrow}
 
@@ -70,7 +68,7 @@ def test_any_row_is_read_local_or_remote(tmp_path: Path, kind: str) -> None:
     file.close()
     with serving() as served:
         served.files["/a"] = path.read_bytes()
-        store, url = Store(), f"{served.url}/a"
+        store, url = ObjectStore(), f"{served.url}/a"
         remote = RemoteFile(store, url, store.stat(url))
         check(KINDS[kind]().read(remote, KINDS[kind]().index(remote), rows), rows)
         remote.close()
@@ -196,7 +194,7 @@ def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
     if kind == "parquet":
         footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         return Subject(path.name, content, [] if has_checksums else [(4, footer)], other_reader)
-    rows = arrow.messages(io.BytesIO(content), len(content))
+    rows = messages(io.BytesIO(content), len(content))
     bodies = [(at + 8 + int.from_bytes(content[at + 4 : at + 8], "little"), end) for _, at, end, _, _ in rows]
     return Subject(path.name, content, bodies, other_reader)
 

@@ -19,9 +19,9 @@ from shards import write_tar
 
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import stores
-from sharded_loader.storage.errors import ShardError
+from sharded_loader.storage.files import ShardError, Stat
 from sharded_loader.storage.parts import is_same, tag_of, with_tags
-from sharded_loader.storage.stores import Stat, Store
+from sharded_loader.storage.stores import ObjectStore
 
 OLD = random.Random(1).randbytes(500_000)
 NEW = OLD[::-1]
@@ -46,7 +46,7 @@ def replace(served: Served) -> None:
         served.modified = SECOND
 
 
-def fetched(store: Store, url: str, stat: Stat) -> bytes:
+def fetched(store: ObjectStore, url: str, stat: Stat) -> bytes:
     file = io.BytesIO()
     store.fetch(url, file, stat)
     return file.getvalue()
@@ -60,7 +60,7 @@ TAGS = [("first", None), (None, FIRST), ("first", FIRST)]
 @pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
 def test_no_part_of_another_version_is_read(served: Served, tag: str | None, modified: str | None) -> None:
     served.tag, served.modified = tag, modified
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
     replace(served)
@@ -78,7 +78,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched(
     served: Served, tag: str | None, modified: str | None, number: int
 ) -> None:
     served.tag, served.modified = tag, modified
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     assert fetched(store, url, stat) == OLD
     done = len(served.asked) + number
@@ -88,7 +88,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched(
 
 
 def test_a_server_whose_answers_have_no_tag_is_asked_once_more_at_the_end(served: Served) -> None:
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
 
     def silent(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:
@@ -111,7 +111,7 @@ def test_a_file_system_without_tags_in_its_answers_is_asked_once_more() -> None:
     system = fsspec.filesystem("memory")
     system.pipe("/versions/a.bin", OLD)
     try:
-        store = Store()
+        store = ObjectStore()
         [(url, stat)] = store.find("memory://versions/*.bin").items()
         assert store.stat(url) == stat  # a list and a question say the same
         assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
@@ -136,15 +136,15 @@ def test_a_file_system_that_leaves_out_the_time_is_asked_again(served: Served, m
 
     monkeypatch.setattr(HTTPFileSystem, "_info", older)
     served.tag, served.modified = None, FIRST
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     assert stat == Stat(len(OLD), f"lastmodified {FIRST}") and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
 
 
 def test_a_commit_of_hugging_face_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = Store(), []
-    monkeypatch.setattr(Store, "_part", lambda self, url, begin, end, stat: (bytes(end - begin), False))
-    monkeypatch.setattr(Store, "_open", lambda self, url: (asked.append(url) or io.BytesIO(), url))
+    store, asked = ObjectStore(), []
+    monkeypatch.setattr(ObjectStore, "_part", lambda self, url, begin, end, stat: (bytes(end - begin), False))
+    monkeypatch.setattr(ObjectStore, "_open", lambda self, url: (asked.append(url) or io.BytesIO(), url))
     store.ranges(f"hf://datasets/me/mine@{'0af' * 13}0/a.tar", [0], [2], Stat(9, "blobid 1"))
     assert not asked
     with pytest.raises(AttributeError):  # what stands for the file system has no tags
@@ -249,7 +249,7 @@ LIES: dict[str, tuple[Callable[[int, bytes, str | None], Answer], str]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_server_that_lies_is_named(served: Served, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     monkeypatch.setattr(stores, "TRIES", 2)
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     served.lie, message = LIES[lie]
     with pytest.raises(ShardError, match=rf"a\.bin.*{message}"):
@@ -260,7 +260,7 @@ def test_a_server_that_lies_is_named(served: Served, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("lie", ["other bytes", "no Content-Range", "a page of an error", "a short body", "no body"])
 def test_a_server_that_lies_once_is_asked_again(served: Served, lie: str) -> None:
-    store, url, left = Store(), f"{served.url}/a.bin", [1]
+    store, url, left = ObjectStore(), f"{served.url}/a.bin", [1]
     stat = store.stat(url)
     served.lie = lambda *answer: LIES[lie][0](*answer) if left and left.pop() else answer
     assert store.ranges(url, [100], [110], stat) == [OLD[100:110]] and store.retries == 1
@@ -268,7 +268,7 @@ def test_a_server_that_lies_once_is_asked_again(served: Served, lie: str) -> Non
 
 def test_a_server_that_ignores_ranges_sends_the_right_bytes(served: Served) -> None:
     served.knows_parts = False
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     assert fetched(store, url, stat) == OLD
     assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
@@ -280,7 +280,7 @@ def test_a_server_that_ignores_ranges_sends_the_right_bytes(served: Served) -> N
 @pytest.mark.parametrize("status", [200, 206])
 def test_compressed_answers_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setattr(stores, "TRIES", 2)
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat = store.stat(url)
     served.lie = lambda _, content, part: (status, gzip.compress(content), part if status == 206 else None)
     served.headers = {"Content_Encoding": "gzip"}
@@ -289,7 +289,7 @@ def test_compressed_answers_are_refused(served: Served, monkeypatch: pytest.Monk
 
 
 def test_redirects_are_followed(served: Served) -> None:
-    store, stat = Store(), Stat(len(OLD), "first")
+    store, stat = ObjectStore(), Stat(len(OLD), "first")
     served.fail, served.status, served.headers = 1, 307, {"Location": f"{served.url}/a.bin"}
     assert store.ranges(f"{served.url}/moved.bin", [100], [110], stat) == [OLD[100:110]]
     served.fail, served.headers = 1000, {"Location": f"{served.url}/moved.bin"}
@@ -302,14 +302,14 @@ def test_a_server_that_trickles_is_given_up(served: Served, monkeypatch: pytest.
     monkeypatch.setattr(stores, "TRIES", 2)
     served.stalls, served.stall = 2, 1.0
     with pytest.raises(ShardError, match=r"a\.bin: .*Timeout.*tried 2 times"):
-        Store().ranges(f"{served.url}/a.bin", [100], [110], Stat(len(OLD), "first"))
+        ObjectStore().ranges(f"{served.url}/a.bin", [100], [110], Stat(len(OLD), "first"))
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=50), usegmt=True)
     for said, least, most in (("7", 7, 7), (until, 10, 50), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
         served.fail, served.status, served.headers = 1, status, {"Retry_After": said}
@@ -324,7 +324,7 @@ def test_a_server_that_refuses_to_describe_a_file_says_why(
     monkeypatch.setattr(stores, "TRIES", 2)
     served.refuses = status
     with pytest.raises(error, match=r"a\.bin") as caught:
-        Store().stat(f"{served.url}/a.bin")
+        ObjectStore().stat(f"{served.url}/a.bin")
     assert isinstance(caught.value, error) and (status == 404 or str(status) in str(caught.value))
 
 
@@ -332,7 +332,7 @@ def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:
     served.files["/"] = b'<a href="a.bin">a.bin</a><a href="b.bin">b.bin</a><a href="c.txt">c</a>'
     served.files["/b.bin"] = b"123"
     served.headers = {"Content_Type": "text/html"}
-    found = Store().find(f"{served.url}/*.bin")
+    found = ObjectStore().find(f"{served.url}/*.bin")
     assert list(found.values()) == [Stat(len(OLD), "first"), Stat(3, "first")]
 
 
@@ -340,7 +340,7 @@ def read_among_lies(served: Served, seed: int) -> str:
     """Read while the server lies and replaces the file, by chance: what came of it."""
     chance = random.Random(seed)
     served.files, served.tag, served.modified, served.lie = {"/a.bin": OLD}, "first", FIRST, None
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     stat, often, swaps = store.stat(url), chance.choice([0.1, 0.5, 0.9]), chance.choice([0, 0.1])
 
     def lie(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:

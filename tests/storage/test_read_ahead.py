@@ -23,8 +23,8 @@ from sharded_loader import (
     ShardShuffleSampler,
 )
 from sharded_loader.storage import read_ahead
+from sharded_loader.storage.files import Stat
 from sharded_loader.storage.read_ahead import ReadAhead
-from sharded_loader.storage.stores import Stat
 
 
 def until(true: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -9,10 +9,9 @@ from served import serving
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.recordio import MXRecordIO
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
-from sharded_loader.storage.records import Records
-from sharded_loader.storage.stores import Store
+from sharded_loader.storage.files import LocalFile, ShardError, ShardFile
+from sharded_loader.storage.records import RecordIO
+from sharded_loader.storage.stores import ObjectStore, RemoteFile
 
 MAGIC = (0xCED7230A).to_bytes(4, "little")
 RECORDS = [b"a", b"", b"with" + MAGIC + b"inside" + MAGIC, b"x" * 3000, MAGIC * 3, b"last"]
@@ -26,7 +25,7 @@ def write(path: Path) -> None:
 
 def read(file: ShardFile, rows: list[int]) -> list[bytes]:
     try:
-        return Records().read(file, Records().index(file), rows)
+        return RecordIO().read(file, RecordIO().index(file), rows)
     finally:
         file.close()
 
@@ -39,7 +38,7 @@ def test_records_are_those_of_the_file_local_or_remote(tmp_path: Path) -> None:
     assert read(LocalFile(str(path)), []) == []
     with serving() as served:
         served.files["/a.rec"] = path.read_bytes()
-        store, url = Store(), f"{served.url}/a.rec"
+        store, url = ObjectStore(), f"{served.url}/a.rec"
         assert read(RemoteFile(store, url, store.stat(url)), rows) == [RECORDS[row] for row in rows]
         store.close()
 
@@ -49,10 +48,10 @@ def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:
     write(path)
     whole = path.read_bytes()
     file = LocalFile(str(path))
-    index = Records().index(file)
+    index = RecordIO().index(file)
     path.write_bytes(whole[:12] + b"nonsense" + whole[20:])
     with pytest.raises(ShardError, match=r"a\.rec, offset 12: no record at 12"):
-        Records().read(file, index, [1])
+        RecordIO().read(file, index, [1])
     file.close()
     path.write_bytes(whole[:9] + b"x" + whole[10:])
     with pytest.raises(ShardError, match=r"a\.rec, offset 0: the record is not as a writer leaves it"):

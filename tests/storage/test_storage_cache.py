@@ -20,8 +20,7 @@ from shards import write_tar
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
 from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage.cache import ShardCache
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.stores import Stat
+from sharded_loader.storage.files import ShardError, Stat
 
 SIZE = 1000
 
@@ -147,7 +146,7 @@ def test_more_threads_than_there_is_room_for_wait_for_each_other(tmp_path: Path)
 KILLED = """
     import sys, time
     from sharded_loader.storage.cache import ShardCache
-    from sharded_loader.storage.stores import Stat
+    from sharded_loader.storage.files import Stat
 
     def fetch(file):
         file.write(b"half")

@@ -19,8 +19,7 @@ from shards import write_mds, write_tar
 from sharded_loader import ProcessPool, ShardedDataLoader, ShardShuffleSampler, ThreadPool
 from sharded_loader.storage import stores
 from sharded_loader.storage.dataset import OPEN, ShardDataset, local_path
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import ShardFile
+from sharded_loader.storage.files import ShardError, ShardFile
 
 PROCESSES = multiprocessing.get_all_start_methods()
 LENGTHS = (3, 0, 5, 1, 4)

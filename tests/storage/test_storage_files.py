@@ -1,4 +1,4 @@
-"""Any part of a shard is read by its place, local or remote; what is not whole is an error that names the shard."""
+"""Any part of a shard is read by its place, local or remote. Errors name the shard, and show no secret."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from served import serving
 
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile, RemoteFile, ShardFile
-from sharded_loader.storage.stores import Store
+from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, redacted, shown
+from sharded_loader.storage.stores import ObjectStore, RemoteFile
 
 CONTENT = bytes(range(200)) * 50
 
@@ -26,7 +25,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ShardFile]:
         return
     with serving() as served:
         served.files["/a.bin"] = CONTENT
-        store, url = Store(), f"{served.url}/a.bin"
+        store, url = ObjectStore(), f"{served.url}/a.bin"
         yield RemoteFile(store, url, store.stat(url))
         store.close()
 
@@ -67,3 +66,25 @@ def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:
     file.kept["table"] = object()
     file.close()
     assert not file.kept
+
+
+# -- what messages show ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("/data/a b?.tar", "/data/a b?.tar"),
+        ("s3://bucket/a.tar", "s3://bucket/a.tar"),
+        ("https://me:pass@host:80/a.tar?sig=1&b=2#x", "https://host:80/a.tar"),
+        ("ftp://token@host/a@b.tar", "ftp://host/a@b.tar"),
+    ],
+)
+def test_a_url_is_shown_without_what_it_hides(url: str, expected: str) -> None:
+    assert shown(url) == expected
+
+
+def test_values_of_options_are_not_shown() -> None:
+    options = {"key": "AKIA1234", "client": {"headers": [("Authorization", "Bearer abcdef")]}, "anon": False, "n": "ab"}
+    text = "403 for AKIA1234 with Bearer abcdef at https://u:p@h/x?sig=9, see https://h/y?z (ab)"
+    assert redacted(text, options) == "403 for *** with *** at https://h/x see https://h/y (ab)"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from served import Served, serving
 
 from sharded_loader.storage import stores
-from sharded_loader.storage.errors import ShardError, redacted, shown
-from sharded_loader.storage.stores import Stat, Store, merged
+from sharded_loader.storage.files import ShardError, Stat, redacted, shown
+from sharded_loader.storage.stores import ObjectStore, merged
 
 CONTENT = bytes(range(256)) * 2000
 
@@ -35,13 +35,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 def test_a_pattern_finds_files_in_order_of_their_names(tmp_path: Path) -> None:
     for name in ("b-1.tar", "b-0.tar", "b-2.txt"):
         (tmp_path / name).write_bytes(b"x" * len(name))
-    found = Store().find(str(tmp_path / "b-*.tar"))
+    found = ObjectStore().find(str(tmp_path / "b-*.tar"))
     assert list(found) == [str(tmp_path / "b-0.tar"), str(tmp_path / "b-1.tar")]
     assert [stat.size for stat in found.values()] == [7, 7]
     with pytest.raises(FileNotFoundError, match="no files match .*check the pattern"):
-        Store().find(str(tmp_path / "*.parquet"))
+        ObjectStore().find(str(tmp_path / "*.parquet"))
     with pytest.raises(FileNotFoundError, match="nothing"):
-        Store().find(str(tmp_path / "nothing.tar"))
+        ObjectStore().find(str(tmp_path / "nothing.tar"))
 
 
 def test_a_file_in_memory_is_found_and_read() -> None:
@@ -50,7 +50,7 @@ def test_a_file_in_memory_is_found_and_read() -> None:
     system = fsspec.filesystem("memory")
     system.pipe({"/shards/one.tar": b"0123456789", "/shards/two.tar": b"ab"})
     try:
-        store = Store()
+        store = ObjectStore()
         found = store.find("memory://shards/*.tar")
         assert [shown(url).rpartition("/")[2] for url in found] == ["one.tar", "two.tar"]
         assert store.ranges(next(iter(found)), [3, 0], [5, 1]) == [b"34", b"0"]
@@ -61,16 +61,16 @@ def test_a_file_in_memory_is_found_and_read() -> None:
 def test_another_file_at_the_same_place_has_another_tag(tmp_path: Path, served: Served) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"abc")
-    first = Store().stat(str(path))
+    first = ObjectStore().stat(str(path))
     os.utime(path, (1, 1))
-    assert first.size == 3 and Store().stat(str(path)).tag != first.tag
-    before = Store().stat(f"{served.url}/a.bin")
+    assert first.size == 3 and ObjectStore().stat(str(path)).tag != first.tag
+    before = ObjectStore().stat(f"{served.url}/a.bin")
     served.tag = "second"
-    assert before == Stat(len(CONTENT), "first") and Store().stat(f"{served.url}/a.bin").tag == "second"
+    assert before == Stat(len(CONTENT), "first") and ObjectStore().stat(f"{served.url}/a.bin").tag == "second"
 
 
 def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> None:
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     begins = [400_000, 5, 0, 200_000, 100_000, 100_010]
     found = store.ranges(url, begins, [begin + 7 for begin in begins])
     assert found == [CONTENT[begin : begin + 7] for begin in begins]
@@ -81,18 +81,18 @@ def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> 
 
 def test_a_server_that_does_not_know_parts_is_read_all_the_same(served: Served) -> None:
     served.knows_parts = False
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     assert store.ranges(url, [400_000, 10], [400_010, 20]) == [CONTENT[400_000:400_010], CONTENT[10:20]]
 
 
 def test_a_url_with_a_query_is_no_pattern(served: Served) -> None:
     url = f"{served.url}/a.bin?X-Amz-Signature=abc"
-    assert Store().find(url) == {url: Stat(len(CONTENT), "first")}
+    assert ObjectStore().find(url) == {url: Stat(len(CONTENT), "first")}
 
 
 def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PIECE", 100_000)
-    store, file = Store(), io.BytesIO()
+    store, file = ObjectStore(), io.BytesIO()
     store.fetch(f"{served.url}/a.bin", file, store.stat(f"{served.url}/a.bin"))
     assert file.getvalue() == CONTENT
     assert len(served.asked) == 6
@@ -101,7 +101,7 @@ def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.M
 @pytest.mark.parametrize("trouble", ["fail", "truncate"])
 def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> None:
     setattr(served, trouble, 2)
-    store = Store()
+    store = ObjectStore()
     assert store.ranges(f"{served.url}/a.bin", [10], [20]) == [CONTENT[10:20]]
     assert store.retries == 2
 
@@ -109,7 +109,7 @@ def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> No
 def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 0.3)
     served.stalls, served.stall = 1, 2.0
-    store = Store()
+    store = ObjectStore()
     assert store.ranges(f"{served.url}/a.bin", [10], [20]) == [CONTENT[10:20]]
     assert store.retries == 1
 
@@ -117,11 +117,11 @@ def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest
 def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> None:
     served.fail = 1000
     with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times\)\. Check the server"):
-        Store().ranges(f"{served.url}/a.bin", [10], [20])
+        ObjectStore().ranges(f"{served.url}/a.bin", [10], [20])
     served.fail = 0
     served.truncate = 1000
     with pytest.raises(ShardError, match=r"a\.bin: 5 bytes came where 10 were asked for.*cut.*tried 6 times"):
-        Store().ranges(f"{served.url}/a.bin", [10], [20])
+        ObjectStore().ranges(f"{served.url}/a.bin", [10], [20])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> 
 @pytest.mark.costly
 def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, error: type[OSError]) -> None:
     served.fail, served.status = 1000, status
-    store = Store()
+    store = ObjectStore()
     with pytest.raises(error, match=r"a\.bin"):
         store.ranges(f"{served.url}/a.bin", [10], [20])
     assert store.retries == 0 and len(served.asked) == 1
@@ -139,7 +139,7 @@ def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, e
 def test_no_message_tells_a_secret(served: Served) -> None:
     served.fail = 1000
     url = served.url.replace("://", "://me:hunter22@") + "/a.bin?X-Amz-Signature=abcdef"
-    store = Store({"client_kwargs": {"headers": {"X-Token": "t0ken-of-mine"}}})
+    store = ObjectStore({"client_kwargs": {"headers": {"X-Token": "t0ken-of-mine"}}})
     with pytest.raises(OSError, match=r"a\.bin") as error:
         store.ranges(url, [10], [20])
     shown_chain, one = "", error.value
@@ -151,7 +151,7 @@ def test_no_message_tells_a_secret(served: Served) -> None:
     assert redacted("key t0ken-of-mine", {"a": {"b": ["t0ken-of-mine"]}}) == "key ***"
 
 
-def _read(store: Store, url: str, queue: Any) -> None:
+def _read(store: ObjectStore, url: str, queue: Any) -> None:
     found = store.ranges(url, [10], [20])
     gc.collect()
     queue.put(found)
@@ -160,7 +160,7 @@ def _read(store: Store, url: str, queue: Any) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 2.0)
-    store, url = Store(), f"{served.url}/a.bin"
+    store, url = ObjectStore(), f"{served.url}/a.bin"
     store.ranges(url, [0], [10])  # its file system is open here, and its connection
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
@@ -175,7 +175,7 @@ def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.Mon
 
 
 def test_a_store_is_pickled_as_its_options() -> None:
-    store = pickle.loads(pickle.dumps(Store({"anon": True})))
+    store = pickle.loads(pickle.dumps(ObjectStore({"anon": True})))
     assert store._options == {"anon": True} and store.requests == 0
 
 

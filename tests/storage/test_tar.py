@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shards import write_tar
 
-from sharded_loader.storage.errors import ShardError
-from sharded_loader.storage.files import LocalFile
+from sharded_loader.storage.files import LocalFile, ShardError
 from sharded_loader.storage.tar import Tar
 
 MEMBERS = {
