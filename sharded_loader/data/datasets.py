@@ -6,9 +6,8 @@
           .cache                                   -> CachedDataset: the same samples, remembered
           a + b                                    -> ConcatDataset: one after the other
 
-    Outer            around other datasets, as ConcatDataset is
-      Wrapper        around one other dataset, as TransformDataset and CachedDataset are
-        View         some of its samples, by translated indices: SimpleDataset, SubsetDataset
+    Wrapper          around other datasets: TransformDataset, CachedDataset, ConcatDataset
+      View           samples of another dataset, by translated indices: SimpleDataset, SubsetDataset
 
 A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
 ``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`). A wrapper has ``set_epoch``, ``get_batch``
@@ -271,14 +270,17 @@ class Dataset:
 # -- some samples, by index --------------------------------------------------------------------------------------------
 
 
-class Outer(Dataset):
-    """Around other datasets: forwards ``set_epoch`` where one of them has it."""
+class Wrapper(Dataset):
+    """Around another dataset, or several: forwards ``set_epoch`` where one of them has it."""
 
     _dataset: Any
 
     @property
     def _inside(self) -> Any:
         return (self._dataset,)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     @bulk
     def set_epoch(self, epoch: int) -> None:
@@ -291,13 +293,6 @@ class Outer(Dataset):
         """See `follow`: tell the datasets inside, each with its own indices."""
         for inner in self._inside:
             follow(inner, batches, position, later)
-
-
-class Wrapper(Outer):
-    """Around one other dataset."""
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
 
 class View(Wrapper):
@@ -458,7 +453,7 @@ class TransformDataset(Wrapper):
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
         self._fn = fn
-        self._level = next_level(dataset, _level_of) if seeded else None
+        self._level = next_level(dataset, TransformDataset) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -486,10 +481,6 @@ class TransformDataset(Wrapper):
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
-
-
-def _level_of(dataset: Any) -> int | None:
-    return dataset._level if isinstance(dataset, TransformDataset) else None
 
 
 class _OfFirst:
@@ -615,7 +606,7 @@ def own_copy(sample: Any) -> tuple[Any, float]:
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
-class ConcatDataset(Outer):
+class ConcatDataset(Wrapper):
     """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
 
     It reads in bulk where every part does. A batch out of several parts is the default batchify of its samples, which
@@ -656,8 +647,8 @@ class ConcatDataset(Outer):
         """Which samples lie in which part: the part, where in the part, and where in the batch."""
         where = checked_indices(indices, self._length)
         owners = np.searchsorted(self._begins, where, side="right") - 1
-        places = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
-        return [(self._parts[number], where[place] - self._begins[number], place) for number, place in places]
+        positions = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
+        return [(self._parts[number], where[chosen] - self._begins[number], chosen) for number, chosen in positions]
 
     @bulk
     def __getitems__(self, indices: Indices) -> list[Any]:
@@ -665,8 +656,8 @@ class ConcatDataset(Outer):
         outer = handed_out(indices)
         outer = translated(outer, outer)
         samples: list[Any] = [None] * len(outer)
-        for part, inner, place in self._chunks(indices):
-            chosen = place.tolist()
+        for part, inner, positions in self._chunks(indices):
+            chosen = positions.tolist()
             found = read_many(part, translated(inner.tolist(), outer, chosen))
             for position, sample in zip(chosen, found, strict=True):
                 samples[position] = sample
@@ -716,7 +707,7 @@ def follow(dataset: Any, batches: Batches, position: NextBatch, later: Batches) 
     method = getattr(dataset, "follow", None)
     if callable(method):
         method(batches, position, later)
-    elif isinstance(dataset, Outer):
+    elif isinstance(dataset, Wrapper):
         dataset._follow(batches, position, later)
 
 
@@ -727,7 +718,7 @@ def can_follow(dataset: Any) -> bool:
         >>> can_follow([1, 2])
         False
     """
-    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
     return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
 
 
@@ -769,5 +760,5 @@ def retries_of(dataset: Any) -> int:
         0
     """
     counted = getattr(dataset, "retries", None) if callable(getattr(dataset, "follow", None)) else None
-    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    inside = dataset._inside if isinstance(dataset, Wrapper) else ()
     return counted if isinstance(counted, int) else sum(map(retries_of, inside))

@@ -1,13 +1,14 @@
 """What can be known of a dataset before it is read: what it can do, which files it holds open, and a fingerprint.
 
-    is_indexed(dataset)       it is read by index, as torch's map-style datasets
-    is_stream(dataset)        it is read in its own order only: iterable data
-    is_stateful(one)          it has ``state_dict`` and ``load_state_dict``, and the state says all
-    keeps_place(dataset)      it may know in itself how far it was read
-    known_parts(dataset)      how many parts iterable data is made of
-    takes_part(function)      a function asks which part it is to read
-    open_file(dataset)        the first open file that is found, as "dataset.f"
-    fingerprint_of(dataset)   a few bytes that tell other data of the same length: states have them
+    is_indexed(dataset)         it is read by index, as torch's map-style datasets
+    is_stream(dataset)          it is read in its own order only: iterable data
+    is_stateful(one)            it has ``state_dict`` and ``load_state_dict``, and the state says all
+    keeps_place(dataset)        it may know in itself how far it was read
+    known_parts(dataset)        how many parts iterable data is made of
+    takes_part(function)        a function asks which part it is to read
+    iterable_of(dataset, part)  the dataset, or what a function of its part returns
+    open_file(dataset)          the first open file that is found, as "dataset.f"
+    fingerprint_of(dataset)     a few bytes that tell other data of the same length: states have them
 
 No sample is read. Of the user's own code only what a file class defines is called, and ``_fingerprint``. What cannot be
 found out counts as missing.
@@ -37,7 +38,8 @@ import threading
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from os import PathLike
 from typing import Any
@@ -48,9 +50,10 @@ from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.notices import warn
 from sharded_loader.batching.tree import is_tensor
 from sharded_loader.data.columns import PackedList
+from sharded_loader.data.seeding import Children, reachable
 
-DEPTH, ENTRIES, OBJECTS = 4, 8, 1000
-"""Of a search for open files: levels, the entries of a list or dict, and the objects of a level."""
+DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
+"""Of a search for open files: levels, the entries of a list or dict, and all objects."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -97,17 +100,17 @@ def is_stream(dataset: Any) -> bool:
     return has_own(kind, "__iter__") or callable(dataset)
 
 
-def is_stateful(one: Any) -> bool:
+def is_stateful(obj: Any) -> bool:
     """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them.
 
     The state of some Hugging Face streams does not count; see `_is_lossy`.
     """
-    if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+    if not all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    if _is_lossy(one):
+    if _is_lossy(obj):
         return False
     # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
-    function: Any = getattr(one.state_dict, "__func__", None)
+    function: Any = getattr(obj.state_dict, "__func__", None)
     if not isinstance(function, types.FunctionType):
         return True
     return function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
@@ -119,22 +122,26 @@ def _is_lossy(dataset: Any) -> bool:
     The state leaves out the samples in a shuffle buffer. The state of streams one behind the other
     (``concatenate_datasets``) is an IndexError in workers, from the second epoch on.
     """
-    found: list[Any] = [dataset] if "datasets" in sys.modules else []
-    seen: set[int] = set()
-    while found and len(seen) < 10_000:
-        one = found.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        package = type(one).__module__.partition(".")[0]
-        is_concatenated = type(one).__name__.startswith("VerticallyConcatenated")
-        if package == "datasets" and (is_concatenated or hasattr(one, "buffer_size")):
+    if "datasets" not in sys.modules:
+        return False
+    for _, obj in reachable(dataset, _held, most=10_000):
+        is_concatenated = type(obj).__name__.startswith("VerticallyConcatenated")
+        if _package(obj) == "datasets" and (is_concatenated or hasattr(obj, "buffer_size")):
             return True
-        if isinstance(one, list | tuple | dict):
-            found += islice(one.values() if isinstance(one, dict) else one, 1000)
-        elif package != "sharded_loader":  # a mixture asks each of its sources
-            found += getattr(one, "__dict__", {}).values()
     return False
+
+
+def _held(obj: Any) -> Children:
+    """The first items of a list or dict, or the attributes of an object; not of a mixture, which asks its sources."""
+    if isinstance(obj, list | tuple | dict):
+        held = list(islice(obj.values() if isinstance(obj, dict) else obj, 1000))
+    else:
+        held = [] if _package(obj) == "sharded_loader" else list(getattr(obj, "__dict__", {}).values())
+    return (("", child) for child in held)
+
+
+def _package(obj: Any) -> str:
+    return type(obj).__module__.partition(".")[0]
 
 
 def keeps_place(dataset: Any) -> bool:
@@ -162,8 +169,28 @@ def takes_part(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of some functions in C
         return False
-    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return sum(one.default is one.empty for one in by_position) >= 2
+    by_position = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return sum(parameter.default is parameter.empty for parameter in by_position) >= 2
+
+
+def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
+    """What is iterated over: a dataset itself, or what a function returns.
+
+    Args:
+        dataset: an object with ``__iter__``, or a function.
+        part: the number of the part, and how many there are. It is asked only for a function that needs it.
+
+    Example:
+        >>> iterable_of("abc", lambda: (0, 2)), iterable_of(lambda part, parts: range(part, 9, parts), lambda: (1, 2))
+        ('abc', range(1, 9, 2))
+    """
+    if hasattr(type(dataset), "__iter__"):
+        return dataset
+    return dataset(*part()) if takes_part(dataset) else dataset()
 
 
 # -- open files --------------------------------------------------------------------------------------------------------
@@ -182,16 +209,9 @@ def open_file(dataset: Any, in_threads: bool = False) -> str | None:
         ...     open_file(types.SimpleNamespace(source=[file]))
         'dataset.source[0]'
     """
-    seen: set[int] = set()
-    level = [("dataset", dataset)]
-    for _ in range(DEPTH):
-        below = (child for path, one in level for child in _children(one, path, in_threads))
-        level = [(path, one) for path, one in islice(below, OBJECTS) if id(one) not in seen]
-        seen.update(id(one) for _, one in level)
-        found = next((path for path, one in level if issubclass(type(one), io.IOBase) and _has_position(one)), None)
-        if found is not None:
-            return found
-    return None
+    children = partial(_children, in_threads=in_threads)
+    inside = islice(reachable(dataset, children, "dataset", OBJECTS, DEPTH), 1, None)
+    return next((path for path, obj in inside if issubclass(type(obj), io.IOBase) and _has_position(obj)), None)
 
 
 def warn_of_open_file(dataset: Any, kind: str) -> None:
@@ -209,18 +229,18 @@ def warn_of_open_file(dataset: Any, kind: str) -> None:
     )
 
 
-def _children(one: Any, path: str, in_threads: bool) -> Iterator[tuple[str, Any]]:
-    if type(one) in (list, tuple):
-        yield from ((f"{path}[{number}]", value) for number, value in enumerate(one[:ENTRIES]))
-    elif type(one) is dict:
-        yield from ((f"{path}[{key!r}]", value) for key, value in list(islice(one.items(), ENTRIES)))
-    elif not issubclass(type(one), (type, types.ModuleType, io.IOBase)):  # isinstance asks the object too
+def _children(obj: Any, in_threads: bool) -> Children:
+    if type(obj) in (list, tuple):
+        yield from ((f"[{number}]", value) for number, value in enumerate(obj[:ENTRIES]))
+    elif type(obj) is dict:
+        yield from ((f"[{key!r}]", value) for key, value in list(islice(obj.items(), ENTRIES)))
+    elif not issubclass(type(obj), (type, types.ModuleType, io.IOBase)):  # isinstance asks the object too
         try:
-            attributes = object.__getattribute__(one, "__dict__")  # no __getattr__ of the user's is called
+            attributes = object.__getattribute__(obj, "__dict__")  # no __getattr__ of the user's is called
         except AttributeError:
             return
         if not in_threads or not any(type(value) in _LOCKS for value in attributes.values()):
-            yield from ((f"{path}.{name}", value) for name, value in list(attributes.items()))
+            yield from ((f".{name}", value) for name, value in list(attributes.items()))
 
 
 def _has_position(file: io.IOBase) -> bool:

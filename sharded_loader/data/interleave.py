@@ -53,7 +53,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, View
-from sharded_loader.data.inspection import is_indexed, is_stateful, known_parts, takes_part
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_part
 from sharded_loader.data.schedule import Schedule, whole_numbers
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -129,8 +129,8 @@ def interleave(
         raise TypeError(f"interleave(seed={seed!r}): give an int") from None
     kind = type(datasets)
     torchs = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
-    one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
-    if one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
+    is_one = isinstance(datasets, (str, bytes, Mapping, Dataset, InterleavedIterable, torchs))
+    if is_one or hasattr(datasets, "__array__") or not isinstance(datasets, Iterable):
         raise TypeError(f"interleave needs a list of datasets, not {an(kind)}: interleave([first, second])")
     given = [_checked(dataset, number) for number, dataset in enumerate(datasets)]
     if not given:
@@ -349,10 +349,10 @@ class Source:
             dataset.load_state_dict(point.dataset)
         if is_indexed(dataset):
             first, step = self._worker or (0, 1)
-            places = range(first + self.taken * step, len(dataset), step)
-            iterator: Any = (dataset[index] for index in places)
+            indices = range(first + self.taken * step, len(dataset), step)
+            iterator: Any = (dataset[index] for index in indices)
         else:
-            iterator = iter(self._items(dataset))
+            iterator = iter(iterable_of(dataset, lambda: self._worker or (0, 1)))
             if point.iterator is not None:
                 iterator.load_state_dict(point.iterator)
             elif point.dataset is None:
@@ -364,13 +364,6 @@ class Source:
             )
         self._opened, self._iterator = dataset, iterator
         self._is_stateful = self._has_own_state and is_stateful(dataset)
-
-    def _items(self, dataset: Any) -> Any:
-        """What is iterated over: the dataset, or what a function returns."""
-        worker, is_function = self._worker or (0, 1), not hasattr(type(dataset), "__iter__")
-        if not is_function:
-            return dataset
-        return dataset(*worker) if takes_part(dataset) else dataset()
 
 
 def _copy(dataset: Any) -> Any:

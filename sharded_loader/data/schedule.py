@@ -162,8 +162,8 @@ class Schedule:
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The same of many positions."""
         slots = positions % CIRCLE
-        places = (np.uint64(self._start) + slots.astype(np.uint64) * np.uint64(self.step)) % np.uint64(CIRCLE)
-        sources = self._order[np.searchsorted(self._ends, places.astype(np.int64), side="right")]
+        points = (np.uint64(self._start) + slots.astype(np.uint64) * np.uint64(self.step)) % np.uint64(CIRCLE)
+        sources = self._order[np.searchsorted(self._ends, points.astype(np.int64), side="right")]
         begins, ends = self._bounds[:, sources]
         return sources, positions // CIRCLE * (ends - begins) + self._before(slots, sources)
 

@@ -4,7 +4,8 @@
     with each_by_its_key(indices):      each sample of a bulk read draws its own numbers
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
-    owners(fn) -> [Seedable, ...]          the objects inside ``fn`` that can be seeded
+    owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
+    reachable(root, children)           an object and those that it refers to, nearest first
 
 Some libraries give each transform object a generator of its own (albumentations, MONAI). Each worker process has a copy
 of that generator, so several workers draw the same numbers. Such objects have a method that seeds them:
@@ -115,6 +116,34 @@ def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
         rng.reading.scope = before
 
 
+# -- what an object refers to ------------------------------------------------------------------------------------------
+
+
+def reachable(
+    root: Any, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
+) -> Children:
+    """An object, and those that it refers to, directly or not, nearest first, each with its path.
+
+    Args:
+        root: the object.
+        children: object -> what it refers to, each with the end of its path. It is asked for one object after the
+            other, as they are yielded. What it yields of numbers, texts, arrays and modules is left out.
+        name: the path of ``root``.
+        most: the number of objects after which no more are searched.
+        deepest: the greatest number of steps from ``root``.
+    """
+    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
+    queue = deque([(name, root, 0)])
+    while queue:
+        path, obj, depth = queue.popleft()
+        yield path, obj
+        for end, child in children(obj) if depth < deepest else ():
+            is_leaf = type(child) in _LEAVES or issubclass(type(child), np.generic)
+            if not is_leaf and id(child) not in seen and len(seen) < most:
+                seen[id(child)] = child
+                queue.append((path + end, child, depth + 1))
+
+
 # -- what a transform holds --------------------------------------------------------------------------------------------
 
 
@@ -171,52 +200,38 @@ def owners(fn: Any) -> list[Seedable]:
         >>> [owner.path for owner in owners([flip, Flip()])]
         ['fn[0]', 'fn[1]']
     """
-    found = ((path, _seeder(one)) for path, one in _reachable(fn, _children))
+    found = ((path, _seeder(obj)) for path, obj in reachable(fn, _children, "fn"))
     return [Seedable(path, seed) for path, seed in found if seed is not None]
 
 
-def next_level(dataset: Any, level_of: Callable[[Any], int | None]) -> int:
+def next_level(dataset: Any, kind: Any) -> int:
     """A number above the levels of all seeded transforms that a sample of ``dataset`` may have passed.
 
     Args:
         dataset: any. What it holds in attributes, lists and dicts is searched.
-        level_of: the level of a seeded transform; None for any other object.
+        kind: the class of transforms; those with a ``_level`` are seeded.
 
     Example:
-        >>> next_level([1, 2, 3], lambda one: None)
+        >>> next_level([1, 2, 3], dict)
         0
     """
-    levels = (level_of(one) for _, one in _reachable(dataset, _parts))
+    levels = (obj._level for _, obj in reachable(dataset, _parts) if isinstance(obj, kind))
     return 1 + max((level for level in levels if level is not None), default=-1)
 
 
-def _reachable(root: Any, children: Callable[[Any], Iterable[tuple[str, Any]]]) -> Children:
-    """What an object refers to, directly or not, nearest first, each with its path."""
-    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
-    queue = deque([("fn", root)])
-    while queue:
-        path, one = queue.popleft()
-        yield path, one
-        for name, child in children(one):
-            is_leaf = type(child) in _LEAVES or isinstance(child, np.generic)
-            if not is_leaf and id(child) not in seen and len(seen) < MOST:
-                seen[id(child)] = child
-                queue.append((path + name, child))
-
-
-def _seeder(one: Any) -> Callable[[int], Any] | None:
+def _seeder(obj: Any) -> Callable[[int], Any] | None:
     """What seeds an object, if it has a method for that."""
-    kind = type(one)
+    kind = type(obj)
     if issubclass(kind, type):
         return None
     if callable(getattr(kind, "set_random_seed", None)):
-        return functools.partial(_by_seed, one.set_random_seed)
+        return functools.partial(_by_seed, obj.set_random_seed)
     if not callable(getattr(kind, "set_random_state", None)):
         return None
     with suppress(ValueError):  # a method that is not written in Python tells nothing
         if "state" in inspect.signature(kind.set_random_state).parameters:
-            return lambda key: one.set_random_state(state=_random_state(key))
-    return functools.partial(_by_seed, one.set_random_state)
+            return lambda key: obj.set_random_state(state=_random_state(key))
+    return functools.partial(_by_seed, obj.set_random_state)
 
 
 def _by_seed(method: Callable[[int], Any], key: int) -> None:
@@ -233,61 +248,61 @@ def _random_state(key: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.Philox(key=words))
 
 
-def _children(one: Any) -> Children:
+def _children(obj: Any) -> Children:
     """What an object refers to, its code included."""
-    yield from _code(one)
-    yield from _parts(one)
-    kind = type(one)
+    yield from _code(obj)
+    yield from _parts(obj)
+    kind = type(obj)
     if not issubclass(kind, type) and not all(_is_installed(base.__module__) for base in kind.__mro__):
         yield ".class", kind
 
 
-def _parts(one: Any) -> Children:
+def _parts(obj: Any) -> Children:
     """What an object holds, each with the end of its path, in an order that is the same in every process."""
-    kind = type(one)
+    kind = type(obj)
     if issubclass(kind, (list, tuple, deque)):
-        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(one, MANY))))
+        yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, MANY))))
     elif issubclass(kind, dict):
-        for number, (key, child) in enumerate(tuple(islice(one.items(), MANY))):
+        for number, (key, child) in enumerate(tuple(islice(obj.items(), MANY))):
             yield f"[{key!r}]" if type(key) in (str, int) else f"[{number}]", child
     elif issubclass(kind, functools.partial):
-        yield from ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
+        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     if not issubclass(kind, type):
-        yield from _attributes(one)
+        yield from _attributes(obj)
 
 
-def _attributes(one: Any) -> Children:
+def _attributes(obj: Any) -> Children:
     """The attributes that an object itself holds; no code of its class runs."""
     held: dict[Any, Any] = {}
     with suppress(Exception):
-        held = object.__getattribute__(one, "__dict__").copy()
+        held = object.__getattribute__(obj, "__dict__").copy()
     yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
-    for base in type(one).__mro__:
+    for base in type(obj).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             with suppress(AttributeError):  # not assigned, or private: then its name is another
-                yield f".{name}", object.__getattribute__(one, name)
+                yield f".{name}", object.__getattribute__(obj, name)
 
 
-def _code(one: Any) -> Children:
+def _code(obj: Any) -> Children:
     """What a function, a method, a property or a class refers to."""
-    kind = type(one)
+    kind = type(obj)
     if kind is FunctionType:
-        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
             with suppress(ValueError):  # not assigned yet
                 yield f".closure[{name!r}]", cell.cell_contents
-        yield from ((".defaults", one.__defaults__), (".defaults", one.__kwdefaults__))
-        if not _is_installed(one.__module__):
-            known = one.__globals__
-            yield from ((f".globals[{name!r}]", known[name]) for name in _names(one.__code__) if name in known)
+        yield from ((".defaults", obj.__defaults__), (".defaults", obj.__kwdefaults__))
+        if not _is_installed(obj.__module__):
+            known = obj.__globals__
+            yield from ((f".globals[{name!r}]", known[name]) for name in _names(obj.__code__) if name in known)
     elif kind is MethodType:
-        yield from ((".self", one.__self__), (".function", one.__func__))
+        yield from ((".self", obj.__self__), (".function", obj.__func__))
     elif kind in (staticmethod, classmethod):
-        yield ".function", one.__func__
+        yield ".function", obj.__func__
     elif kind is property:
-        yield ".getter", one.fget
+        yield ".getter", obj.fget
     elif issubclass(kind, type):
-        for base in one.__mro__:
+        for base in obj.__mro__:
             if not _is_installed(base.__module__):
                 names = sorted(base.__dict__.keys() - {"__dict__", "__weakref__"})
                 yield from ((f".{name}", base.__dict__[name]) for name in names)

@@ -256,9 +256,9 @@ class IndexView(Sequence[int]):
         """The indices at these positions, which are not checked."""
         return self._at(taken(self._positions, positions))
 
-    def _at(self, places: Indices) -> Indices:
-        """The indices at these places of the whole shuffle."""
-        found = self._order(places)
+    def _at(self, positions: Indices) -> Indices:
+        """The indices at these positions of the whole shuffle."""
+        found = self._order(positions)
         return found if self._of is None else taken(self._of, found)
 
     @property

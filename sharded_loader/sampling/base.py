@@ -100,8 +100,8 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 def tell_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
-    for one in nested(sampler):
-        if callable(set_epoch := getattr(one, "set_epoch", None)):
+    for each in nested(sampler):
+        if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
 
 
@@ -122,7 +122,7 @@ def note(epoch: int) -> EpochRequest:
 
 def noted(samplers: Iterable[Any]) -> list[tuple[Any, EpochRequest | None]]:
     """Samplers that note the calls to ``set_epoch``, each with its last call."""
-    return [(one, one.epoch_request) for one in samplers if hasattr(one, "epoch_request")]
+    return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
 
 
 def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
@@ -334,14 +334,14 @@ class EpochRequests:
 
     def listen(self, samplers: Iterable[Any]) -> None:
         """Listen to these samplers from now on; calls on the others do not count any more."""
-        before = {id(one): request for one, request in self._seen}
-        self._seen = [(one, before.get(id(one))) for one in samplers if _notes_calls(one)]
+        before = {id(sampler): request for sampler, request in self._seen}
+        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""
-        requests: list[tuple[EpochRequest | None, ...]] = [(one.epoch_request, seen) for one, seen in self._seen]
+        calls: list[tuple[EpochRequest | None, Any]] = [(sampler.epoch_request, seen) for sampler, seen in self._seen]
         # By identity: a sampler that was pickled brings a number that another process gave.
-        new = [request for request, seen in requests if request is not None and request is not seen]
+        new = [call for call, seen in calls if call is not None and call is not seen]
         if not new:
             return None
         self.drop()
@@ -349,4 +349,4 @@ class EpochRequests:
 
     def drop(self) -> None:
         """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(one for one, _ in self._seen)
+        self._seen = noted(sampler for sampler, _ in self._seen)

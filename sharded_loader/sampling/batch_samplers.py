@@ -160,7 +160,6 @@ class _SplitTable(Table):
     """The batches of another table, each split into shards."""
 
     def __init__(self, batches: Table, split: Callable[[Any, int], list[list[int]]]) -> None:
-        self._block = 1
         self._batches, self._split = batches, split
 
     def upto(self, begin: int, end: int) -> int:
@@ -228,9 +227,9 @@ class SortedBucketSampler(Sampler[list[int]]):
             return indices, shuffled(batches, *key, begin) if self._shuffle else np.arange(batches)
 
         def batch(position: int) -> Any:
-            number, place = divmod(position, per_bucket)
+            number, in_bucket = divmod(position, per_bucket)
             indices, batches = bucket(number * self._bucket_size)
-            begin = int(batches[place]) * size
+            begin = int(batches[in_bucket]) * size
             return indices[begin : begin + size].tolist()
 
         return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), BATCHES)

@@ -78,7 +78,7 @@ class SamplerSource:
     @property
     def cuts(self) -> bool:
         """Whether the last items of an epoch may belong to no batch of it."""
-        given = (getattr(one, "last_batch", "keep") for one in nested(self.items))
+        given = (getattr(sampler, "last_batch", "keep") for sampler in nested(self.items))
         return self.rollover or self.drops_last or any(last_batch != "keep" for last_batch in given)
 
 
@@ -102,7 +102,7 @@ class MapEpoch(Epoch):
         if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
-        self._noted = [one for one, _ in noted(nested(self._foreign))]
+        self._noted = [sampler for sampler, _ in noted(nested(self._foreign))]
         self._span: _SeparateSpan | _RollingSpan
         self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
@@ -257,7 +257,7 @@ class MapEpoch(Epoch):
             put_back(before)
             self._table = None
             # A batch that was read, but not counted, is read again: perhaps in another order.
-            self.ready = {one: found for one, found in self.ready.items() if one < self._coming}
+            self.ready = {seq: found for seq, found in self.ready.items() if seq < self._coming}
             if isinstance(error, Exception) and not is_from_outside(error):
                 self._ended = number + 1
             raise
@@ -269,7 +269,7 @@ class MapEpoch(Epoch):
             self._table = self._open(number)
         begin, rank = number - self.first, self._source.rank
         batches = self._table.slice(begin, begin + self._table.block)
-        return {self.first + at: (batch, self._span.done(at) + rank) for at, batch in enumerate(batches, begin)}
+        return {self.first + n: (batch, self._span.done(n) + rank) for n, batch in enumerate(batches, begin)}
 
     def _open(self, number: int) -> Table:
         items = self._listed or self._source.items
@@ -297,7 +297,7 @@ class MapEpoch(Epoch):
 
     def forget(self, delivered: int) -> None:
         """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
-        for number in [one for one in self.ready if one < delivered - 1]:
+        for number in [ready for ready in self.ready if ready < delivered - 1]:
             del self.ready[number]
             self._marks.pop(number, None)
 

@@ -133,9 +133,9 @@ def keyed(sampler: Any, epoch: int, seed: int, mark: Checkpoint | None = None) -
             tell_epoch(sampler, epoch)
         finally:
             put_back(before)
-        for one in nested(sampler):
-            if type(one).__module__.startswith("torch.utils.data.") and not getattr(one, "replacement", False):
-                check_torchs_list(getattr(one, "data_source", getattr(one, "dataset", ())), type(one).__name__)
+        for each in nested(sampler):
+            if type(each).__module__.startswith("torch.utils.data.") and not getattr(each, "replacement", False):
+                check_torchs_list(getattr(each, "data_source", getattr(each, "dataset", ())), type(each).__name__)
         items, stateful = loaded(sampler, sampler if is_stateful(sampler) else None, state)
         first, rest = first_of(items)
     if not first and items is sampler and state is None:
@@ -202,17 +202,17 @@ def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
     """
     exchanged = []
     try:
-        for one in nested(sampler):
-            generator: Any = getattr(one, "generator", None)
+        for each in nested(sampler):
+            generator: Any = getattr(each, "generator", None)
             if _is_torch_generator(generator):
                 key = derive_key(seed, "foreign generator", generator.initial_seed(), epoch)
-                one.generator = type(generator)(device=generator.device)
-                seed_torch(one.generator, key)
-                exchanged.append((one, generator))
+                each.generator = type(generator)(device=generator.device)
+                seed_torch(each.generator, key)
+                exchanged.append((each, generator))
         yield
     finally:
-        for one, generator in exchanged:
-            one.generator = generator
+        for each, generator in exchanged:
+            each.generator = generator
 
 
 @contextmanager
@@ -226,7 +226,8 @@ def undisturbed(samplers: Iterable[Any], but: Any = None) -> Iterator[None]:
         samplers: those of other libraries. Samplers of this library need nothing: they are pure functions.
         but: an object that is not copied where a sampler refers to it: the dataset.
     """
-    kept = [(one.__dict__, dict(one.__dict__)) for one in samplers if isinstance(getattr(one, "__dict__", None), dict)]
+    held = [getattr(sampler, "__dict__", None) for sampler in samplers]
+    kept = [(attributes, dict(attributes)) for attributes in held if isinstance(attributes, dict)]
     try:
         for attributes, before in kept:
             attributes.update((name, _apart(value)) for name, value in before.items() if value is not but)
@@ -471,12 +472,12 @@ def name_of(sampler: Any) -> str:
 def rank_of(sampler: Any) -> int | None:
     """The rank of a sampler that yields only its rank's items, as torch's DistributedSampler and Accelerate's do."""
     names = ("rank", "process_index")
-    found = (getattr(one, name, None) for one in nested(sampler) for name in names)
+    found = (getattr(each, name, None) for each in nested(sampler) for name in names)
     return next((rank for rank in found if isinstance(rank, int)), None)
 
 
 def _copied(item: Any) -> Any:
     """A batch of the sampler's own: it may fill its list again for the next batch while this one waits."""
     if type(item) is list:
-        return [one if type(one) is int else _copied(one) for one in item]
+        return [inner if type(inner) is int else _copied(inner) for inner in item]
     return item.copy() if isinstance(item, np.ndarray) else item

@@ -318,20 +318,22 @@ class SplitSampler(IndexSampler):
             extra = self._extra((*key, "extra", number))
 
             def at(positions: Indices) -> Indices:
-                place = positions if order is None else order(positions)
-                # The last places of a short part are the samples added to it.
-                own = np.minimum(place, self._own - 1) + self._begin
-                return np.where(place < self._own, own, extra[np.maximum(place - self._own, 0)]) if len(extra) else own
+                slots = positions if order is None else order(positions)
+                of_part = np.minimum(slots, self._own - 1) + self._begin
+                if not len(extra):
+                    return of_part
+                # The last slots of a short part hold the samples added to it.
+                return np.where(slots < self._own, of_part, extra[np.maximum(slots - self._own, 0)])
 
             return at
 
         def order(positions: Indices) -> Indices:
-            found = np.empty_like(positions)
+            indices = np.empty_like(positions)
             rounds = positions // self._size
             for number in np.unique(rounds).tolist():
-                here = rounds == number
-                found[here] = once(number)(positions[here] % self._size)
-            return found
+                in_round = rounds == number
+                indices[in_round] = once(number)(positions[in_round] % self._size)
+            return indices
 
         return order
 

@@ -136,7 +136,7 @@ class MapOrder(Order[Signature]):
 
     def undisturbed(self, but: Any) -> AbstractContextManager[None]:
         """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
-        return undisturbed([one for one in nested(self.batch_sampler) if not is_own(one)], but)
+        return undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -161,23 +161,23 @@ class MapOrder(Order[Signature]):
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         own = self.signature(position.epoch)
-        found = differences(saved, own, strict)
-        if not found and own.sampler_length is None and own.last_batch == "rollover":
+        phrases = differences(saved, own, strict)
+        if not phrases and own.sampler_length is None and own.last_batch == "rollover":
             outside = out_of_epoch(saved, len_epoch(self.sampler, position.epoch), position.epoch, position.done)
-            found += [] if outside is None else [f"the state has {outside}"]
+            phrases += [] if outside is None else [f"the state has {outside}"]
         if strict and position.done:
-            found += other_arguments(saved, own)
-        if not found and len(saved.sampler_seeds) != len(self._samplers):
-            found.append("the sampler was made by the loader, and is given; or the other way round")
-        if not found:
-            for one, takes_seed, seed in zip(self._samplers, self._takes_seed, saved.sampler_seeds, strict=True):
-                if seed_of(one) != seed and (seed is None or not takes_seed):
-                    found.append(f"the seed of the {type(one).__name__} was {seed}, and is {seed_of(one)}")
-        return found
+            phrases += other_arguments(saved, own)
+        if not phrases and len(saved.sampler_seeds) != len(self._samplers):
+            phrases.append("the sampler was made by the loader, and is given; or the other way round")
+        if not phrases:
+            for sampler, takes_seed, seed in zip(self._samplers, self._takes_seed, saved.sampler_seeds, strict=True):
+                if seed_of(sampler) != seed and (seed is None or not takes_seed):
+                    phrases.append(f"the seed of the {type(sampler).__name__} was {seed}, and is {seed_of(sampler)}")
+        return phrases
 
     def _adopt(self, saved: Signature) -> bool:
-        own = [seed_of(one) for one in self._samplers]
-        seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
+        present = [seed_of(sampler) for sampler in self._samplers]
+        seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
             return False
         self.seed = saved.seed
@@ -222,8 +222,8 @@ class MapOrder(Order[Signature]):
 
     def facts(self, number: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
-        own = all(type(one).__module__.startswith(__package__) for one in nested(self.batch_sampler))
-        return (self.signature(number), arguments_of(self._samplers), self.replicas(), self.arrays) if own else None
+        are_own = all(type(sampler).__module__.startswith(__package__) for sampler in nested(self.batch_sampler))
+        return (self.signature(number), arguments_of(self._samplers), self.replicas(), self.arrays) if are_own else None
 
     def length(self, number: int) -> int:
         """The number of batches in the epoch for this rank."""
@@ -285,19 +285,22 @@ def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = o
         >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
         'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
     """
-    distributed, found = process_group(), "(torch.distributed)"
+    distributed, known_from = process_group(), "(torch.distributed)"
     if distributed is not None:
         ranks = int(distributed.get_world_size())
     else:
-        given, found = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
+        given, known_from = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
         ranks = int(given) if given.strip().isdecimal() else 1
-    knows_ranks = ("num_replicas", "num_processes")  # of Accelerate's samplers
-    if ranks <= 1 or any(
-        rank_of(one) is not None or isinstance(one, SplitSampler) or any(hasattr(one, name) for name in knows_ranks)
-        for one in samplers
-    ):
+    counts = ("num_replicas", "num_processes")  # of Accelerate's samplers
+    shares = (
+        rank_of(sampler) is not None
+        or isinstance(sampler, SplitSampler)
+        or any(hasattr(sampler, name) for name in counts)
+        for sampler in samplers
+    )
+    if ranks <= 1 or any(shares):
         return None
-    return f"this process is one of {ranks} ranks {found}, and each reads the whole dataset: "
+    return f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: "
 
 
 def refuse_distributed_sampler(samplers: Iterable[Any]) -> None:
@@ -358,9 +361,9 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
         if inner is not sampler.inner:
             twin = sampler.over(inner)
     else:
-        for one, other in zip(islice(nested(sampler), 1, None), inner_seeds, strict=True):
-            if other is not None:
-                one.seed = other
+        for inner_sampler, inner_seed in zip(islice(nested(sampler), 1, None), inner_seeds, strict=True):
+            if inner_seed is not None:
+                inner_sampler.seed = inner_seed
     if seed is not None:
         twin = copy.copy(sampler) if twin is sampler else twin
         twin.seed = seed

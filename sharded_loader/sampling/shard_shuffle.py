@@ -4,9 +4,9 @@
 
 The shards of an epoch are put in shuffled order, one after the other. That makes a *line* of all samples. The line is
 cut into ``lanes`` equal stretches, which are read in turns: position p is in lane ``p % lanes``. Each lane is cut into
-windows of some shards, and samples change places within their window:
+windows of some shards, and samples change positions within their window:
 
-    position -> lane, place in it -> place in the line -> window -> another place in the window -> shard -> index
+    position -> lane, position in it -> position in the line -> window -> another position in it -> shard -> index
 
 Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
 of the samples: of n shards of different lengths 24 n bytes, of shards that all have one length nothing.
@@ -134,7 +134,7 @@ class ShardShuffleSampler(IndexSampler):
             low_shard = first + (line.shard(begin + row) - first) // window * window
             low = np.maximum(line.begin(low_shard), begin)
             high = np.minimum(line.begin(np.minimum(low_shard + window, count)), begin + size + (lane < longer))
-            # Windows are told apart by where they begin: no two begin at one place.
+            # Windows are told apart by where they begin: no two begin at one position.
             return line.index(low + mix(begin + row - low, high - low, low))
 
         return at
@@ -160,20 +160,20 @@ class _ListedLine:
     def __init__(self, lengths: Indices, *key: Hashable) -> None:
         order = shuffled(len(lengths), *key)
         self._begins = _sums(lengths[order])
-        # What is added to a place in the line to get the index.
+        # What is added to a position in the line to get the index.
         self._shifts = _sums(lengths)[order] - self._begins[:-1]
 
-    def shard(self, places: Indices) -> Indices:
-        """The shards at these places of the line."""
-        return np.searchsorted(self._begins, places, side="right") - 1
+    def shard(self, positions: Indices) -> Indices:
+        """The shards at these positions of the line."""
+        return np.searchsorted(self._begins, positions, side="right") - 1
 
     def begin(self, shards: Indices) -> Indices:
         """Where these shards begin. One number more than there are shards: where the line ends."""
         return self._begins[shards]
 
-    def index(self, places: Indices) -> Indices:
-        """The dataset's indices of the samples at these places."""
-        return places + self._shifts[self.shard(places)]
+    def index(self, positions: Indices) -> Indices:
+        """The dataset's indices of the samples at these positions."""
+        return positions + self._shifts[self.shard(positions)]
 
 
 class _EqualLine:
@@ -183,15 +183,15 @@ class _EqualLine:
         self._size = lengths.size
         self._order = shuffle(max(len(lengths), 1), *key)
 
-    def shard(self, places: Indices) -> Indices:
-        return places // self._size
+    def shard(self, positions: Indices) -> Indices:
+        return positions // self._size
 
     def begin(self, shards: Indices) -> Indices:
         return shards * self._size
 
-    def index(self, places: Indices) -> Indices:
-        shards = self.shard(places)
-        return places + (self._originals(shards) - shards) * self._size
+    def index(self, positions: Indices) -> Indices:
+        shards = self.shard(positions)
+        return positions + (self._originals(shards) - shards) * self._size
 
     def _originals(self, shards: Indices) -> Indices:
         """The shards' positions in the dataset. Many samples of few shards ask for each shard once: 0.1 ms, not 1.1."""

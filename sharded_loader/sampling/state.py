@@ -179,7 +179,7 @@ def differences(saved: Signature, own: Signature, strict: bool = True) -> list[s
     phrases = differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # it follows from them
-    same_step = [one.batch_size and one.batch_size * (one.num_replicas or 1) for one in (saved, own)]
+    same_step = [each.batch_size and each.batch_size * (each.num_replicas or 1) for each in (saved, own)]
     if saved.unit == own.unit and (not strict or same_step[0] == same_step[1]):
         phrases.pop("batch_size", None)
     if own.steps_per_epoch is None:
@@ -220,24 +220,24 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         ['interval of the IntervalSampler was 3, and is 2']
     """
     now = dict(own.sampler_arguments)
-    found = []
+    phrases = []
     for name, was in saved.sampler_arguments:
         if name in now and now[name] != was:
             sampler, _, argument = name.partition(".")
             if isinstance(was, str) and was.startswith(SUM):
-                found.append(f"{argument} of the {sampler} changed after the state was saved")
+                phrases.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
-                found.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
-    return found
+                phrases.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
+    return phrases
 
 
 def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
     """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
     return tuple(
-        (f"{type(one).__name__}.{name}", _summary(getattr(one, attribute)))
-        for one in samplers
-        if isinstance(one, Sampler) and is_own(one)
-        for name, attribute in one.decided_by
+        (f"{type(sampler).__name__}.{name}", _summary(getattr(sampler, attribute)))
+        for sampler in samplers
+        if isinstance(sampler, Sampler) and is_own(sampler)
+        for name, attribute in sampler.decided_by
     )
 
 
@@ -255,9 +255,9 @@ def _summary(value: Any) -> Any:
 def kind_of(sampler: Any) -> str:
     """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
     names = []
-    for one in nested(sampler):
-        package = type(one).__module__.partition(".")[0]
-        names.append(f"torch.{type(one).__name__}" if package == "torch" else type(one).__name__)
+    for each in nested(sampler):
+        package = type(each).__module__.partition(".")[0]
+        names.append(f"torch.{type(each).__name__}" if package == "torch" else type(each).__name__)
     return "(".join(names) + ")" * (len(names) - 1)
 
 

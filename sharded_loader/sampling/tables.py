@@ -111,6 +111,8 @@ class Table:
         (array([1, 9]), [4, 9, 16], 5)
     """
 
+    _block = 1
+
     def __init__(self, length: int, at: Callable[[Indices], Any], block: int = 1) -> None:
         self._length, self._at, self._block = length, at, block
 
@@ -144,7 +146,6 @@ class Streamed(Table):
     """
 
     def __init__(self, open: Callable[[int], Iterator[Any]]) -> None:
-        self._block = 1
         self._open = open
         self._items: Any = None  # an iterator, once the epoch is opened
         self._base = 0  # position of the first item in the buffer

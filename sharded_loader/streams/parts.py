@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.batching.protocol import refuse_async
-from sharded_loader.data.inspection import is_stateful, takes_part
+from sharded_loader.data.inspection import is_stateful, iterable_of
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
 
@@ -132,10 +132,7 @@ class OpenPart:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
         before = self.tell()
         try:
-            if hasattr(type(dataset), "__iter__"):
-                items = dataset
-            else:  # a function
-                items = dataset(*self._part.place) if takes_part(dataset) else dataset()
+            items = iterable_of(dataset, lambda: self._part.place)
             method: Any = getattr(type(items), "__iter__", None)
             if iscoroutinefunction(method) or isasyncgenfunction(method):
                 items = method(items)

@@ -1,17 +1,54 @@
-"""What a dataset can do, found out without calling it."""
+"""What is known of a dataset before it is read: what it can do, open files in it, and its fingerprint."""
 
 from __future__ import annotations
 
 import functools
+import io
+import json
+import logging
+import tarfile
+import threading
+import time
+import warnings
 from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.utils.data as torch_data
 from stream_samples import Own, Parts, Stateful, Told
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from sharded_loader.data.inspection import is_indexed, is_stateful, is_stream, keeps_place, known_parts, takes_part
+import sharded_loader.torch
+from sharded_loader import (
+    ArrayDataset,
+    LoaderWarning,
+    PackedList,
+    ProcessPool,
+    ShardDataset,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetDataset,
+    ThreadPool,
+    interleave,
+    sample_rng,
+)
+from sharded_loader.data.inspection import (
+    fingerprint_of,
+    is_indexed,
+    is_stateful,
+    is_stream,
+    keeps_place,
+    known_parts,
+    open_file,
+    takes_part,
+)
+from sharded_loader.data.schedule import Schedule
+from sharded_loader.engine.pool import Pool
 
 
 class Lines(torch_data.IterableDataset[int]):
@@ -102,3 +139,235 @@ def test_a_function_of_two_arguments_takes_its_part() -> None:
 
     assert takes_part(lambda part, parts: [])
     assert not any(map(takes_part, (list, lambda part: [], optional, named, functools.partial(range, 3))))
+
+
+class Numbers:
+    """Reads number i at place i of a file, which is open all the time."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(index)
+        return self.file.read(1)[0]
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Holds(Numbers):
+    """Does not read its file: what threads would read is a matter of luck."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Iterator[Numbers]:
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(range(20)))
+    dataset = Numbers(path)
+    with dataset.file:
+        yield dataset
+
+
+@pytest.mark.parametrize("pool", [lambda: ProcessPool(2, start_method="fork"), lambda: ThreadPool(2)])
+def test_workers_that_share_an_open_file_are_warned_of(numbers: Numbers, pool: Any) -> None:
+    pool, dataset = pool(), Holds(Path(numbers.file.name))
+    warned = pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position.*os\.pread")
+    with dataset.file, warned as caught, ShardedDataLoader(dataset, 5, pool=pool) as loader:
+        list(loader)
+        list(loader)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("pool", [ProcessPool(1, start_method="fork"), ThreadPool(1), None])
+def test_a_single_worker_may_have_an_open_file(numbers: Numbers, pool: Pool | None) -> None:
+    with warnings.catch_warnings(), ShardedDataLoader(numbers, 5, pool=pool) as loader:
+        warnings.simplefilter("error")
+        assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(range(20))
+
+
+def test_a_file_inside_wrappers_lists_and_dicts_is_found(numbers: Numbers) -> None:
+    assert open_file(SubsetDataset(SubsetDataset(numbers, [0]), [0])) is not None
+    assert open_file(SimpleNamespace(files={"a": [numbers.file]})) == "dataset.files['a'][0]"
+    assert open_file([numbers]) == "dataset[0].file"
+
+
+def test_what_has_no_position_that_is_read_is_not_found(numbers: Numbers, tmp_path: Path) -> None:
+    numbers.file.close()
+    logger = logging.Logger("alone")
+    logger.addHandler(logging.FileHandler(tmp_path / "log"))
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    for harmless in (numbers, SimpleNamespace(file=io.BytesIO(b"x")), SimpleNamespace(logger=logger), loop, io, 3):
+        assert open_file(harmless) is None
+    logger.handlers[0].close()
+
+
+def test_a_lock_beside_the_file_is_taken_to_guard_it_from_threads(numbers: Numbers) -> None:
+    numbers.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert open_file(numbers, in_threads=True) is None
+    assert open_file(numbers) == "dataset.file"
+
+
+def test_nothing_of_the_users_is_called() -> None:
+    class Touchy:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    assert open_file(SimpleNamespace(inside=Touchy())) is None
+
+
+class Files:
+    def __init__(self, root: str, change: str = "") -> None:
+        self.root, self.paths = root, [f"{root}/{i}{change}.jpg" for i in range(40)]
+        self._seen = np.random.default_rng().random(40)
+        self.transform = object()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("a sample costs much")
+
+
+class Named(list[int]):
+    def __init__(self, name: str) -> None:
+        super().__init__(range(4))
+        self._fingerprint = name
+
+
+ROWS = np.arange(80.0).reshape(40, 2)
+MAKERS: dict[str, Any] = {
+    "array": lambda k: ROWS + k,
+    "tensor": lambda k: torch.arange(40) + k,
+    "bfloat16": lambda k: (torch.arange(40) * (k + 1)).numpy(),
+    "columns": lambda k: ArrayDataset(ROWS, ROWS + k),
+    "columns by name": lambda k: ArrayDataset({"x": ROWS, "y": ROWS + k}),
+    "list": lambda k: list(range(k, k + 40)),
+    "pairs": lambda k: [(f"/data{k}/{i}.jpg", i + k) for i in range(40)],
+    "dicts": lambda k: [{"text": f"number {i + k}"} for i in range(40)],
+    "packed": lambda k: PackedList([f"number {i + k}" for i in range(40)]),
+    "wrapped": lambda k: SimpleDataset(ROWS + k).transform(abs).take(30).cache(),
+    "chosen": lambda k: SubsetDataset(ROWS, [k, *range(20)]),
+    "torch's": lambda k: ConcatDataset([Subset(TensorDataset(torch.arange(40) + k), range(9))]),
+    "subset": lambda k: Subset(range(50), [k, *range(20)]),  # type: ignore[arg-type]
+    "files": lambda k: Files(f"/data{k}", "" if k == 0 else "-new"),
+    "named": lambda k: Named(f"abc{k}"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_other_data_of_the_same_length_have_another_fingerprint(kind: str) -> None:
+    one, same, other = (fingerprint_of(MAKERS[kind](k)) for k in (0, 0, 1))
+    assert one == same and None not in (one, other) and one != other
+
+
+def test_a_folder_that_has_moved_is_the_same_data() -> None:
+    assert fingerprint_of(Files("/data")) == fingerprint_of(Files("/mnt/data"))
+
+
+@pytest.mark.parametrize("data", [range(9), Files, object(), [object()] * 3, np.array([{}]), np.float64(3), "text"])
+def test_what_nothing_is_known_of_has_none(data: Any) -> None:
+    assert fingerprint_of(data) in (None, fingerprint_of([object(), object(), object()]))
+
+
+def test_much_data_are_not_read(tmp_path: Path) -> None:
+    large = np.lib.format.open_memmap(str(tmp_path / "a.npy"), mode="w+", dtype=np.float32, shape=(200_000, 1000))
+    began = time.process_time()
+    assert fingerprint_of(large) is not None
+    assert time.process_time() - began < 5.0, "800 MB would take longer where they are read"
+
+
+def write_shards(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for i in range(3):
+            member = tarfile.TarInfo(f"{i}.txt")
+            member.size = len(content)
+            tar.addfile(member, BytesIO(content))
+
+
+def test_shards_are_known_by_names_and_sizes_wherever_they_lie(tmp_path: Path) -> None:
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", bytes(3000))):
+        write_shards(tmp_path / name, content)
+    a, b, c = (
+        fingerprint_of(ShardDataset(str(tmp_path / name / "*.tar"), index_folder=tmp_path / f"{name}i"))
+        for name in "abc"
+    )
+    assert a == b != c
+
+
+def load(made: Any, state: Any, data: Any, **how: Any) -> list[str]:
+    loader = made(data, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader.load_state_dict(state, **how)
+    assert all(one.category is LoaderWarning and one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
+def test_a_state_that_is_loaded_over_other_data_is_a_warning(made: Any) -> None:
+    loader = made([1, 2, 3, 4], 2)
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert load(made, state, [1, 2, 3, 4]) == []
+    [text] = load(made, state, [5, 6, 7, 8])
+    assert text.startswith("the state was saved with other data: the fingerprint of the dataset was ")
+    old = {name: value for name, value in state.items() if name not in ("data", "_data")}
+    assert load(made, old, [5, 6, 7, 8]) == [], "a state of an older version says nothing of the data"
+
+
+def test_with_strict_false_other_data_are_meant_and_where_warnings_are_errors_nothing_changes() -> None:
+    loader = ShardedDataLoader([1, 2, 3, 4], 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert load(ShardedDataLoader, state, [5, 6, 7, 8], strict=False) == []
+    other = ShardedDataLoader([5, 6, 7, 8], 2)
+    with pytest.raises(LoaderWarning):  # pytest makes warnings errors
+        other.load_state_dict(state)
+    assert (other.epoch, other.position) == (0, 0)
+
+
+def test_iterable_data_with_a_name_are_compared_too() -> None:
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self._fingerprint = name
+
+        def __iter__(self) -> Any:
+            return iter([sample_rng().random()] * 4)
+
+    loader = ShardedDataLoader(Stream("a"), 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert load(ShardedDataLoader, state, Stream("a")) == [] and len(load(ShardedDataLoader, [state], Stream("b"))) == 1
+
+
+def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data() -> None:
+    data = [1, 2, 3, 4]
+    loader = ShardedDataLoader(data, 2)
+    before = loader.state_dict()["data"]
+    data[0] = 9
+    assert loader.state_dict()["data"] == before
+    loader.refresh()
+    assert loader.state_dict()["data"] == fingerprint_of(data) != before
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_over_a_mixture_knows_weights_seed_and_turns(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(weights: Any, seed: int = 0) -> ShardedDataLoader:
+        mixed = interleave([range(600), range(600, 1200)], weights, seed)
+        return ShardedDataLoader((interleave([mixed, [1] * 900]) if nested else mixed).take(400), 4, seed=0)
+
+    state = json.loads(json.dumps(loader([3, 1]).state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader([6, 2]).load_state_dict(state)
+    for other in (loader([1, 3]), loader([3, 1], seed=1)):
+        with pytest.warns(LoaderWarning, match="saved with other data"):
+            other.load_state_dict(state)
+    monkeypatch.setattr(Schedule, "owner", lambda schedule, position: position % 2)  # as another version may mix
+    with pytest.warns(LoaderWarning, match="saved with other data"):
+        loader([3, 1]).load_state_dict(state)

@@ -15,7 +15,7 @@ import torch
 from sharded_loader import ConcatDataset, ShardedDataLoader, SimpleDataset, ThreadPool
 from sharded_loader.base.errors import notes_of
 from sharded_loader.data import seeding
-from sharded_loader.data.seeding import owners
+from sharded_loader.data.seeding import owners, reachable
 from sharded_loader.randomness.rng import SampleScope, reading
 
 
@@ -298,3 +298,19 @@ def test_the_search_is_done_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(seeding, "owners", lambda fn: searched.append(fn) or owners(fn))
     list(ShardedDataLoader(SimpleDataset(range(12)).transform(Owns(), seeded=True), 4))
     assert len(searched) == 3
+
+
+def test_the_search_of_an_object_goes_nearest_first_and_ends_at_its_bounds() -> None:
+    inner: list[Any] = [["far"]]
+    root: list[Any] = [inner, {"a": inner}, [1]]
+
+    def items(obj: Any) -> Any:
+        return ((f"[{number}]", child) for number, child in enumerate(obj))
+
+    def paths(**bounds: int) -> list[str]:
+        return [path for path, _ in reachable(root, items, "x", **bounds)]
+
+    assert paths() == ["x", "x[0]", "x[1]", "x[2]", "x[0][0]"]
+    assert paths(deepest=1) == ["x", "x[0]", "x[1]", "x[2]"]
+    assert paths(most=2) == ["x", "x[0]"]
+    assert paths(deepest=0) == ["x"]
