@@ -35,6 +35,7 @@ from sharded_loader.recordio import RecordFileDataset as RecordFileDataset
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.batch_samplers import BatchSampler as BatchSampler
 from sharded_loader.sampling.batch_samplers import BoundedBudgetSampler as BoundedBudgetSampler
+from sharded_loader.sampling.batch_samplers import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.sampling.batch_samplers import SortedBucketSampler as SortedBucketSampler
 from sharded_loader.sampling.bucket_samplers import BucketScheme as BucketScheme
 from sharded_loader.sampling.bucket_samplers import ConstWidthBucket as ConstWidthBucket
@@ -46,12 +47,11 @@ from sharded_loader.sampling.index_samplers import IntervalSampler as IntervalSa
 from sharded_loader.sampling.index_samplers import RandomSampler as RandomSampler
 from sharded_loader.sampling.index_samplers import SequentialSampler as SequentialSampler
 from sharded_loader.sampling.index_samplers import SortedSampler as SortedSampler
+from sharded_loader.sampling.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.sampling.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.sampling.index_samplers import WeightedRandomSampler as WeightedRandomSampler
-from sharded_loader.sampling.replicas import SplitSampler as SplitSampler
 from sharded_loader.sampling.shard_shuffle import EqualShards as EqualShards
 from sharded_loader.sampling.shard_shuffle import ShardShuffleSampler as ShardShuffleSampler
-from sharded_loader.sampling.shards import ShardedBatchSampler as ShardedBatchSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset
 from sharded_loader.storage.files import ShardError as ShardError

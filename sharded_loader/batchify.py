@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import Any, Literal
 
 from sharded_loader.base.described import an
-from sharded_loader.batching.default import Batchify, default_batchify_fn, unlike
+from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, to_numpy_dtype, unlike
 from sharded_loader.batching.pad import Pad
 from sharded_loader.batching.protocol import (
     Assemble,
@@ -33,7 +33,6 @@ from sharded_loader.batching.protocol import (
     in_fields,
     some,
 )
-from sharded_loader.batching.stack import is_numbers, stack, to_numpy_dtype
 
 __all__ = ["Dict", "List", "NamedTuple", "Pad", "Stack", "Tuple", "default_batchify_fn"]
 

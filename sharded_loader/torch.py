@@ -22,13 +22,14 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDat
 
 from sharded_loader.base.checks import refuse_arguments
 from sharded_loader.base.described import an
+from sharded_loader.base.entries import anything, parsed, read_entry
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import called_by, counted_by_fabric, refuse_skipping
-from sharded_loader.data.fingerprint import fingerprint_of, warn_of_other_data
+from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
 from sharded_loader.drop_in.iterator import LoaderIterator
-from sharded_loader.drop_in.place import Place, at_told_epoch
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
+from sharded_loader.drop_in.state import ADVICE, LoaderState, ResumePoint, at_named_epoch
 from sharded_loader.drop_in.workers import check_arguments
 from sharded_loader.engine.messages import Job, OnError
 from sharded_loader.loader.arguments import check_max_skipped
@@ -36,7 +37,7 @@ from sharded_loader.loader.iterator import Batch
 from sharded_loader.loader.stats import Meter, Metered
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.replicas import text_if_ranks_repeat
+from sharded_loader.sampling.order import text_if_ranks_repeat
 
 __all__ = ["DataLoader"]
 
@@ -122,16 +123,12 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         self.max_skipped = check_max_skipped(max_skipped, on_error)
         self._count_with(Meter(dataset, Notices(), self.max_skipped))
         self.device, self.devices, self.num_shards = device, devices, num_shards
-        self.start_method, self.thread_pool, self.restarts, self.max_bytes = (
-            start_method,
-            thread_pool,
-            restarts,
-            max_bytes,
-        )
+        self.start_method, self.thread_pool = start_method, thread_pool
+        self.restarts, self.max_bytes = restarts, max_bytes
         self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self._scales_prefetch = prefetch_factor is None
-        self._epochs, self._is_told = EpochCount(), False  # whether `set_epoch` was called
-        self._place: Place | None = None
+        self._epochs, self._names_epoch = EpochCount(), False  # whether `set_epoch` was called
+        self._resume_point: ResumePoint | None = None
         self._prepared: LoaderIterator | None = None
         self._loaded: dict[str, Any] | None = None
         self._rng_at_load: torch.Tensor | None = None
@@ -179,18 +176,19 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
-        state, self._loaded = self._loaded, None
-        if state is None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
             iterator = LoaderIterator(self)
         else:
-            epoch = int(state.get("_epoch", 0)) + bool(state["_iterator_finished"])
+            state = parsed(LoaderState, loaded, ADVICE)
+            epoch = state.epoch_to_begin
             by_fabric = counted_by_fabric(epoch)
-            if not by_fabric and "_sampler" in state:
-                state = at_told_epoch(state, self)
+            if not by_fabric and state.sampler is not None:
+                state = at_named_epoch(state, self._index_sampler, self._epochs)
             iterator = LoaderIterator(self, state)
             if by_fabric:
                 tell_epoch(self._index_sampler, epoch)
-        self._place = iterator.place
+        self._resume_point = iterator.resume_point
         return iterator
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
@@ -203,7 +201,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             self._iterator = self._get_iterator()
         else:
             self._iterator._reset(self)
-            self._place = getattr(self._iterator, "place", None)
+            self._resume_point = getattr(self._iterator, "resume_point", None)
         return self._iterator
 
     @property
@@ -241,7 +239,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        self._prepared, self._epochs.next, self._is_told = None, epoch, True
+        self._prepared, self._epochs.next, self._names_epoch = None, epoch, True
         tell_epoch(self._index_sampler, epoch)
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -288,14 +286,14 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         """
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        if self._place is None:
+        if self._resume_point is None:
             # The epoch is settled now, so that the state is the state of the epoch that comes.
             self._prepared = self._get_iterator()
             if self.persistent_workers and self.num_workers > 0:
                 self._iterator = self._prepared
-        if self._place is None:
+        if self._resume_point is None:
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        state, self._data = self._place.state_dict(), self._data or fingerprint_of(self.dataset)
+        state, self._data = self._resume_point.state_dict(), self._data or fingerprint_of(self.dataset)
         return state if self._data is None else {**state, "_data": self._data}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -307,22 +305,19 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler"
-        missing = [
-            name for name in ("_num_yielded", "_iterator_finished", "_base_seed", kind) if name not in state_dict
-        ]
-        if missing:
-            raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() of such a loader has returned")
+        state = parsed(LoaderState, state_dict, ADVICE)
+        read_entry(state_dict, kind, anything, ADVICE)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
         self._loaded = copy.deepcopy(dict(state_dict))
         self._rng_at_load = torch.get_rng_state()
         self._prepared = None
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._epochs.next = int(state_dict.get("_epoch", 0)) + bool(state_dict["_iterator_finished"])
+        self._epochs.next = state.epoch_to_begin
         if isinstance(self.sampler, ShuffleSampler):
             self.sampler.forget_epoch()
         tell = getattr(self.dataset, "set_epoch", None)
-        if "_epoch_of_dataset" in state_dict and callable(tell):
-            tell(state_dict["_epoch_of_dataset"])
+        if state.epoch_of_dataset is not None and callable(tell):
+            tell(state.epoch_of_dataset)
         if isinstance(self._iterator, LoaderIterator):  # its workers have datasets and generators of another time
             self._iterator._shutdown_workers()
             self._iterator = None
@@ -331,7 +326,7 @@ class DataLoader(Metered, torch.utils.data.DataLoader[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments. Workers and positions stay here."""
-        gone = ("_iterator", "_place", "_prepared", "_loaded", "_rng_at_load", "_job")
+        gone = ("_iterator", "_resume_point", "_prepared", "_loaded", "_rng_at_load", "_job")
         own = {"_meter": Meter(self.dataset, Notices(), self.max_skipped), "_epochs": copy.copy(self._epochs)}
         return {**self.__dict__, **dict.fromkeys(gone), **own}
 

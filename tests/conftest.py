@@ -68,20 +68,27 @@ SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 """For what is harder under spawn."""
 
 
+_quick = False  # whether only the quick tests run
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The quick tests try a quarter of the examples. Tests may set a number of their own."""
-    if "not slow" in config.option.markexpr:
+    global _quick
+    _quick = "not slow" in config.option.markexpr
+    if _quick:
         hypothesis.settings.load_profile("quick")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the quick tests. Tests marked `frameworks`, `ray` or `stores` run where ``-m`` names these."""
-    for name in ("frameworks", "ray", "stores"):
-        if name not in config.option.markexpr:
-            apart = [item for item in items if item.get_closest_marker(name)]
-            config.hook.pytest_deselected(items=apart)
-            items[:] = [item for item in items if not item.get_closest_marker(name)]
+    apart = {name for name in ("frameworks", "ray", "stores") if name not in config.option.markexpr}
+    if apart:
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            chosen[apart.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
     _choose_methods(items)
     if not WITH_RAY:
         _choose_costly(items)
@@ -108,21 +115,21 @@ def _choose_methods(items: list[pytest.Item]) -> None:
     A test that is marked `also_spawned` is quick under spawn too.
     """
     first: dict[tuple[str, str], str] = {}
+    any_method = re.compile(rf"\b({'|'.join(PROCESS_POOLS) or '(?!)'})\b")
     for item in items:
         test, _, names = item.nodeid.partition("[")
-        methods = [name for name in re.split(r"[-\]]", names) if name in PROCESS_POOLS]
-        if not methods or item.get_closest_marker("slow"):
+        method = next((name for name in re.split(r"[-\]]", names) if name in PROCESS_POOLS), None)
+        if method is None or item.get_closest_marker("slow"):
             continue
-        others = re.sub(rf"\b({'|'.join(PROCESS_POOLS)})\b", "any", names)
-        chosen = first.setdefault((test, others), methods[0])
-        if methods[0] != chosen and not (methods[0] == "spawn" and item.get_closest_marker("also_spawned")):
+        chosen = first.setdefault((test, any_method.sub("any", names)), method)
+        if method != chosen and not (method == "spawn" and item.get_closest_marker("also_spawned")):
             item.add_marker(pytest.mark.slow)
 
 
 def covering(strength: int = 1, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrise a test with all combinations. Those that bring no new value are slow.
 
-    Those of the forkserver are slow too.
+    Those of the forkserver are slow too. The quick tests do not even collect the slow ones.
 
     Args:
         strength: 0: all but one are slow, 2: those that bring no new pair of values together, 3: no new three.
@@ -140,7 +147,8 @@ def covering(strength: int = 1, **parameters: Iterable[Any]) -> pytest.MarkDecor
         best = max(range(len(rows)), key=lambda number: len(parts[number] & missing))
         quick.add(best)
         missing -= parts[best]
-    marked = [row if n in quick else pytest.param(*row, marks=pytest.mark.slow) for n, row in enumerate(rows)]
+    slow = () if _quick and quick else pytest.mark.slow
+    marked = [pytest.param(*row, marks=() if n in quick else slow) for n, row in enumerate(rows) if n in quick or slow]
     return pytest.mark.parametrize(tuple(parameters), marked)
 
 
@@ -254,8 +262,11 @@ def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
 def _children(pid: int) -> list[int] | None:
     """Children of a process as the kernel lists them; None where it does not (psutil looks at all processes, 15 ms)."""
     try:
-        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
-        return [int(child) for task in tasks for child in task.read_text().split()]
+        found: list[int] = []
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+        return found
     except FileNotFoundError:
         return [] if os.path.isdir("/proc/self") and not os.path.isdir(f"/proc/{pid}") else None
 
@@ -276,13 +287,19 @@ def _descendants() -> list[psutil.Process]:
     return found
 
 
+_helpers: set[psutil.Process] = set()  # equal only for the same pid and start: a later process with the pid is none
+
+
 def _processes() -> set[int]:
     found = set()
     for child in _descendants():
+        if child in _helpers:
+            continue
         try:
             command = " ".join(child.cmdline())
-            is_helper = any(one in command for one in HELPERS) or re.match(r"ray::(?!Loader)", command)
-            if child.status() != psutil.STATUS_ZOMBIE and not is_helper:
+            if any(name in command for name in HELPERS) or re.match(r"ray::(?!Loader)", command):
+                _helpers.add(child)
+            elif child.status() != psutil.STATUS_ZOMBIE:
                 found.add(child.pid)
         except psutil.NoSuchProcess:
             continue
@@ -303,13 +320,13 @@ def _descriptors() -> dict[int, str]:
     found: dict[int, str] = {}
     if _with_ray():
         return found  # connections of Ray's to whom it has talked
-    for entry in Path("/proc/self/fd").iterdir() if os.path.isdir("/proc/self/fd") else ():
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
-            to = os.readlink(entry)
+            to = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if not KEPT_OPEN.search(to):
-            found[int(entry.name)] = to
+            found[int(name)] = to
     return found
 
 

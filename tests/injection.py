@@ -18,15 +18,14 @@ PUMP = (
     *(
         "loader.py",
         "iterator.py",
-        "progress.py",
+        "epochs.py",
         "stats.py",
         "pipeline.py",
-        "run.py",
         "split.py",
         "order.py",
         "messages.py",
     ),
-    *("pool.py", "threads.py", "inline.py", "link.py", "translation.py", "codec.py", "arena.py"),
+    *("pool.py", "threads.py", "inline.py", "link.py", "supervised.py", "codec.py", "arena.py"),
     *("placement.py", "tree.py", "deaths.py", "grouping.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""

@@ -180,16 +180,16 @@ class ReadyToDie:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.pools.process import worker
+        from sharded_loader.pools.process import link
 
-        send = worker.send_message
+        send = link.send_message
 
         def send_and_fail(*message: Any) -> None:
-            worker.send_message = send
+            link.send_message = send
             send(*message)
             self.fail()
 
-        worker.send_message = send_and_fail
+        link.send_message = send_and_fail
 
 
 class DiesWhileSending:
@@ -199,14 +199,13 @@ class DiesWhileSending:
         self.fail = fail
 
     def __call__(self, number: int) -> None:
-        from sharded_loader.engine import messages
-        from sharded_loader.pools.process import wire, worker
+        from sharded_loader.pools.process import link
 
-        send = worker.send_message
+        send = link.send_message
 
         def send_half(conn: Any, head: bytes, places: Any, buffers: Any) -> None:
-            if head[:1] == messages.RESULTS:
-                frame = wire.head_frame(head, places)
+            if head[:1] == link.RESULTS:
+                frame = link.head_frame(head, places)
                 os.write(conn.fileno(), struct.pack("!i", len(frame)) + frame[: len(frame) // 2])
                 self.fail()
                 os.write(conn.fileno(), frame[len(frame) // 2 :])
@@ -215,7 +214,7 @@ class DiesWhileSending:
             else:
                 send(conn, head, places, buffers)
 
-        worker.send_message = send_half
+        link.send_message = send_half
 
 
 def nothing() -> None:

@@ -306,11 +306,7 @@ class SimulatedStreams(Streams):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)
 
-    def copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self._copy(target, source)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()
         machine.log.append(("copy", stream.name))
         start, nbytes = source.data_ptr(), source.nbytes
@@ -326,6 +322,7 @@ class SimulatedStreams(Streams):
             done.passed = True
 
         stream.give(move, reads=range(start, start + nbytes))
+        return target
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
         for tensor in tensors:

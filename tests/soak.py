@@ -238,7 +238,7 @@ class Round:
                 self.tally.faults["worker killed"] += 1
 
     def kill_template(self) -> None:
-        crew = getattr(self.loader.pool, "_resources", None)
+        crew = getattr(self.loader.pool, "_transport", None)
         if crew is not None and crew.template is not None:
             with contextlib.suppress(ProcessLookupError, ValueError):
                 crew.template._process.kill()

@@ -6,25 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.imports import FUNCTION, HIDDEN, circles, imports_of, read_sources, upward
+from benchmarks.imports import FUNCTION, HIDDEN, Import, circles, imports_of, read_sources, upward
 from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, out_of_core, sizes_of
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
-IMPORTS = imports_of(SOURCES)
 LAZY = {("loader.arguments", "pools.ray.pool")}
 """Imports of optional modules by the core, in a function: the loader makes a `RayPool` for the user who names Ray."""
 
 
-def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden() -> None:
-    assert circles(SOURCES, IMPORTS) == []
-    assert upward(IMPORTS, FLOORS) == []
-    assert [one for one in IMPORTS if one.kind == HIDDEN] == []
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return imports_of(SOURCES)
 
 
-def test_the_core_imports_no_optional_module() -> None:
-    outward = out_of_core(IMPORTS)
+def test_no_modules_import_each_other_and_no_import_goes_upwards_or_is_hidden(imports: list[Import]) -> None:
+    assert circles(SOURCES, imports) == []
+    assert upward(imports, FLOORS) == []
+    assert [found for found in imports if found.kind == HIDDEN] == []
+
+
+def test_the_core_imports_no_optional_module(imports: list[Import]) -> None:
+    outward = out_of_core(imports)
     lazy = [found for found in outward if found.kind == FUNCTION]
     assert [found for found in outward if found not in lazy] == []
     names = {(found.importer.partition(".")[2], found.imported.partition(".")[2]) for found in lazy}

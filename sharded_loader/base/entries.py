@@ -74,7 +74,7 @@ def dict_of(kind: type[Any]) -> Reader:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
+class _StateField(NamedTuple):
     name: str
     field: str
     default: Any
@@ -103,14 +103,14 @@ def entry(
     return field(default=default, metadata={"entry": (name, read, differs, write)})
 
 
-_known: dict[Any, list[_Entry]] = {}
+_known: dict[Any, list[_StateField]] = {}
 
 
-def _entries(kind: Any) -> list[_Entry]:
+def _entries(kind: Any) -> list[_StateField]:
     if kind not in _known:
         declared = [(one, one.metadata["entry"]) for one in fields(kind) if "entry" in one.metadata]
         _known[kind] = [
-            _Entry(name or one.name, one.name, one.default, *functions) for one, (name, *functions) in declared
+            _StateField(name or one.name, one.name, one.default, *functions) for one, (name, *functions) in declared
         ]
     return _known[kind]
 

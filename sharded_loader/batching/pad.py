@@ -1,7 +1,7 @@
 """`Pad`: samples of different lengths become one array.
 
-Along one axis, or along every axis, the samples are filled up with ``pad_val`` to the longest of the batch (or to a
-multiple of ``round_to``); the other axes must agree. Samples longer than ``max_length`` are cut first. The result is
+Along one axis, or along every axis, the samples are filled up with ``pad_val`` to the longest of the batch, or to a
+multiple of ``round_to``. The other axes must agree. Samples longer than ``max_length`` are cut first. The result is
 written once, into memory that the caller's allocator gave: row by row, or, if rows are short, as the bytes of all rows
 and of what fills them up. A ``pad_val`` that does not fit the dtype is rejected with an error. Samples are cast to a
 given ``dtype`` as NumPy casts them. Lengths and mask are arrays from the same allocator.
@@ -19,18 +19,18 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.base.described import call_of
-from sharded_loader.batching.default import Batchify
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
-from sharded_loader.batching.stack import (
+from sharded_loader.batching.default import (
     COPIED_AT_ONCE,
     JOINABLE,
     JOINED_BYTES,
+    Batchify,
     as_array,
     common_dtype,
     is_new,
     is_numbers,
     to_numpy_dtype,
 )
+from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty, ragged
 from sharded_loader.batching.tensors import check_no_grad, dtype_of, empty_tensor, is_plain, numpy_can
 from sharded_loader.batching.tree import are_tensors
 

@@ -39,7 +39,7 @@ _NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex12
 def stack_tensors(tensors: Sequence[Any], empty: Empty, dtype: np.dtype[Any] | None = None) -> Any:
     """Stack torch tensors. Returns a NumPy array where NumPy has the dtype.
 
-    Args and errors: those of `sharded_loader.batching.stack.stack`.
+    Args and errors: those of `sharded_loader.batching.default.stack`.
     """
     torch: Any = sys.modules["torch"]
     if dtype is None and torch.is_grad_enabled() and is_plain(tensors) and len(set(map(dtype_of, tensors))) == 1:

@@ -11,9 +11,9 @@
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
 | torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
-The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where
-that is not certain (a subclass that reads in its own way, tensors on a device, indices that are no integers) the
-answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Hugging Face samples are those of its
+The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where that
+is not certain, the answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Examples are a subclass
+that reads in its own way, tensors on a device, and indices that are no integers. Hugging Face samples are those of its
 ``__getitems__``, which torch's DataLoader reads too: in NumPy format ``dataset[i]`` gives a float column as float64,
 ``dataset[[i]]`` as float32.
 
@@ -221,7 +221,7 @@ def as_bulk(dataset: Any) -> Gather | None:
 
 
 def takes_arrays(dataset: Any) -> bool:
-    """Whether `as_bulk` reads this dataset by arrays of indices, so that nobody need make lists of them.
+    """Whether `as_bulk` reads this dataset by arrays of indices, so that no lists need be made of them.
 
     Example:
         >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
@@ -236,8 +236,8 @@ def takes_arrays(dataset: Any) -> bool:
 def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
     """How to read many samples of a dataset at once: its ``__getitems__``.
 
-    torch's `Subset` has one always. It is looked through: where the dataset inside has none, samples are read one
-    by one, and where it has, each keeps its place, so that its random numbers are those of the loader's index.
+    torch's `Subset` always has one. It is looked through. If the dataset inside has none, samples are read one by one.
+    If it has one, each sample keeps its key, so its random numbers are those of the loader's index.
 
     Example:
         >>> as_items([1, 2, 3]) is None

@@ -73,7 +73,7 @@ def bulk_method(dataset: Any, name: str) -> Any:
     plain = READS[: READS.index(name)]
     if known_to(type(dataset), name, plain) is None and name not in getattr(dataset, "__dict__", ()):
         return None
-    # Where nothing inside is faster, torch's method reads one by one, and nobody knows which sample it is at.
+    # Where nothing inside is faster, torch's method reads one by one, and an error would not name its sample.
     if name == "__getitems__" and any(bulk_method(inner, name) is None for inner in _read_by_torch(dataset)):
         return None
     return getattr(dataset, name, None)
@@ -250,7 +250,8 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         elif is_column(column):
             # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
             # one thread took 78 (256 rows of 3x32x32 uint8).
-            tensor, out = new_rows(column, count, empty)
+            held, tensor = empty_tensor((count, *column.shape[1:]), column.dtype, empty)
+            out = as_numpy(tensor) if held is None else held
             fields.append(tensor)
             column = as_numpy(column)
         else:
@@ -263,21 +264,6 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         else:
             out[...] = column[rows]  # a run in one copy: 20 us where taking the same 256 rows one by one costs 24
     return fields
-
-
-def new_rows(column: Any, count: int, empty: Empty) -> tuple[Any, Any]:
-    """A batch of ``count`` rows like a column's, not written yet; and its memory, as an array.
-
-    Example:
-        >>> new_rows(np.zeros((9, 2)), 3, np.empty)[0].shape
-        (3, 2)
-    """
-    shape = (count, *column.shape[1:])
-    if isinstance(column, np.ndarray):
-        array = empty(shape, column.dtype.newbyteorder("="))
-        return array, array
-    held, tensor = empty_tensor(shape, column.dtype, empty)
-    return tensor, as_numpy(tensor) if held is None else held
 
 
 def _other_rows(column: Any, where: Int64s, empty: Empty) -> Any:

@@ -15,7 +15,7 @@ A dataset owns no thread and no process. Where it can it reads in bulk: ``get_ba
 and ``__getitems__`` exactly where what it wraps has them.
 
 A part of a part is made a part of the dataset at once, so reading a sample takes one look-up, however often a dataset
-was cut. A part owns its array of indices, which nobody can change.
+was cut. A part owns its array of indices, which cannot be changed.
 
 A cache keeps every sample until ``max_bytes`` are full, and none is evicted: when each epoch visits all samples in a
 fresh random order, every policy hits equally often. Each process has its own entries, so ``n`` worker processes hold up
@@ -40,6 +40,7 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -67,6 +68,9 @@ from sharded_loader.data.seeding import each_by_its_key, handed_out, next_level,
 from sharded_loader.data.splits import split_sizes, stratified_parts
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import IndexView, Selection, bound_of, composed, shuffled_parts, taken
+
+Batches = Callable[[int], Any]
+NextBatch = Callable[[], "int | None"]
 
 
 class Dataset:
@@ -251,7 +255,7 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(First(fn), lazy, seeded)
+        return self.transform(_OfFirst(fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
         """The samples in order."""
@@ -283,6 +287,11 @@ class Outer(Dataset):
             if hasattr(inner, "set_epoch"):
                 inner.set_epoch(epoch)
 
+    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
+        """See `follow`: tell the datasets inside, each with its own indices."""
+        for inner in self._inside:
+            follow(inner, batches, position, later)
+
 
 class Wrapper(Outer):
     """Around one other dataset."""
@@ -312,6 +321,9 @@ class View(Wrapper):
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
         """A finished batch, in memory from ``empty``."""
         return gather(self._dataset, self._inner(indices), empty)
+
+    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
+        follow(self._dataset, _each(batches, self._inner), position, _each(later, self._inner))
 
 
 class SimpleDataset(View):
@@ -480,7 +492,7 @@ def _level_of(dataset: Any) -> int | None:
     return dataset._level if isinstance(dataset, TransformDataset) else None
 
 
-class First:
+class _OfFirst:
     """``fn`` of the first field of a sample."""
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
@@ -668,5 +680,94 @@ class ConcatDataset(Outer):
             return gather(chunks[0][0], chunks[0][1], empty)
         return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
 
+    def _follow(self, batches: Batches, position: NextBatch, later: Batches) -> None:
+        for part in filter(can_follow, self._parts):
+            inner = partial(self._of_part, part)
+            follow(part, _each(batches, inner), position, _each(later, inner))
+
+    def _of_part(self, part: Any, indices: Indices) -> Int64s:
+        """The indices that lie in one part, as the part counts them."""
+        chunks = [inner for owner, inner, _ in self._chunks(indices) if owner is part]
+        return np.concatenate([np.zeros(0, np.int64), *chunks])
+
     def __repr__(self) -> str:
         return " + ".join(briefs(self._parts))
+
+
+# -- datasets that read from servers -----------------------------------------------------------------------------------
+
+
+def follow(dataset: Any, batches: Batches, position: NextBatch, later: Batches) -> None:
+    """Tell the datasets inside that have a method ``follow`` which samples come. `ShardDataset` fetches shards by it.
+
+    Args:
+        dataset: any; its wrappers translate the indices.
+        batches: number -> the indices of a batch; None after the last one. All three functions are called by threads of
+            the dataset, at any time in the epoch.
+        position: the number of the batch that the user receives next; None: the epoch is not read any more.
+        later: number -> the indices of a batch of the next epoch, counted from 0; None after the last one.
+
+    Example:
+        >>> class Shards(SimpleDataset):
+        ...     def follow(self, batches, position, later): print(batches(0).tolist(), position(), later(0).tolist())
+        >>> follow(SimpleDataset(Shards(range(9))).take(5), lambda number: [4, 0], lambda: 0, lambda number: [3])
+        [4, 0] 0 [3]
+    """
+    method = getattr(dataset, "follow", None)
+    if callable(method):
+        method(batches, position, later)
+    elif isinstance(dataset, Outer):
+        dataset._follow(batches, position, later)
+
+
+def can_follow(dataset: Any) -> bool:
+    """Whether a dataset, or one inside it, wants to know which samples come.
+
+    Example:
+        >>> can_follow([1, 2])
+        False
+    """
+    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    return callable(getattr(dataset, "follow", None)) or any(map(can_follow, inside))
+
+
+def _each(batches: Batches, translate: Callable[[Any], Any]) -> Batches:
+    """The indices of each batch, translated."""
+
+    def translated_batch(number: int) -> Any:
+        indices = batches(number)
+        return None if indices is None else translate(indices)
+
+    return translated_batch
+
+
+_retries: list[None] = []
+
+
+def note_retry() -> None:
+    """A request to a server is tried again (`storage.stores`). Any thread may call it.
+
+    Example:
+        >>> before = retries_here()
+        >>> note_retry()
+        >>> retries_here() - before
+        1
+    """
+    _retries.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
+
+
+def retries_here() -> int:
+    """The number of requests tried again since the process began, and before that in the one it was forked from."""
+    return len(_retries)
+
+
+def retries_of(dataset: Any) -> int:
+    """The number of requests that a dataset, and those inside it, have tried again in this process.
+
+    Example:
+        >>> retries_of([1, 2])
+        0
+    """
+    counted = getattr(dataset, "retries", None) if callable(getattr(dataset, "follow", None)) else None
+    inside = dataset._inside if isinstance(dataset, Outer) else ()
+    return counted if isinstance(counted, int) else sum(map(retries_of, inside))

@@ -99,7 +99,7 @@ def tag_of(found: os.stat_result) -> str:
 
 def is_rewritten(then: str, now: str) -> bool:
     """Whether a file was written again or replaced, by its tags. A change of its mode or of its links does not count,
-    nor does a file system that numbers its files anew: they change either the last time or the inode.
+    nor does a file system that gives its files new numbers: they change either the last time or the inode.
 
     Example:
         >>> is_rewritten("100 7 100", "100 7 200"), is_rewritten("100 7 100", "100 8 200")

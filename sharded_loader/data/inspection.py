@@ -1,4 +1,4 @@
-"""What a dataset of the user's, or an object of another library, can do. Nothing of it is called to find out.
+"""What can be known of a dataset before it is read: what it can do, which files it holds open, and a fingerprint.
 
     is_indexed(dataset)       it is read by index, as torch's map-style datasets
     is_stream(dataset)        it is read in its own order only: iterable data
@@ -6,18 +6,60 @@
     keeps_place(dataset)      it may know in itself how far it was read
     known_parts(dataset)      how many parts iterable data is made of
     takes_part(function)      a function asks which part it is to read
+    open_file(dataset)        the first open file that is found, as "dataset.f"
+    fingerprint_of(dataset)   a few bytes that tell other data of the same length: states have them
 
-What can go wrong: nothing. What cannot be found out counts as missing.
+No sample is read. Of the user's own code only what a file class defines is called, and ``_fingerprint``. What cannot be
+found out counts as missing.
+
+*Open files.* A file has one position. Where worker A seeks and worker B seeks before A reads, A gets B's bytes: wrong
+samples, without an error. Threads share the file object; forked processes share the position behind it. Spawned workers
+get the dataset as a pickle: a file of bytes cannot be pickled, and a text that is read goes as a copy of its own. The
+search looks a few levels deep at the attributes of the dataset, and of the datasets inside it, and only at the first
+entries of long lists.
+
+*Fingerprints.* What is in memory or known counts: ``_fingerprint`` (Hugging Face's datasets, `ShardDataset`), a few
+rows of arrays and tensors, a few items of lists of plain values. Inside an object it is what a wrapper wraps, the first
+turns of a mixture, and public attributes that are as long as the dataset. Of a path only the last part counts: a folder
+may have moved. It takes less than a millisecond, once for each loader.
+
+What can go wrong: a file that lies deeper, or that a library hides (HDF5, LMDB), is not found. A file that is only read
+with ``os.pread``, or under a lock of another object, is reported though it does no harm. A dataset that raises an error
+has no fingerprint.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import sys
-from collections.abc import Callable
+import threading
+import types
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from types import FunctionType
+from os import PathLike
 from typing import Any
+
+import numpy as np
+
+from sharded_loader.base.interrupts import is_from_outside
+from sharded_loader.base.notices import warn
+from sharded_loader.batching.tree import is_tensor
+from sharded_loader.data.columns import PackedList
+
+DEPTH, ENTRIES, OBJECTS = 4, 8, 1000
+"""Of a search for open files: levels, the entries of a list or dict, and the objects of a level."""
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+ITEMS, NUMBERS, DEEPEST = 16, 1024, 8
+"""How many items of a list or rows of an array count, numbers or characters of each, and wrappers inside each other."""
+
+_WRAPPED = ("dataset", "datasets", "tensors", "_dataset", "_indices", "_parts", "_columns", "_schedule")
+
+# -- what it can do ----------------------------------------------------------------------------------------------------
 
 
 def has_own(kind: type, name: str) -> bool:
@@ -66,7 +108,7 @@ def is_stateful(one: Any) -> bool:
         return False
     # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
     function: Any = getattr(one.state_dict, "__func__", None)
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, types.FunctionType):
         return True
     return function.__code__.co_argcount - len(function.__defaults__ or ()) <= 1
 
@@ -122,3 +164,150 @@ def takes_part(function: Callable[..., Any]) -> bool:
         return False
     by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return sum(one.default is one.empty for one in by_position) >= 2
+
+
+# -- open files --------------------------------------------------------------------------------------------------------
+
+
+def open_file(dataset: Any, in_threads: bool = False) -> str | None:
+    """Where a dataset holds an open file with a position, as the user would write it.
+
+    Args:
+        dataset: any object.
+        in_threads: a file beside a lock, in the same object, does not count: the lock is taken to guard it.
+
+    Example:
+        >>> import tempfile, types
+        >>> with tempfile.TemporaryFile() as file:
+        ...     open_file(types.SimpleNamespace(source=[file]))
+        'dataset.source[0]'
+    """
+    seen: set[int] = set()
+    level = [("dataset", dataset)]
+    for _ in range(DEPTH):
+        below = (child for path, one in level for child in _children(one, path, in_threads))
+        level = [(path, one) for path, one in islice(below, OBJECTS) if id(one) not in seen]
+        seen.update(id(one) for _, one in level)
+        found = next((path for path, one in level if issubclass(type(one), io.IOBase) and _has_position(one)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def warn_of_open_file(dataset: Any, kind: str) -> None:
+    """Warn if workers of this kind, ``"threads"`` or ``"forked processes"``, would share a file of the dataset."""
+    found = open_file(dataset, kind == "threads")
+    if found is None:
+        return
+    own = "threading.local()" if kind == "threads" else "os.getpid()"
+    warnings.warn(
+        f"{found} is an open file, and the workers are {kind}, which share its position: they may read each other's "
+        f"data, and give wrong samples. Open it in __getitem__, once for each worker (see {own}), or read with "
+        f"os.pread, which uses no position",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _children(one: Any, path: str, in_threads: bool) -> Iterator[tuple[str, Any]]:
+    if type(one) in (list, tuple):
+        yield from ((f"{path}[{number}]", value) for number, value in enumerate(one[:ENTRIES]))
+    elif type(one) is dict:
+        yield from ((f"{path}[{key!r}]", value) for key, value in list(islice(one.items(), ENTRIES)))
+    elif not issubclass(type(one), (type, types.ModuleType, io.IOBase)):  # isinstance asks the object too
+        try:
+            attributes = object.__getattribute__(one, "__dict__")  # no __getattr__ of the user's is called
+        except AttributeError:
+            return
+        if not in_threads or not any(type(value) in _LOCKS for value in attributes.values()):
+            yield from ((f"{path}.{name}", value) for name, value in list(attributes.items()))
+
+
+def _has_position(file: io.IOBase) -> bool:
+    try:
+        file.fileno()  # one in memory has none
+        return file.readable() and file.seekable()  # not a log
+    except Exception:  # it is closed, or a class of the user's cannot say: no reason to end the epoch
+        return False
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """A short text that is the same in every process, and probably another one for other data.
+
+    Example:
+        >>> fingerprint_of([1, 2]) == fingerprint_of([1, 2]) != fingerprint_of([1, 3])
+        True
+        >>> fingerprint_of(range(3)) is None
+        True
+    """
+    try:
+        found = _of_data(dataset, 0)
+    except Exception as error:  # the user's class
+        if is_from_outside(error):
+            raise
+        return None
+    return f"{zlib.crc32(found):08x}" if found else None
+
+
+def warn_of_other_data(saved: Any, own: str | None) -> None:
+    """Warn if a state was saved with other data. A state of an older version says nothing of them."""
+    if isinstance(saved, str) and own is not None and saved != own:
+        warn(
+            f"the state was saved with other data: the fingerprint of the dataset was {saved}, and is {own}. The "
+            f"loader goes on at this position in the data that it has. Load the original data. If you mean the change, "
+            f"call load_state_dict(state, strict=False) of a ShardedDataLoader, or ignore this LoaderWarning"
+        )
+
+
+def _of_data(data: Any, depth: int) -> bytes:
+    """What is known of a dataset, or of something in it; nothing if nothing is."""
+    own = getattr(data, "_fingerprint", None)
+    if isinstance(own, str):
+        return own.encode()
+    if depth > DEEPEST or isinstance(data, range | str | bytes):
+        return b""
+    if isinstance(data, np.ndarray) or is_tensor(data):
+        return _of_rows(data)
+    if isinstance(data, list | tuple | PackedList):
+        return b"|".join(_of_item(data[i], depth + 1) for i in _some(len(data)))
+    found = []
+    for name, value in sorted(getattr(data, "__dict__", {}).items()):
+        is_column = (
+            not name.startswith("_") and isinstance(value, np.ndarray | list | tuple) and len(value) == len(data)
+        )
+        if name in _WRAPPED or is_column:
+            found.append(_of_data(value, depth + 1))
+    return b"/".join(found) if any(found) else b""
+
+
+def _of_item(item: Any, depth: int) -> bytes:
+    if isinstance(item, str | PathLike):
+        return str(item).replace("\\", "/").rsplit("/", 1)[-1][:NUMBERS].encode(errors="replace")
+    if isinstance(item, bytes):
+        return item[:NUMBERS]
+    if item is None or isinstance(item, bool | int | float | complex | np.generic):
+        return str(item).encode()
+    if isinstance(item, dict):
+        return _of_data([*item.keys(), *item.values()], depth)
+    return _of_data(item, depth)
+
+
+def _of_rows(array: Any) -> bytes:
+    """Shape, type, and numbers of some rows, from all over each row."""
+    if is_tensor(array):
+        if array.device.type != "cpu":
+            return b""
+        array = array.detach().numpy()
+    if array.dtype.hasobject or not array.ndim:
+        return b""
+    rows = (array[i : i + 1].flat for i in _some(len(array)))
+    numbers = b"".join(row[:: max(1, len(row) // NUMBERS)].tobytes() for row in rows)
+    return f"{array.shape}{array.dtype.str}".encode() + numbers
+
+
+def _some(length: int) -> Iterable[int]:
+    """A few positions, from the first to the last."""
+    return range(length) if length <= ITEMS else [i * (length - 1) // (ITEMS - 1) for i in range(ITEMS)]

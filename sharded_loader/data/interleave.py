@@ -15,9 +15,9 @@ at the beginning. With several workers, a dataset that is read by index is divid
 A function may take two arguments, the number of the worker and the number of workers. Other datasets ask torch's
 ``get_worker_info``.
 
-What can go wrong: an argument that is no list of datasets (the error says what to write instead), a dataset without
-samples (ValueError that names it), a state of another mixture (ValueError that says what differs), or one that was
-saved with more samples (ValueError with both numbers). An exception of a dataset passes as it is.
+What can go wrong: an argument is no list of datasets: the error says what to write instead. A dataset has no samples: a
+ValueError names it. A state is one of another mixture, or was saved with more samples: a ValueError says what differs.
+An exception of a dataset passes as it is.
 
 Source of the idea: `sharded_loader.data.schedule` names it; the words for ``stop`` are those of Hugging Face's
 ``interleave_datasets``.
@@ -388,7 +388,7 @@ _ADVICE = "give what state_dict() of a mixture returned"
 
 
 @dataclass(frozen=True)
-class _Position:
+class _MixPosition:
     """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
 
     schedule: int = entry(integer(), "the datasets took turns by another schedule")
@@ -416,8 +416,8 @@ class InterleavedIterable:
         self._schedule = schedule
         self._stop = stop
         self._epoch: Any = 0
-        self._loaded: _Position | None = None  # where the next iteration begins
-        self._last: _Reading | None = None  # the one that began or yielded last
+        self._loaded: _MixPosition | None = None  # where the next iteration begins
+        self._last: _Iteration | None = None  # the one that began or yielded last
         iterable = [dataset for dataset in map(datasets.__getitem__, schedule.sources) if not is_indexed(dataset)]
         shards = [number for number in map(known_parts, iterable) if number is not None]
         if shards:
@@ -435,7 +435,7 @@ class InterleavedIterable:
         """The samples. The iteration begins when the first one is asked for."""
         state, self._loaded = self._loaded, None
         schedule, datasets = self._schedule, self._datasets
-        reading = _Reading(self._beginning() if state is None else state, datasets, schedule.sources)
+        reading = _Iteration(self._beginning() if state is None else state, datasets, schedule.sources)
         self._last = reading
         while True:
             source = reading.sources[schedule.owner(reading.position)]
@@ -474,7 +474,7 @@ class InterleavedIterable:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_ADVICE}")
-        position = parsed(_Position, state, _ADVICE, "interleave: the state")
+        position = parsed(_MixPosition, state, _ADVICE, "interleave: the state")
         differences = list(differing(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
@@ -487,10 +487,10 @@ class InterleavedIterable:
             self.set_epoch(position.epoch)
         self._loaded, self._last = position, None
 
-    def _beginning(self) -> _Position:
+    def _beginning(self) -> _MixPosition:
         schedule = self._schedule
         sources = (BEGINNING,) * len(schedule.sources)
-        return _Position(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
+        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._datasets)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
@@ -501,10 +501,10 @@ def _tell_torch() -> None:
     sys.modules["torch.utils.data"].IterableDataset.register(InterleavedIterable)
 
 
-class _Reading:
+class _Iteration:
     """One iteration: how far it is in the mixture and in each source."""
 
-    def __init__(self, begin: _Position, datasets: Sequence[Any], numbers: Sequence[int]) -> None:
+    def __init__(self, begin: _MixPosition, datasets: Sequence[Any], numbers: Sequence[int]) -> None:
         self._begin, self.position = begin, begin.position
         # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
         worker = this_worker() if any(map(is_divided, datasets)) else None
@@ -514,5 +514,5 @@ class _Reading:
             for number, point in zip(numbers, begin.sources, strict=True)
         ]
 
-    def state(self) -> _Position:
+    def state(self) -> _MixPosition:
         return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))

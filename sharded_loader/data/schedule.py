@@ -47,7 +47,7 @@ CIRCLE = 1 << 32
 STEPS = (1_257_966_797, 3_144_134_277, 2_654_435_769)
 """The odd numbers next to ``(1 - sqrt(1/2)) * 2^32``, ``(sqrt(3) - 1) * 2^32`` and ``(sqrt(5) - 1) / 2 * 2^32``: for a
 mixture, for a mixture of mixtures, and so on. With one step for all, a rank reads an inner mixture of 1:1:1 up to 94 of
-1,000 samples away from its shares; with these, up to 30, which is no more than in a random order.
+1,000 samples away from its shares. With these it is up to 30, which is no more than in a random order.
 
 The fraction of each number has strides after which it comes back to nearly the same value. Those of the first are 3, 7,
 17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
@@ -141,6 +141,11 @@ class Schedule:
         self._bounds[:, order] = edges[:-1], edges[1:]
         self._lists = self._ends.tolist(), order.tolist(), self._bounds.T.tolist()  # faster for one position
 
+    @property
+    def _fingerprint(self) -> str:
+        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
+        return f"{self.seed}{self.weights[:16]}{list(map(self.owner, range(128)))}"
+
     def owner(self, position: int) -> int:
         """The source at a position."""
         ends, order, _ = self._lists
@@ -167,7 +172,7 @@ class Schedule:
         lengths = (self._bounds[1] - self._bounds[0]).tolist()
         periods, rests = zip(*map(divmod, numbers, lengths), strict=True)
         sources, wanted = np.arange(len(rests)), np.array(rests, np.int64)
-        low = np.zeros(len(rests), np.int64)  # at most so many positions are in front of the sample
+        low = np.zeros(len(rests), np.int64)  # at most this many positions are in front of the sample
         for bit in reversed(range(32)):
             further = low + (1 << bit)
             low = np.where(self._before(further, sources) <= wanted, further, low)

@@ -4,7 +4,7 @@
     with each_by_its_key(indices):      each sample of a bulk read draws its own numbers
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
-    owners(fn) -> [Owner, ...]          the objects inside ``fn`` that can be seeded
+    owners(fn) -> [Seedable, ...]          the objects inside ``fn`` that can be seeded
 
 Some libraries give each transform object a generator of its own (albumentations, MONAI). Each worker process has a copy
 of that generator, so several workers draw the same numbers. Such objects have a method that seeds them:
@@ -68,16 +68,12 @@ class KeyedIndices(list[int]):
 
 def keys_of(indices: Sequence[Any]) -> Sequence[rng.SampleScope] | None:
     """The keys of these samples, each the scope of one; None outside a loader, where nothing is keyed."""
-    if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # nobody has sorted or cut the list
+    if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
     scope = rng.reading.scope
-    return None if scope is None else [_scope_of(scope, index) for index in indices]
-
-
-def _scope_of(scope: rng.SampleScope, index: Any) -> rng.SampleScope:
-    made = rng.SampleScope(scope.seed, scope.epoch)
-    made.index, made.owners = index, scope.owners
-    return made
+    if scope is None:
+        return None
+    return [rng.SampleScope(scope.seed, scope.epoch, index, owners=scope.owners) for index in indices]
 
 
 def translated(
@@ -122,7 +118,7 @@ def each_by_its_key(indices: Sequence[Any]) -> Iterator[Callable[[int], None]]:
 # -- what a transform holds --------------------------------------------------------------------------------------------
 
 
-class Owner(NamedTuple):
+class Seedable(NamedTuple):
     """An object that owns a generator.
 
     Attributes:
@@ -152,7 +148,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
         return
     parts = (*rng.key_parts(scope, "transform globals"), level)
     with seeded_globals(rng.derive_key(*parts)):
-        found: list[Owner] | None = scope.owners.get(id(fn))
+        found: list[Seedable] | None = scope.owners.get(id(fn))
         if found is None:
             found = scope.owners[id(fn)] = owners(fn)
         for owner in found:
@@ -165,7 +161,7 @@ def transform_seed(fn: Callable[..., Any], level: int) -> Iterator[None]:
         yield
 
 
-def owners(fn: Any) -> list[Owner]:
+def owners(fn: Any) -> list[Seedable]:
     """The objects inside ``fn`` that can be seeded, nearest first.
 
     Example:
@@ -176,7 +172,7 @@ def owners(fn: Any) -> list[Owner]:
         ['fn[0]', 'fn[1]']
     """
     found = ((path, _seeder(one)) for path, one in _reachable(fn, _children))
-    return [Owner(path, seed) for path, seed in found if seed is not None]
+    return [Seedable(path, seed) for path, seed in found if seed is not None]
 
 
 def next_level(dataset: Any, level_of: Callable[[Any], int | None]) -> int:

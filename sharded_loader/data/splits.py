@@ -4,8 +4,8 @@
     stratified_parts(dataset, labels, sizes, seed)    -> the indices of each part, a pure function of labels and seed
 
 A part of s out of n samples should have ``c * s / n`` of the c samples of a class. That number is rounded down first.
-What is left over is handed out one by one, so that all classes and all parts get exactly what they must have, and no
-part more than one of a class.
+The samples that are left over are then given to the parts one by one. So classes and parts have their exact sizes, and
+no part gets more than one extra sample of a class.
 
 Nothing is kept. What can go wrong: sizes that do not sum to the whole, not one label per sample, labels that cannot be
 compared. All are rejected with an error.

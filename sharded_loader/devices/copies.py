@@ -1,8 +1,8 @@
 """The copies to one accelerator: ahead of the consumer, past the host, in memory that is neither lost nor reused early.
 
-    begin(batch)    -> PendingCopy       memory is allocated on the device, the copy stream is given the copies
-    finish(pending) -> batch             ready on the caller's current stream, on which objects move themselves now
-    close()                              wait for the copies, but not for ever
+    CopyStream.begin(batch) -> PendingCopy       memory is allocated on the device, the copy stream is given the copies
+    PendingCopy.finish()    -> batch             ready on the caller's current stream; objects move themselves now
+    CopyStream.close()                           wait for the copies, but not for ever
 
     caller's stream  --- step k-1 --o-------- step k --------- step k+1 ---
                                     |g                        ^ f
@@ -10,13 +10,13 @@
 
   g  The targets of a copy are allocated on the *caller's* stream. Then an event is recorded there, and the copy waits
      for it. So the copy runs when the caller's earlier work is done, and it may use the memory of batches that were
-     dropped by then. However far the host runs ahead of the device, the device never holds more batches than those
-     copied ahead and those that somebody holds.
+     dropped by then. However far the host runs ahead of the device, the device holds two kinds of batches only: those
+     copied ahead, and those that the user's program holds.
   e  An event after the copy. The host batch is held until the event has passed, and with it the lease on its slot.
   f  The caller's stream waits for e before the batch is handed out. If it is another stream than at g, the targets are
      recorded on it (``record_stream``). On the same stream this is not needed: the targets belong to it, like any
      tensor that the user makes there. To record them anyway would keep their memory until the *host* sees the
-     consumer's work done. Then memory piles up under a host that runs ahead.
+     consumer's work done. Then a host that runs ahead uses more and more device memory.
 
 The host waits in two places. While `HOST_AHEAD` copies are under way it waits for the oldest, because the copies hold
 host memory. The device has that many steps to do then. At the end of an epoch the host waits for the last copies, so
@@ -47,9 +47,11 @@ from typing import Any
 
 import torch
 
+from sharded_loader.base.errors import add_note
 from sharded_loader.base.interrupts import program_ends
+from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.streams import Streams
+from sharded_loader.devices.streams import Streams, note_late
 
 HOST_AHEAD = 4
 """Copies to one device that may be under way. Each holds a batch of pinned host memory, so 16 batches of 100 MB would
@@ -68,17 +70,19 @@ Kept = deque[tuple[Any, Any]]
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A batch on its way to a device.
+    """A shard, or a plain batch, on its way to a device.
 
     Attributes:
+        copies: the copy stream that has begun it.
         home: the stream that the targets belong to.
-        batch: of tensors on the device. Only `CopyStream.finish` may hand it out.
+        batch: of tensors on the device. Only `finish` may hand it out.
         sources, targets: the tensors that are copied from and to.
-        unclaimed: the targets, as long as nobody waits for the copies: `CopyStream.kept` holds this list.
+        unclaimed: the targets until `finish`, then nothing. `CopyStream.kept` holds this list.
         event: passes when the copies are done. None: nothing is copied.
-        staged: the objects in the batch that `CopyStream.finish` asks to move themselves.
+        staged: the objects in the batch that `finish` asks to move themselves.
     """
 
+    copies: CopyStream
     home: Any
     batch: Any = None
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -86,6 +90,66 @@ class PendingCopy:
     unclaimed: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
     staged: list[_Staged] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """The batch, ready on the current stream of this thread.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for an object that moves itself.
+            Exception: what such an object raises.
+        """
+        if self.event is not None:
+            streams = self.copies.streams
+            with streams.current():
+                current = streams.caller_stream()
+                current.wait_event(self.event)
+                if current != self.home:
+                    streams.used_on(self.targets, current)
+            self.unclaimed.clear()
+        if self.staged:
+            self.copies.move(self)
+        return self.batch
+
+
+class Placed:
+    """A shard, or a plain batch, that is on its device already: a pool has made it there, or the host has waited."""
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+    def finish(self) -> Any:
+        """The shard; see `PendingCopy.finish`."""
+        return self.shard
+
+
+@dataclass(eq=False)
+class PendingBatch:
+    """A batch on its way to its devices.
+
+    Attributes:
+        sharded: whether it is a list of shards.
+        shards: each with its device.
+    """
+
+    sharded: bool
+    shards: list[tuple[torch.device, PendingCopy | Placed]] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """The batch, ready on the current stream of this thread; see `PendingCopy.finish`."""
+        shards = []
+        for device, shard in self.shards:
+            try:
+                shards.append(shard.finish())
+            except Exception as error:
+                note_device(error, device)
+                raise
+        return shards if self.sharded else shards[0]
+
+
+def note_device(error: Exception, device: torch.device) -> None:
+    """Note on the error of a copy where the batch was copied to."""
+    if not isinstance(error, BatchifyError) and not note_late(error):
+        add_note(error, f"raised while the batch was copied to {device}")
 
 
 class _Staged:
@@ -103,7 +167,7 @@ class CopyStream:
 
     Attributes:
         streams: as given.
-        kept: sources of copies, and targets that nobody waits for.
+        kept: of each copy, its event, its sources and its `PendingCopy.unclaimed` targets, until the event has passed.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -112,7 +176,7 @@ class CopyStream:
         self._lock = threading.RLock()
         self.kept: Kept = deque()
         self._moved: Kept = deque()
-        self._given: Any = None  # sources and targets of copies that nobody keeps yet
+        self._given: Any = None  # sources and targets of the copies that `begin` is giving to the stream
         self._left_alone = False
 
     def begin(self, batch: Any) -> PendingCopy:
@@ -130,7 +194,7 @@ class CopyStream:
         # Not in the caller's inference mode: what is begun in it may be handed out after it.
         with self._lock, torch.inference_mode(False), streams.current():
             self._let_go()
-            pending = PendingCopy(streams.caller_stream())
+            pending = PendingCopy(self, streams.caller_stream())
             pending.batch = to_torch(batch, functools.partial(self._place, pending))
             if not pending.targets:
                 return pending
@@ -141,7 +205,8 @@ class CopyStream:
             pending.unclaimed = list(pending.targets)
             self._given = pending.sources, pending.unclaimed
             with streams.on(self._stream):
-                streams.copy(pending.targets, pending.sources)
+                for target, source in zip(pending.targets, pending.sources, strict=True):
+                    streams.copy(target, source)
             pending.event = self._stream.record_event()
             self.kept.append((pending.event, self._given))
             self._given = None
@@ -165,27 +230,8 @@ class CopyStream:
             places.append(leaf)
         return places
 
-    def finish(self, pending: PendingCopy) -> Any:
-        """The batch, ready on the current stream of this thread.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for an object that moves itself.
-            Exception: what such an object raises.
-        """
-        streams = self.streams
-        if pending.event is not None:
-            with streams.current():
-                current = streams.caller_stream()
-                current.wait_event(pending.event)
-                if current != pending.home:
-                    streams.used_on(pending.targets, current)
-            pending.unclaimed.clear()
-        if pending.staged:
-            self._move(pending)
-        return pending.batch
-
-    def _move(self, pending: PendingCopy) -> None:
-        """Let objects move themselves, on the caller's own stream: their tensors cannot be told one by one."""
+    def move(self, pending: PendingCopy) -> None:
+        """Let objects move themselves, on the caller's stream: no tensor of theirs needs `used_on` then."""
         streams = self.streams
         with torch.inference_mode(False), streams.current():
             try:
@@ -205,7 +251,7 @@ class CopyStream:
     # -- the end of copies ----------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Let go of what is not needed any more."""
+        """Drop what copies have read, where their events have passed. Wait for the oldest of `HOST_AHEAD` copies."""
         if self._given is not None:
             self._keep_given()
         for kept in (self.kept, self._moved):
@@ -215,7 +261,7 @@ class CopyStream:
                 kept.popleft()
 
     def _keep_given(self) -> None:
-        """Keep what an interrupted `begin` has left."""
+        """Keep the sources and targets of an interrupted `begin` until its copies are done."""
         if self._given is not None:
             with contextlib.suppress(RuntimeError):  # the context is broken: nothing is copied any more
                 self.kept.append((self._stream.record_event(), self._given))
@@ -243,7 +289,7 @@ class CopyStream:
 
     def _wait(self, events: list[Any], seconds: float) -> bool:
         def wait() -> None:
-            # Torch raises it if the context is broken: an error of an earlier kernel, which the user gets to see.
+            # Torch raises it if the context is broken: an error of an earlier kernel. The user's program sees it too.
             # Device 0 is current in a new thread. To ask there for an event would make a context on it: 0.5 GB.
             with contextlib.suppress(RuntimeError), self.streams.current():
                 for event in events:

@@ -1,17 +1,17 @@
-"""Host memory that a device reads by itself: the pool's segments page-locked in place, or memory that torch pins.
+"""Pinned memory, which a device reads by itself: the pool's segments, pinned in place, or memory that torch pins.
 
     Registrar.register(mapping) -> undo      a process pool's segment, when it is made; undone when the pool is closed,
                                              unless a device may still read it: undo() -> whether it was undone
     pinned_empty(streams, shape, dtype)      memory for the batches of threads and of the main process
     copied_out(streams, batch) -> batch      its objects hold none of that memory
 
-A segment is page-locked once, so a batch goes from the slot that a worker wrote to the device without
-another copy. PyTorch does not guard memory that it did not pin. So only `devices.copies` reads it, which holds the
-slots until its copies are done; the user never gets to see it.
+A segment is pinned once, so a batch goes from the slot that a worker wrote to the device without another copy. PyTorch
+does not guard memory that it did not pin. So only `devices.copies` reads a segment, and holds the slots until its
+copies are done. The user's program never sees that memory.
 
-What can go wrong: page-locking is rejected (a limit, no permission, confidential computing). One warning says so, and
-copies go through pinned memory of torch's own, as everywhere without CUDA. The CUDA runtime keeps the error of the
-rejected call and would report it in the next, unrelated call. So the error is cleared.
+What can go wrong: pinning is rejected (a limit, no permission, confidential computing). One warning says so, and copies
+go through pinned memory of torch's own, as everywhere without CUDA. The CUDA runtime keeps the error of the rejected
+call and would report it in the next, unrelated call. So the error is cleared.
 
 Source of the idea: vLLM and SGLang register their host pools this way, and their reports of how it fails.
 """
@@ -49,14 +49,14 @@ Undo = Callable[[], bool]
 
 
 class Registrar:
-    """Page-locks the segments of one pool.
+    """Pins the segments of one pool.
 
     Args:
-        streams: of a device of the loader; it is current while a segment is locked, so that no context appears
+        streams: of a device of the loader; it is current while a segment is pinned, so that no context appears
             on another one.
         drain: waits until no copy reads from the segments any more.
 
-    The registrar notes each segment that it has locked. If a Ctrl-C keeps the caller from noting the undo, the caller
+    The registrar notes each segment that it has pinned. If a Ctrl-C keeps the caller from noting the undo, the caller
     asks again and gets the same undo.
     """
 
@@ -67,7 +67,7 @@ class Registrar:
         self._undo: dict[int, Undo] = {}
 
     def register(self, mapping: mmap.mmap) -> Undo | None:
-        """Page-lock a segment.
+        """Pin a segment.
 
         Returns:
             What undoes it, to be called before the memory is unmapped; None if it was rejected.

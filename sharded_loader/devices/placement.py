@@ -3,12 +3,13 @@
     batch of NumPy arrays and tensors  --place-->  tensors in host memory, or on a device
     list of such batches (shards)                  shards[i] on devices[i]
 
-    batch --begin--> parts --finish--> batch       the same in two steps, where a copy stream copies ahead
+    batch --begin--> PendingBatch.finish --> batch       the same in two steps, where a copy stream copies ahead
+    window of entries --place_next--> batch              begin the first entry and those behind it, finish the first
 
-Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device. `begin` is
-called ahead, for `ahead` batches behind the one that is handed out next. `devices.pinning` gives the memory that the
-batches of threads lie in, and page-locks segments. The first batch makes the copy streams, so a loader that is only
-constructed touches no device.
+Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
+`place_next` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.pinning`
+gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
+loader that is only constructed touches no device.
 
 Anything that is no array, tensor or structure of them stays as it is. An object with a ``to`` method (a tokenizer's
 encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it knows which
@@ -22,6 +23,7 @@ is copied ahead again.
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import time
@@ -32,14 +34,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.batching.protocol import BatchifyError, Empty
+from sharded_loader.base.errors import Location, as_batch_error
+from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, map_leaves, to_torch
-from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, has_method
+from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingBatch, Placed, has_method, note_device
 from sharded_loader.devices.names import accelerators, indexed, warn_of_rank
 from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_empty
-from sharded_loader.devices.streams import Streams, capture_probe, note_late, streams_of
-from sharded_loader.engine.messages import Result, Task
+from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
+from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.reused import ReusedMemory
 
 AHEAD = 2
@@ -52,10 +55,6 @@ pause doubles with each, up to `LONGEST_PAUSE`."""
 LONGEST_PAUSE = 1024
 
 
-Part = tuple[CopyStream | None, Any]
-"""A shard on its way, with its copy stream, or a shard that is where it belongs."""
-
-
 class Placement:
     """Puts batches where they belong.
 
@@ -66,7 +65,8 @@ class Placement:
     Attributes:
         is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
         asynchronous: the devices that copies go to by a stream. If there are none, `place` is all there is to do.
-        kinds: the kinds of accelerators that a batch is copied or pinned for.
+        capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
+            for. See `check_not_capturing`.
         ahead: how many batches to begin behind the next one.
         copies: the `CopyStream` of each device; None where it has no streams.
     """
@@ -82,8 +82,8 @@ class Placement:
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self.is_plain = self._on_host and not self._pins
         self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        self.kinds = kinds if self._pins else {one.type for one in self.asynchronous}
-        self._capture_probes = [probe for probe in map(capture_probe, self.kinds) if probe is not None]
+        touched = kinds if self._pins else {one.type for one in self.asynchronous}
+        self.capture_probes = [probe for probe in map(capture_probe, touched) if probe is not None]
         self.copies = _CopyStreams()
         self._registrar: Registrar | None = None
         self._reused = ReusedMemory()
@@ -101,17 +101,12 @@ class Placement:
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        for probe in self._capture_probes:
-            try:
-                is_capturing = probe()
-            except RuntimeError:  # a torch without this accelerator
-                continue
-            if is_capturing:
-                raise RuntimeError(
-                    "next() was called on a loader while a graph is being captured, and the loader's copies cannot be "
-                    "part of a graph. Call next() before the capture. For each replay copy the batch into the tensor "
-                    "that was captured: static.copy_(next(batches)); graph.replay()"
-                )
+        if any(is_capturing() for is_capturing in self.capture_probes):
+            raise RuntimeError(
+                "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
+                "of a graph. Call next() before the capture. For each replay copy the batch into the tensor that was "
+                "captured: static.copy_(next(batches)); graph.replay()"
+            )
 
     # -- memory that batches come from ----------------------------------------------------------------------
 
@@ -124,7 +119,7 @@ class Placement:
         return self._registrar.register(mapping)
 
     def settle(self) -> None:
-        """Say which device a ``cuda`` without a number is: the current one of this thread, not of those that read."""
+        """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""
         for device in self.asynchronous:
             self.copies[device]
 
@@ -162,48 +157,81 @@ class Placement:
             Exception: a device has no memory for it, or an object in it cannot be moved.
         """
         if not self._on_host:
-            return self.finish(self.begin(batch, sharded), sharded)
+            return self.begin(batch, sharded).finish()
         host = to_torch(batch)
         return map_leaves(_pin, host, own="pin_memory", skip=ATOMS) if self._pins else host
 
-    def begin(self, batch: Any, sharded: bool) -> list[Part]:
-        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this.
+    def place_next(self, window: Sequence[Entry]) -> Any:
+        """Put the batch of the first entry where it belongs, and send those behind it on their way.
+
+        Args:
+            window: entries in order. The first has a batch.
 
         Returns:
-            The shards, each perhaps on its way, for `finish`.
+            The batch; see `place`.
+
+        Raises:
+            Exception: see `place`. What goes wrong with a batch behind the first comes again in its turn.
         """
+        head = window[0]
+        assert head.result is not None and head.task is not None  # it has a batch
+        batch, sharded = head.result.batch, head.task.sharded
+        if not self.asynchronous:
+            return self.place(batch, sharded)
+        for is_last_try in (False, True):
+            try:
+                if head.begun is None:
+                    head.begun = self.begin(batch, sharded)
+                self._begin_behind(window)
+                return head.begun.finish()
+            except OUT_OF_MEMORY:
+                if is_last_try:
+                    raise
+            # Not done above: the error's traceback holds the parts that had found room.
+            for entry in itertools.islice(window, 1, 1 + self.ahead):
+                entry.begun = None
+            self.make_room()
+        raise AssertionError("the last try returns")
+
+    def _begin_behind(self, window: Sequence[Entry]) -> None:
+        for entry in list(itertools.islice(window, 1, 1 + self.ahead)):
+            result = entry.result
+            if result is None:
+                return
+            if entry.begun is not None or entry.task is None or result.error is not None or result.batch is NOTHING:
+                continue
+            try:
+                entry.begun = self.begin(result.batch, entry.task.sharded)
+            except OUT_OF_MEMORY:
+                break
+            except Exception as raised:
+                as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
+                return
+        else:
+            return
+        self.make_room()  # not done above, as in `place_next`
+
+    def begin(self, batch: Any, sharded: bool) -> PendingBatch:
+        """Start to put ``batch`` on the devices; see `place`. Its copies may still be under way after this."""
         if self.ahead < self._wanted:
             self._until_retry -= 1
             if self._until_retry <= 0:
                 self.ahead, self._until_retry, self._retried = self.ahead + 1, self._pause, True
         if self._gives_pinned:
             batch = copied_out(self._first_streams, to_torch(batch))
-        parts: list[Part] = []
+        pending = PendingBatch(sharded)
         for device, shard in zip(self.devices or (), batch if sharded else (batch,), strict=False):
-            if type(shard) is Placed:
-                parts.append((None, shard.shard))
-                continue
-            copies = self.copies[device]
             try:
-                if copies is None:
-                    parts.append((None, to_torch(shard, functools.partial(_move, device))))
+                if type(shard) is Placed:
+                    pending.shards.append((device, shard))
+                elif (copies := self.copies[device]) is None:
+                    pending.shards.append((device, Placed(to_torch(shard, functools.partial(_move, device)))))
                 else:
-                    parts.append((copies, copies.begin(shard)))
+                    pending.shards.append((device, copies.begin(shard)))
             except Exception as error:
-                _note(error, device)
+                note_device(error, device)
                 raise
-        return parts
-
-    def finish(self, begun: list[Part], sharded: bool) -> Any:
-        """The batch that `begin` was given, ready on the current stream of this thread."""
-        shards = []
-        for device, (copies, shard) in zip(self.devices or (), begun, strict=False):
-            try:
-                shards.append(shard if copies is None else copies.finish(shard))
-            except Exception as error:
-                _note(error, device)
-                raise
-        return shards if sharded else shards[0]
+        return pending
 
     def make_room(self) -> None:
         """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
@@ -237,13 +265,6 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
         return self[device]
 
 
-class Placed:
-    """A shard, or a plain batch, that is on its device already: a pool has made it there."""
-
-    def __init__(self, shard: Any) -> None:
-        self.shard = shard
-
-
 def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     """The result of a batch that could not be put on its devices. What a signal handler has raised is raised again.
 
@@ -258,14 +279,9 @@ def not_placed(task: Task, raised: BaseException, where: str) -> Result:
     return Result(task.run, task.seq, error=error)
 
 
-def _note(error: Exception, device: torch.device) -> None:
-    if not isinstance(error, BatchifyError) and not note_late(error):
-        add_note(error, f"raised while the batch was copied to {device}")
-
-
 def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pid: int) -> bool:
     reused.clear()
-    if os.getpid() != pid:  # a child that the user has forked has neither the device nor who might hold a lock
+    if os.getpid() != pid:  # a forked child has no device, and not the threads that may hold a lock
         return False
     until = time.monotonic() + CLOSING_SECONDS
     done = [copies.close(max(0.0, until - time.monotonic())) for copies in list(streams.values()) if copies is not None]
@@ -273,7 +289,7 @@ def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory,
 
 
 def _pin(leaf: Any) -> Any:
-    # By torch, one copy: only memory of its own does it guard when the user copies from it and drops the batch at once.
+    # By torch, one copy. The user may copy from the batch and drop it at once: torch guards memory of its own only.
     if not has_method(leaf, "pin_memory"):
         return leaf
     try:
@@ -286,6 +302,6 @@ def _pin(leaf: Any) -> Any:
 
 def _move(device: torch.device, leaves: Sequence[Any]) -> list[Any]:
     if device.type == "cpu":
-        # What lies in page-locked segments is not for the user's own asynchronous copies: torch would not know of it.
+        # Pinned segments are not for the user's own asynchronous copies: torch would not know of them.
         return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [leaf.to(device) if has_method(leaf, "to") else leaf for leaf in leaves]

@@ -1,9 +1,9 @@
-"""What an accelerator offers for asynchronous copies: streams, events, pinned host memory.
+"""What an accelerator offers for asynchronous copies: streams, events, pinned memory, and its errors.
 
     streams_of(device) -> Streams, by torch's module for its kind (torch.cuda, torch.xpu); None on the CPU and mps
 
-Nothing here decides anything: `devices.copies` says when to copy and what waits for what. Tests put a device in its
-place that does the work of its streams late and in odd orders.
+This module decides nothing: `devices.copies` says when to copy and what waits for what. Tests replace `Streams` by a
+device that does the work of its streams late and in odd orders.
 
 What can go wrong: no device memory (`OUT_OF_MEMORY`), no host memory to pin (RuntimeError of torch).
 """
@@ -50,6 +50,7 @@ class Streams:
         on: ``with on(stream):`` gives the work in the block to the stream.
         empty_like: ``empty_like(host)``, memory on the device in the layout of a host tensor, taken on the caller's
             stream.
+        copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
         is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
         empty_cache: ``empty_cache()`` gives unused memory back to the device.
     """
@@ -63,13 +64,10 @@ class Streams:
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device)
         self.on: Callable[[Any], AbstractContextManager[Any]] = module.stream
         self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
+        self.copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self.copy = functools.partial(torch.Tensor.copy_, non_blocking=True)
         self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned
         self.empty_cache: Callable[[], None] = module.empty_cache
-
-    def copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-        """Copy from pinned host memory, on the current stream."""
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
         """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then."""
@@ -86,7 +84,7 @@ class Streams:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def runtime(self) -> Any:
-        """The CUDA runtime, which page-locks memory in place (``cudaHostRegister``); None elsewhere."""
+        """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load(self, host: torch.Tensor) -> torch.Tensor:
@@ -146,13 +144,18 @@ def capture_probe(kind: str) -> Callable[[], bool] | None:
     """What tells whether the current stream of an accelerator of this kind is being captured into a graph.
 
     Returns:
-        torch's function, which raises RuntimeError in a torch without this accelerator; None: there is none.
+        torch's function; None: there is none, or it raises, as in a torch without this accelerator.
 
     Example:
         >>> capture_probe("cpu") is None
         True
     """
     probe: Callable[[], bool] | None = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
+    try:
+        if probe is not None:
+            probe()  # touches no device: where this process has no context on it, nothing is captured
+    except RuntimeError:
+        return None
     return probe
 
 

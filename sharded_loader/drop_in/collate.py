@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.default import Batchify
+from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
 from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
-from sharded_loader.batching.stack import JOINABLE, stack_arrays
 from sharded_loader.batching.tensors import dtype_of, is_plain, stack_tensors
 from sharded_loader.batching.tree import TensorBatch, to_torch
 from sharded_loader.data.arrays import NOT_IN_BULK, as_bulk

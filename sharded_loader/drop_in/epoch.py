@@ -2,22 +2,22 @@
 
     TorchEpoch(start, ...)              the sampler's items, and where it is after each of them
     TorchEpoch.task(seq) -> Task        batch number i is read by worker i % num_workers, as in torch
-    TorchEpoch.state(position)          what a state says of the sampler, and of the workers' datasets
+    TorchEpoch.position(delivered)      its ``mark`` is a `SamplerState`, which `TorchEpoch.state` writes
 
-How the sampler is started, and how it goes on from a state, is `SamplerStart`'s affair.
+`SamplerStart` starts the sampler, at its beginning or where a state says.
 
 What can go wrong: the sampler raises an error, which comes in the batch's place and ends the epoch.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sharded_loader.drop_in.start import SamplerStart
-from sharded_loader.engine.epoch import Epoch, Position, sampler_error
+from sharded_loader.base.entries import written
+from sharded_loader.drop_in.sampler import SamplerStart, SamplerState
 from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.stream import PartBatch, PartPoint
 from sharded_loader.sampling.foreign import ForeignItems, rank_of
 from sharded_loader.sampling.state import Checkpoint
@@ -37,22 +37,6 @@ class _Planned(NamedTuple):
     item: Any
     lane: int
     turn: int
-
-
-class _Mark(NamedTuple):
-    """What a position of a sampler says, beside the number of its items.
-
-    Attributes:
-        delivered: batches that were received.
-        ahead: numbers of items that were delivered although one before them was not.
-        checksum: of the items.
-        own: the sampler's own state, if it has one.
-    """
-
-    delivered: int
-    ahead: list[int]
-    checksum: int
-    own: Any
 
 
 class TorchEpoch(Epoch):
@@ -81,17 +65,16 @@ class TorchEpoch(Epoch):
     ) -> None:
         self._start, self._lanes, self._batched = start, lanes, batched
         self._items: ForeignItems | None = None  # once the sampler has been started
-        self._loaded = state = start.loaded
-        self.first = self._low = self._drawn = self._coming = 0 if state is None else state["yielded"]
+        state = start.state
+        self.first = self._low = self._drawn = self._coming = state.yielded
         self.number = 0
-        self._ended = False
+        self._is_started = self._ended = False
         self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
-        self._ahead: set[int] = set((state or {}).get("ahead", ()))
-        checksum = 0 if state is None else state["checksum"]
-        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (checksum, start.own)}  # by item: before it
+        self._ahead: set[int] = set(state.ahead or ())
+        # By item: the checksum of those before it, and the sampler's own state there.
+        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (state.checksum, state.own)}
         self._forgotten = self._low, self._low  # the first seq, and the first item, that are kept
-        self._is_started = False
         self._keeps_state, self._workers = keeps_state, number
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
@@ -101,26 +84,30 @@ class TorchEpoch(Epoch):
     def task(self, seq: int) -> Task | Exception | None:
         """Batch ``seq`` as a task; the error to raise in its place; None after the last one."""
         try:
-            found = self.batch(seq)
+            planned = self.batch(seq)
         except Exception as raised:
             return sampler_error(raised, f" at batch {seq}")
-        if found is None:
+        if planned is None:
             return None
-        indices = found[0] if self._batched else found
+        indices = planned.item if self._batched else (planned.item,)
         if type(indices) is not tuple:  # a sampler may fill its own list again while this one waits
             indices = list(indices)
-        part = self.part(seq)
         # In any order a batch goes to the worker that has the least to do.
         lane: int | None = None if self.any_order else seq % self._lanes
-        lane = lane if part is None else part.number
+        part: PartBatch | None = None
+        if self._keeps_state:  # the state that the worker's dataset must have before this batch
+            lane = planned.lane
+            part = PartBatch(self._workers, self._workers, lane, planned.turn, self._known[lane])
         return Task(self.run, seq, self.number, seq, (indices,), False, False, lane, part)
 
-    def batch(self, seq: int) -> Any:
-        """Item number ``seq``, in a tuple of one; None behind the last one."""
-        items = self.begin()
+    def batch(self, seq: int) -> _Planned | None:
+        """Batch ``seq``; None behind the last one. The sampler is read up to there."""
+        if self._drawn == self.first:
+            self.begin()
+        items = self._items
         while items is not None and self._coming <= seq and not self._ended:
             try:
-                found = items.read_one()
+                item = items.read_one()
             except StopIteration:
                 self._ended = True
                 break
@@ -128,35 +115,26 @@ class TorchEpoch(Epoch):
                 self._ended = True
                 raise
             number, self._drawn = self._drawn, self._drawn + 1
-            self._marks[self._drawn] = items.checksum, items.own_state()
+            self._marks[self._drawn] = items.checksum, None if items.stateful is None else items.own_state()
             if number not in self._ahead:
                 lane = self._coming % self._lanes
-                self._planned[self._coming] = _Planned(number, found, lane, self._turns[lane])
+                self._planned[self._coming] = _Planned(number, item, lane, self._turns[lane])
                 self._turns[lane] += 1
                 self._coming += 1
-        return (self._planned[seq].item,) if seq in self._planned else None
+        return self._planned.get(seq)
 
-    def begin(self) -> ForeignItems | None:
+    def begin(self) -> None:
         """Start the sampler, if it has not been started: what it draws for its first item is drawn now."""
         if self._drawn == self.first and not self._ended:
             self._start.settle()
             self.number = self._start.epoch(self.number)
         if not self._is_started:
             self._is_started = self._ended = True  # unless it starts
-            state, mark = self._loaded, None
-            if state is not None:
-                count, checksum, is_over = state["yielded"], state["checksum"], bool(state.get("over"))
-                mark = Checkpoint(self.number, count, checksum, state.get("rank"), is_over, self._start.own)
+            mark, at = None, self._start.state
+            if self._start.resumes:
+                mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
             self._items = ForeignItems(self._start.sampler, self._start.started, mark)
             self._ended = False
-        return self._items
-
-    def part(self, seq: int) -> PartBatch | None:
-        """Which state a worker's dataset must have before a batch; None if it keeps none."""
-        if not self._keeps_state:
-            return None
-        planned = self._planned[seq]
-        return PartBatch(self._workers, self._workers, planned.lane, planned.turn, self._known[planned.lane])
 
     def came(self, seq: int, result: Result) -> Result:
         """A batch has come back, with the state of its worker's dataset."""
@@ -208,47 +186,39 @@ class TorchEpoch(Epoch):
                 lane, points[lane] = self._notes[seq]
         return points
 
-    def position(self, delivered: int) -> Position:
+    def position(self, delivered: int, finished: bool = False) -> Position:
         """The position after ``delivered`` batches, with the state of each worker's dataset.
 
         If the sampler has drawn nothing yet, it draws now, because a position says what comes.
+
+        Args:
+            delivered: how many batches were received.
+            finished: the user has seen the end of the epoch.
         """
-        points = self.points_after(delivered)
-        if self._loaded is not None and not self._is_started:
-            return Position(self.number, self.first, None, {}, points)
+        points, start = self.points_after(delivered), self._start
+        if start.resumes and not self._is_started:
+            return Position(self.number, self.first, start.state, {}, points)
         self.begin()
         over = {planned.number for seq, planned in self._planned.items() if seq < delivered}
         ahead = {number for number in self._ahead | over if number >= self._low}
         low = _advanced(self._low, ahead)
-        return Position(self.number, low, _Mark(delivered, sorted(ahead), *self._marks[low]), {}, points)
-
-    def state(self, position: Position, finished: bool = False) -> dict[str, Any]:
-        """What a state says of the sampler, and of the workers' datasets.
-
-        Args:
-            position: in this epoch.
-            finished: the user has seen the end of the epoch.
-        """
-        mark: _Mark | None = position.mark
-        if mark is None:
-            return copy.deepcopy(self._loaded or {})
-        own, rank = mark.own, rank_of(self._start.sampler)
-        state = {**self._start.state, "yielded": position.done, "checksum": mark.checksum}
-        if rank is not None:  # another rank may load the state: its checksum is another one
-            state["rank"] = rank
-        if mark.ahead:
-            state["ahead"] = mark.ahead
+        checksum, own = self._marks[low]
+        state = SamplerState(low, checksum, rank_of(start.sampler), own=own, ahead=sorted(ahead) or None)
+        state.shuffle, state.rng, state.epochs = start.state.shuffle, start.state.rng, start.state.epochs
         if finished:
-            own = None if self._items is None else self._items.own_state()
-            state.update(self._start.end_state())
-        elif own is not None and self._start.stateful is not None and position.done == self._drawn > 0:
+            state.own = None if self._items is None else self._items.own_state()
+            start.set_end(state)
+        elif own is not None and start.stateful is not None and low == self._drawn > 0:
             # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
-            state["over"] = self.batch(mark.delivered) is None
-        if own is not None:
-            state["state"] = own
+            state.over = self.batch(delivered) is None
         if self._keeps_state:
-            state["datasets"] = [copy.deepcopy(point.state) for point in position.points.values()]
-        return state
+            state.datasets = [point.state for point in points.values()]
+        return Position(self.number, low, state, {}, points)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a state says of the sampler, and of the workers' datasets."""
+        state: SamplerState = position.mark
+        return written(state)
 
 
 def _advanced(low: int, ahead: set[int]) -> int:

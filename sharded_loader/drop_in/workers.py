@@ -2,7 +2,7 @@
 
 check_arguments(loader)              what would otherwise fail at the first batch
 make_pool(loader) -> Pool
-Worker(handle)                       a worker process as torch's iterator shows it
+WorkerView(handle)                     a worker process as torch's iterator shows it
 in_torchs_words(error, timeout)      a dead or silent worker as the RuntimeError that torch raises
 """
 
@@ -82,7 +82,7 @@ def _processes(loader: Any, count: int) -> ProcessPool:
     )
 
 
-class Worker:
+class WorkerView:
     """A worker process as torch shows it: what programs ask of one that they look at or kill."""
 
     def __init__(self, handle: Any) -> None:

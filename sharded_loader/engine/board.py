@@ -1,12 +1,12 @@
 """Where a worker is, written so that it can be read when the worker is dead.
 
     worker, at each step of a batch:      board[SHARD], board[SAMPLE] = ...        40 ns
-    trainer, over a dead or silent one:   sample_in(task, words) -> index, or phase(words)
+    main process, over a dead one:        sample_in(task, words) -> index, or phase(words)
 
 A board is a few integers: in shared memory for a process, a list for a thread. They name the task (run, seq), the
-shard, and the place of the sample in it; not the index, which may be any object: the trainer has the task.
+shard, and the place of the sample in it; not the index, which may be any object: the main process has the task.
 
-Each sample is noted only where somebody has to know (`Reader`): under ``timeout=``, where a batch is given up at its
+Each sample is noted only where it has to be known (`Reader`): under ``timeout=``, where a batch is given up at its
 first death, and in a task that is read again because a worker has died over it. Otherwise the board says `ONE_BY_ONE`.
 
 Nothing is locked. A worker that dies between two writes leaves a place that is one sample old.

@@ -66,7 +66,7 @@ class Grouping:
         is_long, was_long = seconds > 8 * self._mean, self._was_long
         self._was_long = is_long
         if is_long and (was_long or not self._patient):
-            # It counts in full: the next ones may take as long, and somebody waits for them.
+            # It counts in full: the next ones may take as long, and the main process waits for them.
             self._mean = seconds
         elif not is_long:
             self._mean += _MEMORY * (seconds - self._mean)

@@ -4,26 +4,9 @@
     Result(run, seq, ...)  worker -> pool -> pipeline
     Job                    loader -> pool -> worker, once
 
-Between processes each message is a head and buffers (`memory.codec`). What a task or a result is about (run, seq)
-is told apart from the user's objects, so that either side knows it even when those cannot be read: a batch that
-cannot be unpickled is one batch's error.
-
-    TASKS            pickled tasks, each with its slot            trainer -> worker
-    CANCEL  run                             do not begin the tasks of this run
-    BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
-                     descriptor follows
-    DEATH            name: the worker dies when the other end of that pipe is closed; likewise
-    STACKS           write the user's stacks to stderr, and end
-    SEGMENT          number, size, name     shared memory; likewise
-    JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
-                     which has it: begin
-    READY                                                         worker -> trainer: it has its dataset
-    FAILED           pickled EncodedError   it could not take the job
-    CRASHED          text: a traceback      it ends, before it could take the job
-    RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
-
-A message carries several tasks or results where batches are cheap: a system call, and the waking of the other
-process, costs more than a small batch (`engine.grouping`).
+Between processes each message is a head and buffers (`memory.codec`), see `pools.process.link`. What a task or a result
+is about (run, seq) is told apart from the user's objects, so that either side knows it even when those cannot be read:
+a batch that cannot be unpickled is one batch's error.
 """
 
 from __future__ import annotations
@@ -40,46 +23,8 @@ from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.engine.stream import PartBatch, PartPoint, Stream
 from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, SlotWriter, is_plain
 from sharded_loader.memory.exceptions import EncodedError
-from sharded_loader.memory.segments import Slot
 
-TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS, CRASHED = b"B", b"D", b"P", b"X"
-
-_HEAD = struct.Struct("!cqq")
 _REPLY = struct.Struct("!qqqIQ")  # a pickle may be larger than 4 GiB: strings and bytes lie in it
-
-
-def pack_head(kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> bytes:
-    """The head of a message."""
-    return _HEAD.pack(kind, run, seq) + content
-
-
-def unpack_head(head: Any) -> tuple[bytes, int, int, memoryview]:
-    """Kind, run, seq and the pickle of a head."""
-    kind, run, seq = _HEAD.unpack_from(head)
-    return kind, run, seq, memoryview(head)[_HEAD.size :]
-
-
-def pack_tasks(tasks: Sequence[tuple[Slot | None, Task, bytes | None]]) -> bytes:
-    """A TASKS message.
-
-    Args:
-        tasks: each with its slot and, if its indices are the user's own objects, with its own pickle: one that
-            cannot be read is that batch's error. The others go into one pickle: 1 us each, instead of 4.
-    """
-    packed = []
-    for slot, task, own in tasks:
-        fields: Any = own or tuple(task)
-        if own is None and type(indices := task.shards[0]) is np.ndarray:
-            # As bytes: a tenth of the time that an array takes.
-            fields = (*task[:4], (indices.tobytes(),), task.sharded, task.careful)
-        packed.append((task.run, task.seq, None if slot is None else tuple(slot), fields))
-    return _HEAD.pack(TASKS, 0, 0) + pickle.dumps(packed, protocol=5)
-
-
-def unpack_tasks(content: memoryview) -> list[tuple[int, int, tuple[int, int, int] | None, Any]]:
-    """Of each task run, seq, the slot (segment, offset, size), and its fields or its pickle."""
-    return pickle.loads(content)  # type: ignore[no-any-return]
 
 
 def task_of(fields: Any) -> Task:
@@ -229,6 +174,13 @@ class NewJob:
     job: Job
     worker_init_fn: Callable[[int], Any] | None
     notes_samples: bool = False
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The user's objects in it, by the names that the user knows."""
+        job = self.job
+        mine = {"dataset": job.dataset, "batchify_fn": job.batchify_fn, "on_error": job.on_error}
+        return mine | {"worker_init_fn": self.worker_init_fn}
 
 
 class Reply(NamedTuple):

@@ -16,17 +16,18 @@ What can go wrong: the pool breaks; then every run ends with the pool's error, a
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
 
 from sharded_loader.base.errors import LoaderClosedError, Location, as_batch_error
 from sharded_loader.base.interrupts import note_handlers
-from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
+from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 CLOSING_SECONDS = 1.0
@@ -38,6 +39,105 @@ Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13,
 1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11."""
 
 _FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
+
+
+@dataclass(slots=True)
+class Entry:
+    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
+
+    An entry owns its batch until the batch is handed out.
+    """
+
+    seq: int
+    task: Task | None
+    result: Result | None = None
+    begun: Any = None
+
+
+class ShownRun:
+    """Which run has handed out a batch, or its end, most recently.
+
+    Attributes:
+        shown: the run, whose position the loader tells.
+    """
+
+    shown: Run | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One iterator's way through one epoch.
+
+    Attributes:
+        number: identifies the run in tasks and results.
+        epoch: its batches.
+        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
+            only truth: everything below can be thrown away and built again from it.
+        planned: the number of the batch behind the window.
+        window: the batches in flight, in order. Only the pipeline fills and empties it, under its lock.
+        waiting: those of them that the pool has not been given yet.
+        dead: why the run can never go on. Text, because an exception would hold the frames that hold the run.
+        failure: the error of the pool that ended the run, until the run's iterator has raised it.
+        ended: the user has seen the end.
+        exhausted: all its batches have been planned.
+        is_ahead: its epoch has not begun; it is read while the one before it is consumed.
+        next: the prefetched run behind this one.
+        any_order: a batch that is finished is handed out before one that is not.
+        moved: the places of batches that have changed places and have not come yet, by their own numbers.
+    """
+
+    number: int
+    epoch: Epoch
+    delivered: int = field(init=False)
+    planned: int = field(init=False)
+    window: deque[Entry] = field(default_factory=deque)
+    waiting: deque[Entry] = field(default_factory=deque)
+    dead: str | None = None
+    failure: Exception | None = None
+    ended: bool = False
+    exhausted: bool = False
+    is_ahead: bool = False
+    next: Run | None = None
+    any_order: bool = False
+    moved: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
+
+    def is_finished(self) -> bool:
+        """Whether any batch in the window is finished."""
+        return any(entry.result is not None for entry in self.window)
+
+    def advance(self) -> None:
+        """Move the first finished batch to the head of the window."""
+        window = self.window
+        entry = next((one for one in window if one.result is not None), None)
+        if entry is not None and entry is not window[0]:
+            self.epoch.move(entry.seq, window[0].seq)
+            origins = {place: number for number, place in self.moved.items()}
+            between = [one for one in window if one.seq <= entry.seq]
+            contents = [(origins.get(one.seq, one.seq), one.task, one.result) for one in between]
+            # Those it overtakes keep their order: batches of one part must.
+            for one, (origin, task, result) in zip(between, [contents[-1], *contents[:-1]], strict=True):
+                one.task, one.result = task, result
+                if result is None:
+                    self.moved[origin] = one.seq
+
+    def leave_out(self, entry: Entry) -> bool:
+        """Whether the entry's part was given up before it. Then its batch is empty."""
+        part = None if entry.task is None else entry.task.part
+        is_given_up = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
+        if is_given_up:
+            entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
+        return is_given_up
+
+    def forget_window(self) -> None:
+        """Throw away what is in flight. It is planned again from `delivered`."""
+        self.exhausted = False
+        self.window.clear()
+        self.waiting.clear()
+        self.moved.clear()
+        self.planned = self.delivered
 
 
 class Pipeline:
@@ -52,8 +152,8 @@ class Pipeline:
             time.
         scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
         one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
-        lock: one for all iterators. Whoever calls `begin` holds it until `end` or `fail`. It is reentrant: a signal
-            handler may use the loader in the middle of a step.
+        lock: one for all iterators. The thread that calls `begin` holds it until `end` or `fail`. It is reentrant: a
+            signal handler may use the loader in the middle of a step.
         min_ready: poll the pool only while fewer than this many finished batches wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
         closed: `close` was called.
@@ -201,13 +301,13 @@ class Pipeline:
                 if not window:
                     return None
                 if not self.pool.started:
-                    self._recover()  # somebody has closed the pool itself
+                    self._recover()  # the pool itself was closed
                     continue
                 self._wait(run, block=not run.is_finished() if run.any_order else window[0].result is None)
             if run.any_order and window:
                 run.advance()
             if window and window[0].result is not None:
-                if window[0].result.error is not None:  # of a part that has ended before, if this error came first
+                if run.epoch.given_up and window[0].result.error is not None:  # it came before the error of its part
                     run.leave_out(window[0])
                 return window[0]
 
@@ -216,17 +316,13 @@ class Pipeline:
         run.window.popleft()
         if self.pool.num_workers:
             self._fill(run, 0)
-            self.fill_next(run)
+            if run.next is not None:
+                self.fill_next(run)
 
     def fill_next(self, run: Run) -> None:
-        """Put batches of the run that is read ahead in flight, where this one has no more."""
+        """Put batches of the prefetched run in flight, where this one has no more."""
         if run.next is not None and run.next.is_ahead:
             self._fill(run.next, 0, before=len(run.window))
-
-    def finished(self, run: Run, count: int) -> list[Entry]:
-        """Of the ``count`` batches behind the head, those that are finished up to the first that is not."""
-        behind = itertools.islice(run.window, 1, 1 + count)
-        return list(itertools.takewhile(lambda entry: entry.result is not None, behind))
 
     def _fill(self, run: Run, least: int, before: int = 0) -> None:
         """Fill the window, a group at a time (for each worker, if they take turns); a small window one at a time.
@@ -272,7 +368,7 @@ class Pipeline:
             entry = run.waiting.popleft()
             task = entry.task
             assert task is not None  # an error in a task's place does not wait
-            if run.leave_out(entry):
+            if run.epoch.given_up and run.leave_out(entry):
                 continue
             try:
                 if splits:
@@ -336,7 +432,7 @@ class Pipeline:
         self.is_shut = True
 
     def check_open(self) -> None:
-        """Raise if the loader cannot be used. Takes no lock: in a forked child nobody would release it."""
+        """Raise if the loader cannot be used. Takes no lock: in a forked child no thread would release it."""
         if os.getpid() != self.pid:
             raise RuntimeError(
                 f"this loader was made in process {self.pid}, and this is its forked child {os.getpid()}, which has "

@@ -20,10 +20,13 @@ What can go wrong: the workers cannot work at all (`PoolBroken`). What goes wron
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sharded_loader.base.described import call_of
 from sharded_loader.base.notices import Notices
 from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.engine.messages import Job, Result, Task
@@ -75,7 +78,7 @@ class Pool(ABC):
         Args:
             empty: gives the memory that batches are put together in, where that is this process's own.
             register: to be called with each stretch of shared memory that batches come through.
-            pinned: whether ``empty`` gives page-locked memory, because a device is going to copy the batches.
+            pinned: whether ``empty`` gives pinned memory, because a device is going to copy the batches.
         """
         self.empty = empty
 
@@ -94,7 +97,7 @@ class Pool(ABC):
 
     @abstractmethod
     def wait(self, block: bool = True) -> Sequence[Result]:
-        """Block until results have come, a worker has ended, or somebody calls `wake`; what has come.
+        """Block until results have come, a worker has ended, or a thread calls `wake`; what has come.
 
         Args:
             block: False: only look whether something has come.
@@ -124,6 +127,38 @@ class Pool(ABC):
 
 def _nothing() -> None:
     """There is nothing to close."""
+
+
+class WorkerPool(Pool):
+    """A pool that has workers. Its repr, and its pickle, are the call that makes it: each argument is an attribute.
+
+    Args:
+        num_workers, worker_init_fn, timeout: of the pool.
+
+    Raises:
+        ValueError: ``num_workers`` is below 1, or ``timeout`` is not above 0.
+        TypeError: An argument is not a number, or ``worker_init_fn`` cannot be called.
+    """
+
+    def __init__(self, num_workers: int, worker_init_fn: Callable[[int], Any] | None, timeout: float | None) -> None:
+        self.num_workers = check_num_workers(num_workers)
+        check_init_fn(worker_init_fn)
+        self.worker_init_fn = worker_init_fn
+        self.timeout = check_timeout(timeout)
+
+    def _options(self) -> tuple[type[WorkerPool], dict[str, tuple[Any, Any]]]:
+        """The class of this library, and of each argument but the first its value and its usual value."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("sharded_loader."))
+        _, *others = inspect.signature(kind).parameters.items()
+        return kind, {name: (getattr(self, name), parameter.default) for name, parameter in others}
+
+    def __repr__(self) -> str:
+        return call_of(self, [self.num_workers], **self._options()[1])
+
+    def __reduce__(self) -> Any:
+        # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.
+        kind, options = self._options()
+        return functools.partial(kind, self.num_workers, **{name: value for name, (value, _) in options.items()}), ()
 
 
 def check_num_workers(num_workers: Any) -> int:

@@ -141,11 +141,10 @@ class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[mi
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
 
     def _skip(self, count: int) -> int:
-        order: Any = self._order
-        if not count or getattr(order, "stream", None) is not None:
+        if not count or self._order.stream is not None:
             return count
-        position = order.read(self.epoch).position_after(count)
-        self.load_state_dict(order.dump(position, order.signature(self.epoch)))
+        epoch = self._order.epoch(self.epoch)
+        self.load_state_dict(epoch.state(epoch.position(epoch.first + count)))
         return 0
 
 
@@ -178,12 +177,13 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
     Source of the idea: ``accelerate.data_loader.prepare_data_loader``.
     """
     _replace_skip_first_batches()
+    on_device = accelerator.device_placement if device_placement is None else device_placement
     if isinstance(loader, Prepared):
         prepared: Any = loader
     elif isinstance(loader, DataLoader):
-        prepared = _prepare_drop_in(loader, accelerator, device_placement)
+        prepared = _prepare_drop_in(loader, accelerator, on_device)
     elif isinstance(loader, ShardedDataLoader):
-        prepared = _prepare_sharded(loader, accelerator, device_placement)
+        prepared = _prepare_sharded(loader, accelerator, on_device)
     else:
         raise TypeError(
             f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}: "
@@ -213,7 +213,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         given["pool"] = given["num_workers"] = None
         given = {name: value for name, value in given.items() if value is not None}
         given.update(_pool_like(loader))
-    rest = _made(type(loader), given, loader)
+    rest = _made(type(loader), given, loader.total_batch_size, loader.drops_rest, loader._synchronized)  # type: ignore[attr-defined]
     # transformers' Trainer calls set_epoch only after this: the epoch is not known before it begins.
     if isinstance(rest, PreparedShardedDataLoader):
         rest.set_epoch(loader.epoch)  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ def _replace_skip_first_batches() -> None:
             module.skip_first_batches = _skip_first_batches
 
 
-def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement: bool | None) -> Any:
+def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool) -> Any:
     names = inspect.signature(DataLoader.__init__).parameters
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader._scales_prefetch:
@@ -248,7 +248,7 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement
     replicas, rank = accelerator.num_processes, accelerator.process_index
     size, drops, batched = loader.batch_size, loader.drop_last, loader.batch_sampler is not None
     synchronized = None
-    if device_placement if device_placement is not None else accelerator.device_placement:
+    if on_device:
         given["device"] = accelerator.device
     if isinstance(loader.dataset, IterableDataset):
         given["sampler"] = given["batch_sampler"] = None
@@ -265,23 +265,18 @@ def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, device_placement
     elif batched:
         _same_order(loader, accelerator)
         given.update(batch_size=1, drop_last=False, sampler=None)
-    prepared = _made(PreparedDataLoader, given, None)
-    prepared._synchronized = synchronized
     size = size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    prepared.total_batch_size = size * (1 if accelerator.split_batches else replicas)
-    prepared.drops_rest = drops
-    return prepared
+    return _made(PreparedDataLoader, given, size * (1 if accelerator.split_batches else replicas), drops, synchronized)
 
 
-def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, device_placement: bool | None) -> Any:
+def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: bool) -> Any:
     given = dict(loader.arguments)
     if given.get("num_replicas") is not None:
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
     replicas, rank = accelerator.num_processes, accelerator.process_index
     seed = _broadcast(loader.seed) if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
-    wanted = device_placement if device_placement is not None else accelerator.device_placement
-    if wanted and given.get("device") is None and given.get("devices") is None and given.get("num_shards") is None:
+    if on_device and all(given.get(name) is None for name in ("device", "devices", "num_shards")):
         given["device"] = accelerator.device
     given["seed"] = seed
     if is_stream(loader.dataset):
@@ -292,18 +287,14 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, device_placeme
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
-    prepared = _made(PreparedShardedDataLoader, given, None)
-    prepared.total_batch_size = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
-    prepared.drops_rest = loader.drop_last
-    return prepared
+    total = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
+    return _made(PreparedShardedDataLoader, given, total, loader.drop_last)
 
 
-def _made(kind: Any, given: dict[str, Any], like: Any) -> Any:
+def _made(kind: Any, given: dict[str, Any], total_batch_size: int, drops_rest: bool, synchronized: Any = None) -> Any:
     prepared = kind(**given)
-    prepared._given = given
-    if like is not None:
-        prepared.total_batch_size, prepared.drops_rest = like.total_batch_size, like.drops_rest
-        prepared._synchronized = like._synchronized
+    prepared._given, prepared._synchronized = given, synchronized
+    prepared.total_batch_size, prepared.drops_rest = total_batch_size, drops_rest
     return prepared
 
 

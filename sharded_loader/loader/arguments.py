@@ -1,4 +1,4 @@
-"""What a loader's arguments mean, and which are refused: pure functions, called by the constructor.
+"""What a loader's arguments mean, and which are rejected: pure functions, called by the constructor.
 
 Each error says what was given, and what to write instead.
 """
@@ -81,7 +81,7 @@ def last_batch_of(last_batch: str | None, drop_last: Any) -> str | None:
 
 
 def prefetch_of(prefetch: Any, prefetch_factor: Any, num_workers: int) -> Any:
-    """``prefetch``, or what torch's ``prefetch_factor`` means: batches read ahead for each worker."""
+    """``prefetch``, or what torch's ``prefetch_factor`` means: batches prefetched for each worker."""
     if one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor) is None:
         return None
     if prefetch_factor is None:
@@ -303,7 +303,7 @@ def make_pool(
             f"{asked} needs workers: give num_workers=, at least 1, or leave {asked} out to read without workers"
         )
     if pool == "inline":
-        check_init_fn(worker_init_fn)  # nobody calls it, as in torch
+        check_init_fn(worker_init_fn)  # it is not called, as in torch
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r} needs workers: give num_workers=, or leave timeout out")
         return InlinePool()

@@ -130,7 +130,7 @@ class LoaderAttributes(Metered):
 
     @property
     def prefetch_factor(self) -> int | None:
-        """Batches read ahead for each worker; None without workers."""
+        """Batches prefetched for each worker; None without workers."""
         return max(1, self.prefetch // self.num_workers) if self.num_workers else None
 
     @property

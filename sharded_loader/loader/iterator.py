@@ -1,15 +1,12 @@
 """One way through one epoch of a loader.
 
-    pipeline.head -> entry -> placement.place -> pipeline.take -> the user
-
-Where copy streams copy ahead, the placement has two steps: `begin` for this batch and for those behind it, `finish` for
-this one.
+    pipeline.head -> entry -> placement.place_next -> pipeline.take -> the user
 
 An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
 The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
 
 One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
-raises), it passes as it is, the count is what it was before, and the next ``next`` gives the same batch. If something
+raises), it passes as it is. The count is what it was before, and the next ``next`` gives the same batch. If something
 goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
 in the batch's place.
 """
@@ -25,18 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharded_loader.base.errors import LoaderClosedError, as_batch_error, text_of
+from sharded_loader.base.errors import LoaderClosedError, text_of
 from sharded_loader.base.imports import leave_alone
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import Placement, not_placed
-from sharded_loader.devices.streams import OUT_OF_MEMORY
 from sharded_loader.engine.messages import NOTHING, Result
-from sharded_loader.engine.pipeline import Pipeline
-from sharded_loader.engine.run import Entry, Run
-from sharded_loader.loader.epochs import Epochs
-from sharded_loader.loader.progress import Mark
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run, ShownRun
+from sharded_loader.loader.epochs import Epochs, Mark
 from sharded_loader.loader.stats import NO_TOTALS, Counts, Meter
 from sharded_loader.streams.epoch import StreamEpoch
 
@@ -58,6 +52,7 @@ class BatchIterator(Iterator[Batch]):
 
     Args:
         pipeline, placement, meter: of the loader.
+        progress: which run of the loader has handed out a batch most recently.
         name: what torch's profiler calls a ``next``; "": nothing.
 
     Attributes:
@@ -66,8 +61,11 @@ class BatchIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, meter: Meter, name: str = "") -> None:
+    def __init__(
+        self, pipeline: Pipeline, placement: Placement, meter: Meter, progress: ShownRun | None = None, name: str = ""
+    ) -> None:
         self._pipeline, self._placement, self._meter = pipeline, placement, meter
+        self._progress = progress or ShownRun()
         self._last_ended: float | None = None
         self._counted: Run | None = None  # the run that `_counts` belongs to
         self._counts: Counts
@@ -93,8 +91,8 @@ class BatchIterator(Iterator[Batch]):
     def _begun(self, run: Run) -> None:
         """The first batch, or the end, of a run is handed out: its epoch has begun."""
 
-    def _delivered(self, run: Run) -> None:
-        """A batch of the run, or its end, was handed out."""
+    def _read_ahead(self, run: Run) -> None:
+        """All batches of the run are planned: workers may read those of the next epoch."""
 
     def _was_over(self, run: Run) -> bool:
         """The end was seen. Whether the epoch was over when its state was saved: then another run takes its place."""
@@ -124,11 +122,12 @@ class BatchIterator(Iterator[Batch]):
                     return next(self)
             finally:
                 self._range = name
-        if self._placement.kinds:
-            self._placement.check_not_capturing()
+        for is_capturing in self._placement.capture_probes:
+            if is_capturing():
+                self._placement.check_not_capturing()
         pipeline = self._pipeline
         if os.getpid() != pipeline.pid:
-            pipeline.check_open()  # before the lock: in a forked child nobody would release it
+            pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = is_owned(pipeline.lock)
         with pipeline.lock:
             run, mark = self.run, None
@@ -186,10 +185,7 @@ class BatchIterator(Iterator[Batch]):
                 run, is_first = self.run, True  # also if the run before has given empty batches
                 assert run is not None
                 continue
-            arrived = time.perf_counter()
-            result, batch = self._placed(run, entry)
-            placed = time.perf_counter()
-            result = self._hand_out(run, entry.seq, result, is_first)
+            result, batch, placing = self._deliver(run, entry, is_first)
             is_first = False
             if result.batch is NOTHING and result.error is None:
                 continue
@@ -198,7 +194,7 @@ class BatchIterator(Iterator[Batch]):
             if self._counted is not run:
                 self._counted, self._counts = run, meter.begin(run.epoch.number, self._totals_at_start)
             waiting = self._last_ended - began
-            meter.add(self._counts, waiting, waiting + working, placed - arrived, result)
+            meter.add(self._counts, waiting, waiting + working, placing, result)
             if result.error is None and meter.looks is None:
                 meter.look(batch)
             try:
@@ -217,7 +213,7 @@ class BatchIterator(Iterator[Batch]):
         run.ended, run.next = True, None
         if is_first:
             self._begun(run)
-        self._delivered(run)
+        self._progress.shown = run
         if self._was_over(run):
             self._pipeline.drop(run.number)
             self.run = following = self._choose()
@@ -226,39 +222,38 @@ class BatchIterator(Iterator[Batch]):
         self._placement.end_epoch()
         return False
 
-    def _placed(self, run: Run, entry: Entry) -> tuple[Result, Any]:
-        """The result of an entry, and its batch where it belongs."""
+    def _deliver(self, run: Run, entry: Entry, is_first: bool) -> tuple[Result, Any, float]:
+        """Put an entry's batch where it belongs, and take it out of the pipeline.
+
+        Returns:
+            The result, with an error if the batch could not be placed, or if ``on_error`` has left out too much. The
+            batch. The seconds that it took to place it.
+        """
+        began = time.perf_counter()
         result, batch = entry.result, None
         assert result is not None  # the pipeline returns finished entries
         if result.error is None and result.batch is not NOTHING:
             try:
-                batch = to_torch(result.batch) if self._placement.is_plain else self._place(run, entry)
+                batch = to_torch(result.batch) if self._placement.is_plain else self._placement.place_next(run.window)
             except Exception as raised:
                 assert entry.task is not None  # it has a batch
                 result = not_placed(entry.task, raised, "while the batch was placed")
-        try:
-            return result, batch
-        finally:
-            del result, entry  # the error of a batch that was not placed leads to this frame too
-
-    def _hand_out(self, run: Run, seq: int, result: Result, is_first: bool) -> Result:
-        """Take a batch out of the pipeline: it is delivered.
-
-        Returns:
-            The result, with an error if ``on_error`` has left out too much.
-        """
+        placing = time.perf_counter() - began
         self._pipeline.take(run)
-        run.delivered = seq + 1
+        run.delivered = entry.seq + 1
         if is_first:
             self._begun(run)
-        self._delivered(run)
+        self._progress.shown = run
+        if run.exhausted and run.next is None:
+            self._read_ahead(run)
         if run.epoch.keeps:
             run.epoch.forget(run.delivered)
         if result.skipped:
-            error = self._note_skipped(f"epoch {run.epoch.number}, batch {seq}", result)
-            if result.error is None and error is not None:
-                return Result(result.run, result.seq, error=error)
-        return result
+            result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
+        try:
+            return result, batch, placing
+        finally:
+            del result, entry  # the error of a batch that was not placed leads to this frame too
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
         """Warn, once, if the parts of iterable data give the same samples."""
@@ -309,78 +304,29 @@ class BatchIterator(Iterator[Batch]):
         if run is not None:
             self._keep(run, mark)
 
-    def _place(self, run: Run, entry: Entry) -> Any:
-        """The entry's batch where it belongs.
-
-        Raises:
-            Exception: it cannot be put there.
-        """
-        placement, result, task = self._placement, entry.result, entry.task
-        assert result is not None and task is not None  # it has a batch
-        if not placement.asynchronous:
-            return placement.place(result.batch, task.sharded)
-        for is_last_try in (False, True):
-            try:
-                if entry.begun is None:
-                    entry.begun = placement.begin(result.batch, task.sharded)
-                if placement.ahead:
-                    self._begin_behind(run)
-                return placement.finish(entry.begun, task.sharded)
-            except OUT_OF_MEMORY:
-                if is_last_try:
-                    raise
-            # Not done above: the error's traceback holds the parts that had found room.
-            self._make_room(run)
-        raise AssertionError("the last try returns")
-
-    def _make_room(self, run: Run) -> None:
-        """A device has no memory for all batches: those behind the next one wait on the host."""
-        for other in self._pipeline.finished(run, self._placement.ahead):
-            other.begun = None
-        self._placement.make_room()
-
-    def _begin_behind(self, run: Run) -> None:
-        """Send those behind it that are finished on their way too. What goes wrong comes again in their turn."""
-        placement = self._placement
-        for entry in self._pipeline.finished(run, placement.ahead):
-            result = entry.result
-            if entry.begun is not None or entry.task is None or result is None or result.error is not None:
-                continue
-            if result.batch is NOTHING:
-                continue
-            try:
-                entry.begun = placement.begin(result.batch, entry.task.sharded)
-                continue
-            except OUT_OF_MEMORY:
-                pass
-            except Exception as raised:
-                as_batch_error(raised, "while the batch was placed")
-                return
-            placement.make_room()
-            return
-
-    def _note_skipped(self, where: str, result: Result) -> Exception | None:
+    def _note_skipped(self, where: str, result: Result) -> Result:
         """Count what ``on_error`` left out, and warn of the first whole batch or shard.
 
         Returns:
-            The error if it left out too many, or the warning where the user has made warnings errors.
+            The result. If ``on_error`` left out too many samples, with the error that says so; where the user has made
+            warnings errors, with the warning.
         """
         error = self._meter.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)
-        if error is not None or result.error is not None:
-            return error
+        if result.error is not None:
+            return result
+        message = None
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:
             message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
-        else:
-            return None
-        try:
-            text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
-            self._meter.notices.warn("left out", text)
-        except Warning as raised:
-            return raised
-        return None
+        if error is None and message is not None:
+            try:
+                text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
+                self._meter.notices.warn("left out", text)
+            except Warning as raised:
+                error = raised
+        return result if error is None else Result(result.run, result.seq, error=error)
 
 
 class EpochIterator(BatchIterator[Batch]):
@@ -394,7 +340,7 @@ class EpochIterator(BatchIterator[Batch]):
     def __init__(self, owner: Sized, epochs: Epochs, meter: Meter) -> None:
         # For torch.profiler, as torch names that of its own loader.
         name = f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
-        super().__init__(epochs.pipeline, epochs.placement, meter, name)
+        super().__init__(epochs.pipeline, epochs.placement, meter, epochs.progress, name)
         self._owner, self._epochs = owner, epochs
 
     def __len__(self) -> int:
@@ -421,10 +367,8 @@ class EpochIterator(BatchIterator[Batch]):
     def _begun(self, run: Run) -> None:
         self._epochs.progress.begun(run, self)
 
-    def _delivered(self, run: Run) -> None:
-        self._epochs.progress.shown = run
-        if run.exhausted and run.next is None and not run.ended:
-            self._epochs.read_ahead(run)
+    def _read_ahead(self, run: Run) -> None:
+        self._epochs.read_ahead(run)
 
     def _was_over(self, run: Run) -> bool:
         return self._epochs.progress.was_over(run)

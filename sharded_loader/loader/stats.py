@@ -1,4 +1,4 @@
-"""Where the time of a training loop goes: waiting for data, or the loop itself.
+"""Where the time of a training loop goes: waiting for data, or in the loop.
 
     the iterator adds to a Meter for each batch -> Counts, of each epoch; the sum of all is made when it is asked for
     Counts.report() -> LoaderStats, what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import HAS_ENDED, TooManySkippedError, notes_of, text_of
 from sharded_loader.base.notices import Notices
-from sharded_loader.data.following import retries_of
+from sharded_loader.data.datasets import retries_of
 from sharded_loader.engine.messages import Result
 
 
@@ -165,7 +165,7 @@ class Meter:
     """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
 
     A batch is counted once, for its epoch: that takes half the time of counting it for the loader too. The sum over all
-    epochs is made when somebody asks for it.
+    epochs is made when it is asked for.
 
     Args:
         dataset: what is read. It may count the requests that this process tries again; see `retries_of`.

@@ -25,7 +25,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -110,11 +110,11 @@ class Replicas:
         self._follow_modes()
         self._ran = len(shards)
         outputs: list[Any] = [None] * len(shards)
-        ambient = _Ambient(self.devices[: len(shards)])
+        set_up_on = _thread_state(self.devices[: len(shards)])
 
         def work(positions: list[int]) -> None:
             for i in positions:
-                with ambient.set_up_on(self.devices[i]):
+                with set_up_on(self.devices[i]):
                     outputs[i] = fn(self.models[i], shards[i])
 
         lanes = _lanes(self.devices[: len(shards)])
@@ -324,27 +324,25 @@ def _lanes(devices: Sequence[torch.device]) -> list[list[int]]:
     return list(lanes.values()) if len(accelerators) > 1 else [list(range(len(devices)))]
 
 
-class _Ambient:
-    """What of the calling thread's state torch keeps per thread, to be set up in others."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        kinds = {kind for kind in ("cpu", *(d.type for d in devices)) if torch.amp.is_autocast_available(kind)}
-        self.autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-        self.cache = torch.is_autocast_cache_enabled()
-        self.streams = {d: getattr(torch, d.type).current_stream(d) for d in devices if d.type in ("cuda", "xpu")}
+def _thread_state(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager[None]]:
+    """What sets up the calling thread's state, as far as torch keeps it per thread, in another thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {kind for kind in ("cpu", *(d.type for d in devices)) if torch.amp.is_autocast_available(kind)}
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    cache = torch.is_autocast_cache_enabled()
+    streams = {d: getattr(torch, d.type).current_stream(d) for d in devices if d.type in ("cuda", "xpu")}
 
     @contextmanager
-    def set_up_on(self, device: torch.device) -> Iterator[None]:
-        """The caller's state, with ``device`` current."""
+    def set_up_on(device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
-            if device in self.streams:
+            if device in streams:
                 module = getattr(torch, device.type)
                 stack.enter_context(module.device(device))
-                stack.enter_context(module.stream(self.streams[device]))
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, (enabled, dtype) in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+                stack.enter_context(module.stream(streams[device]))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, (enabled, dtype) in autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
+
+    return set_up_on

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from sharded_loader.base.described import an
-from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.stack import is_numbers
+from sharded_loader.batching.default import default_batchify_fn, is_numbers
 from sharded_loader.batching.tree import children, is_dataclass_instance, map_leaves, rebuild, to_torch
 from sharded_loader.devices.names import DeviceLike, device_list
 

@@ -179,7 +179,7 @@ class Death(NamedTuple):
         worker: its number.
         pid: of its process.
         exitcode: None if it is not known.
-        oom_kills: what `WorkerResources.oom_kills` said then.
+        oom_kills: what `ProcessTransport.oom_kills` said then.
         host, cause: where another program runs the workers: the address of its machine, and what that program says.
         hung: it was killed because it was late.
         board: where it was; None: nobody knows.

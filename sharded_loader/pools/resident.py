@@ -33,7 +33,8 @@ from sharded_loader.batching.tensors import is_column
 from sharded_loader.batching.tree import to_torch, torch_has
 from sharded_loader.data.arrays import ArrayDataset
 from sharded_loader.data.bulk import checked_indices, is_gathered
-from sharded_loader.devices.placement import Placed, Placement, not_placed
+from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.placement import Placement, not_placed
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
@@ -193,7 +194,7 @@ class ResidentPool(Pool):
             current = streams.caller_stream()
             # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
             rows = streams.empty_like(host)
-            streams.copy([rows], [streams.pin(host, (1,))])
+            streams.copy(rows, streams.pin(host, (1,)))
             fields = [streams.take(column, rows) for column in at.columns]
             if current != at.home:
                 streams.used_on(at.columns, current)

@@ -32,7 +32,7 @@ from typing import Generic, TypeVar
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
-from sharded_loader.engine.messages import NOTHING, Job, NewJob, Result, Task
+from sharded_loader.engine.messages import NOTHING, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.memory.classes import classes_of_main
 from sharded_loader.pools.deaths import (
@@ -72,14 +72,11 @@ class Transport(ABC, Generic[W]):
 
     Attributes:
         num_workers: how many there are to be.
+        workers: the workers, by number; empty before `start` and after `close`, which makes a new list.
     """
 
     num_workers: int
-
-    @property
-    @abstractmethod
-    def workers(self) -> list[W]:
-        """The workers, by number; empty before `start` and after `close`."""
+    workers: list[W]
 
     @abstractmethod
     def start(self, new: NewJob) -> list[Task]:
@@ -89,14 +86,14 @@ class Transport(ABC, Generic[W]):
             Tasks of workers that could not take another job, and were launched again.
         """
 
-    def launch_all(self) -> None:
+    def launch_all(self, new: NewJob) -> None:
         """Launch those that are lacking."""
         while len(self.workers) < self.num_workers:
             with uninterrupted():
-                self.workers.append(self.launch(len(self.workers)))
+                self.workers.append(self.launch(len(self.workers), new))
 
     @abstractmethod
-    def launch(self, number: int) -> W:
+    def launch(self, number: int, new: NewJob) -> W:
         """Start one worker, which has the job, or is sent it."""
 
     @abstractmethod
@@ -153,13 +150,13 @@ class Supervisor(Generic[W]):
         self.notices = Notices()
         self._transport = transport
         self._restarts = restarts
-        self._job: Job | None = None
+        self._new: NewJob | None = None
         self._classes: list[type] = []
         self._cancelled: set[int] = set()
 
     def start(self, new: NewJob) -> None:
         """Start the workers. Those that run already get the new job before any later task."""
-        self._job, self._classes = new.job, classes_of_main()
+        self._new, self._classes = new, classes_of_main()
         self.deaths.new_job()
         try:
             self.take_back(self._transport.start(new))
@@ -172,7 +169,7 @@ class Supervisor(Generic[W]):
         self._transport.close()
         self.requeued.clear()
         self.deaths = Deaths(self._restarts)
-        self._job, self._classes = None, []
+        self._new, self._classes = None, []
         self._cancelled.clear()
 
     def record_start(self, worker: W) -> None:
@@ -210,6 +207,7 @@ class Supervisor(Generic[W]):
         transport = self._transport
         if worker not in transport.workers:
             return []
+        assert self._new is not None  # its workers run
         with uninterrupted():
             death = transport.last_words(worker, error)
         results: list[Result] = []
@@ -226,7 +224,7 @@ class Supervisor(Generic[W]):
             return self.give_up_worker(worker, died_idle(death))
         with uninterrupted():
             transport.release(worker)
-            transport.workers[worker.number] = transport.launch(worker.number)
+            transport.workers[worker.number] = transport.launch(worker.number, self._new)
             self.take_back(worker.tasks.values())
         self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
         return results
@@ -249,14 +247,14 @@ class Supervisor(Generic[W]):
             if board[SAMPLE] in (IN_BULK, ONE_BY_ONE):
                 worker.tasks[key] = task._replace(careful=True)
             return []
-        assert self._job is not None  # its workers read
+        assert self._new is not None  # its workers read
         tries, timeout = max(1, self._restarts), self.watch.timeout
         if death.hung and timeout is not None:
             error: Exception = timed_out(death.who, timeout, task, board, tries, killed=True)
         else:
             error = died(death, task, board, tries)
         del worker.tasks[key]
-        lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self._job)
+        lost = unreachable_after(task, [*self.requeued, *worker.tasks.values()], self._new.job)
         results = [Result(*key, error=error), *(Result(other.run, other.seq, NOTHING) for other in lost)]
         ended = {(result.run, result.seq) for result in results}
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)

@@ -21,7 +21,7 @@ import numpy as np
 
 from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
-from sharded_loader.data.following import retries_here
+from sharded_loader.data.datasets import retries_here
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
 from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_result, task_of
 from sharded_loader.engine.reader import Reader

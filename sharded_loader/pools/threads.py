@@ -29,13 +29,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.open_files import warn_of_open_file
+from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
+from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for
 
@@ -126,7 +125,7 @@ class _Thread(threading.Thread):
             tasks.put(None)  # for the next thread
 
 
-class ThreadPool(Pool):
+class ThreadPool(WorkerPool):
     """Read in threads.
 
     Args:
@@ -151,18 +150,10 @@ class ThreadPool(Pool):
     def __init__(
         self, num_workers: int, *, worker_init_fn: Callable[[int], Any] | None = None, timeout: float | None = None
     ) -> None:
-        self.num_workers = check_num_workers(num_workers)
-        check_init_fn(worker_init_fn)
-        self.timeout = check_timeout(timeout)
+        super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)
-        self.worker_init_fn = worker_init_fn
         self._reader: Any = None  # a `Reader` while the pool runs
         self._running: list[_Shared] = []  # one, or none
-
-    def __repr__(self) -> str:
-        return call_of(
-            self, [self.num_workers], worker_init_fn=(self.worker_init_fn, None), timeout=(self.timeout, None)
-        )
 
     @property
     def started(self) -> bool:

@@ -43,7 +43,7 @@ MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
 
 
 class DrawnSeed(int):
-    """A seed that nobody gave. A loader with a seed of its own uses its own instead."""
+    """A seed that the user did not give. A loader with a seed of its own uses its own instead."""
 
 
 def resolve_seed(seed: Any) -> int:
@@ -51,6 +51,24 @@ def resolve_seed(seed: Any) -> int:
     if seed is None:
         return DrawnSeed(draw_seed())
     return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
+
+
+def check_choice(name: str, value: Any, known: Sequence[str], owner: str) -> str:
+    """One of the texts that an argument may have; otherwise a ValueError that lists them."""
+    if value not in known:
+        advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
+    return str(value)
+
+
+def underscored(*names: str) -> tuple[tuple[str, str], ...]:
+    """Pairs for `Described`, of attributes that have the name of an argument, with an underscore in front.
+
+    Example:
+        >>> underscored("repeat", "shuffle")
+        (('repeat', '_repeat'), ('shuffle', '_shuffle'))
+    """
+    return tuple((name, f"_{name}") for name in names)
 
 
 def check_sampler(sampler: Any, name: str = "sampler") -> None:
@@ -321,12 +339,9 @@ class EpochRequests:
 
     def take(self) -> int | None:
         """The epoch of the latest call that is new; None if there is none."""
-        new: list[EpochRequest] = []
-        for sampler, seen in self._seen:
-            request = sampler.epoch_request
-            # By identity: a sampler that was pickled brings a number that another process gave.
-            if request is not None and request is not seen:
-                new.append(request)
+        requests: list[tuple[EpochRequest | None, ...]] = [(one.epoch_request, seen) for one, seen in self._seen]
+        # By identity: a sampler that was pickled brings a number that another process gave.
+        new = [request for request, seen in requests if request is not None and request is not seen]
         if not new:
             return None
         self.drop()

@@ -1,6 +1,7 @@
-"""Batches of indices: `BatchSampler`, and batches of samples of similar length.
+"""Batches of indices: of any sampler's, split into shards, or of samples of similar length.
 
     BatchSampler           any sampler's items, ``batch_size`` at a time
+    ShardedBatchSampler    each batch of another batch sampler, split into shards (`sharded_loader.engine.split`)
     SortedBucketSampler    sorted within large random buckets
     BoundedBudgetSampler   as many samples as a budget of padded tokens allows
 
@@ -11,12 +12,13 @@ epoch 0 owns batches 0 and 1, and epoch 1 owns batches 2 to 4. These are the bat
 depend on what was iterated before.
 
 What can go wrong: with rollover, a sampler of another library yields more or fewer items than its ``len``: ValueError.
+Weights or costs do not fit the shards, or a batch is empty or sharded already.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.base.checks import check_int
+from sharded_loader.engine.split import check_shares, is_sharded, split_batch
 from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import Sampler, WrapperSampler, resolve_seed
+from sharded_loader.sampling.base import Sampler, WrapperSampler, check_choice, resolve_seed, underscored
 from sharded_loader.sampling.foreign import len_epoch, name_of, table_of
 from sharded_loader.sampling.index_samplers import sort_order, sortable
 from sharded_loader.sampling.tables import BATCHES, Batched, Rolling, Table, parts
@@ -67,13 +70,8 @@ class BatchSampler(WrapperSampler[list[int]]):
         self, sampler: Iterable[Any], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        if last_batch not in LAST_BATCH:
-            raise ValueError(
-                f"last_batch is {last_batch!r}, which BatchSampler does not know: "
-                "choose 'keep', 'discard' or 'rollover'"
-            )
+        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
         super().__init__(sampler, seed)
-        self.last_batch = last_batch
 
     @property
     def drop_last(self) -> bool:
@@ -93,6 +91,83 @@ class BatchSampler(WrapperSampler[list[int]]):
 
     def _rolling(self, epoch: int) -> Rolling:
         return Rolling(len_epoch(self.sampler, epoch), self.batch_size, epoch)
+
+
+class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
+    """Splits each batch of another batch sampler into shards, one per device.
+
+    Args:
+        batch_sampler: yields flat batches of indices.
+        num_shards: most shards per batch. A batch with fewer samples gives fewer shards, the first ones, and never an
+            empty one: shard i is always on device i.
+        weights: one number per shard (``[2, 1]`` for a fast and a slow device); None for even shares. A positive
+            weight gets at least one sample. Weights of 0 must come last. See `shard_sizes`.
+        costs: one number per sample of the dataset, e.g. its length: the most expensive shard is then as
+            cheap as greedy assignment makes it.
+        seed: starts ``batch_sampler`` if it is foreign. None draws one if it is needed.
+
+    Raises:
+        TypeError, ValueError: for bad ``num_shards``, ``weights`` or ``costs``; while iterating, for a
+            batch that is empty or sharded already.
+
+    Example:
+        >>> from sharded_loader import BatchSampler, SequentialSampler
+        >>> list(ShardedBatchSampler(BatchSampler(SequentialSampler(5), 4), 2))
+        [[[0, 1], [2, 3]], [[4]]]
+
+    Source of the idea: `gluonnlp.data.ShardedDataLoader`, which leaves the split to its sampler.
+    """
+
+    shown = (("num_shards", "num_shards"), ("weights", "weights"), ("costs", "costs"))
+    _wraps = "batch_sampler"
+    batch_sampler: Iterable[Any]
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        num_shards: int,
+        weights: Sequence[float] | None = None,
+        costs: Any = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
+        self.weights = None if weights is None else tuple(check_shares(weights, num_shards))
+        # A list of floats is read several times faster, one number at a time, than an array or a tensor.
+        self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
+        if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
+            raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
+        super().__init__(batch_sampler, seed)
+
+    def epoch_table(self, epoch: int) -> Table:
+        return _SplitTable(table_of(self.batch_sampler, epoch, self.seed), self._split)
+
+    def _split(self, batch: Any, number: int) -> list[list[int]]:
+        if is_sharded(batch):
+            raise ValueError(
+                f"batch {number} is sharded already, ShardedBatchSampler splits flat batches: "
+                "give its batch_sampler to the loader as it is"
+            )
+        if len(batch) == 0:
+            raise ValueError(f"batch {number} is empty: batches have at least one index, correct the batch_sampler")
+        return split_batch(batch, self.num_shards, self.weights, self.costs)
+
+    def len_epoch(self, epoch: int) -> int:
+        return len_epoch(self.batch_sampler, epoch)
+
+
+class _SplitTable(Table):
+    """The batches of another table, each split into shards."""
+
+    def __init__(self, batches: Table, split: Callable[[Any, int], list[list[int]]]) -> None:
+        self._block = 1
+        self._batches, self._split = batches, split
+
+    def upto(self, begin: int, end: int) -> int:
+        return self._batches.upto(begin, end)
+
+    def at(self, positions: Indices) -> list[list[list[int]]]:
+        return list(map(self._split, self._batches.at(positions), positions.tolist()))
 
 
 class SortedBucketSampler(Sampler[list[int]]):
@@ -116,13 +191,8 @@ class SortedBucketSampler(Sampler[list[int]]):
     Source of the idea: `gluonnlp.data.SortedBucketSampler`.
     """
 
-    decided_by = (
-        ("sort_keys", "_keys"),
-        ("batch_size", "batch_size"),
-        ("bucket size", "_bucket_size"),
-        ("reverse", "_reverse"),
-        ("shuffle", "_shuffle"),
-    )
+    _sizes = (("batch_size", "batch_size"), ("bucket size", "_bucket_size"))
+    decided_by = (*underscored("sort_keys"), *_sizes, *underscored("reverse", "shuffle"))
     shown = tuple((name.replace(" ", "_"), attribute) for name, attribute in decided_by)
 
     def __init__(
@@ -134,18 +204,18 @@ class SortedBucketSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int | None = None,
     ) -> None:
-        self._keys = sortable(sort_keys)
+        self._sort_keys = sortable(sort_keys)
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if not mult >= 1:
             raise ValueError(f"mult must be at least 1, got {mult}: a bucket holds mult * batch_size samples")
-        self._bucket_size = min(int(min(mult * batch_size, 2.0**62)), max(len(self._keys), 1))
+        self._bucket_size = min(int(min(mult * batch_size, 2.0**62)), max(len(self._sort_keys), 1))
         self._reverse = bool(reverse)
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
     def epoch_table(self, epoch: int) -> Table:
         key = (self.seed, "sorted bucket", epoch)
-        count, size = len(self._keys), self.batch_size
+        count, size = len(self._sort_keys), self.batch_size
         order = shuffled(count, *key) if self._shuffle else np.arange(count, dtype=np.int64)
         per_bucket = parts(self._bucket_size, size, cut=False)
 
@@ -153,7 +223,7 @@ class SortedBucketSampler(Sampler[list[int]]):
         def bucket(begin: int) -> tuple[Indices, Indices]:
             """The indices of a bucket, sorted, and the order of its batches."""
             indices = order[begin : begin + self._bucket_size]
-            indices = indices[sort_order(self._keys[indices], self._reverse)]
+            indices = indices[sort_order(self._sort_keys[indices], self._reverse)]
             batches = parts(len(indices), size, cut=False)
             return indices, shuffled(batches, *key, begin) if self._shuffle else np.arange(batches)
 
@@ -166,7 +236,7 @@ class SortedBucketSampler(Sampler[list[int]]):
         return Table(self.len_epoch(epoch), lambda positions: list(map(batch, positions.tolist())), BATCHES)
 
     def len_epoch(self, epoch: int) -> int:
-        full, rest = divmod(len(self._keys), self._bucket_size)
+        full, rest = divmod(len(self._sort_keys), self._bucket_size)
         return full * -(-self._bucket_size // self.batch_size) - (-rest // self.batch_size)
 
 
@@ -195,12 +265,7 @@ class BoundedBudgetSampler(Sampler[list[int]]):
     """
 
     decided_by = (("lengths", "_order"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
-    shown = (
-        ("max_num_tokens", "_max_num_tokens"),
-        ("max_num_sentences", "_max_num_sentences"),
-        ("required_batch_size_multiple", "_multiple"),
-        ("shuffle", "_shuffle"),
-    )
+    shown = underscored("max_num_tokens", "max_num_sentences", "required_batch_size_multiple", "shuffle")
 
     def __init__(
         self,
@@ -229,7 +294,8 @@ class BoundedBudgetSampler(Sampler[list[int]]):
                 f"sample {index} has {array[index]} tokens, more than max_num_tokens={tokens}: "
                 "raise the budget, cut the sample, or leave it out of the dataset"
             )
-        self._max_num_tokens, self._max_num_sentences, self._multiple = tokens, sentences, multiple
+        self._max_num_tokens, self._max_num_sentences = tokens, sentences
+        self._required_batch_size_multiple = multiple
         self._order: Indices = np.argsort(array, kind="stable")
         self._bounds = _bounds(array[self._order].tolist(), tokens, sentences, multiple)
         self._shuffle = bool(shuffle)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import Described
 from sharded_loader.randomness.shuffle import Indices, shuffled
-from sharded_loader.sampling.base import Sampler, resolve_seed
+from sharded_loader.sampling.base import Sampler, check_choice, resolve_seed, underscored
 from sharded_loader.sampling.batch_samplers import length_table
 from sharded_loader.sampling.tables import BATCHES, Table
 
@@ -171,7 +171,6 @@ def _end_at(longest: int, num_buckets: int, edge: Callable[[int], float]) -> lis
 
 Key = int | tuple[int, ...]
 
-
 LAST_GROUP = ("keep", "discard", "overlap")
 _DEFAULT_BUCKETS = 10
 _DEFAULT_SCHEME = ConstWidthBucket()
@@ -225,14 +224,8 @@ class FixedBucketSampler(Sampler[Any]):
         ("batch sizes", "_batch_begin"),
         ("shuffle", "_shuffle"),
     )
-    shown = (
-        ("batch_size", "_batch_size"),
-        ("bucket_keys", "bucket_keys"),
-        ("bucket_batch_sizes", "bucket_batch_sizes"),
-        ("num_shards", "_num_shards"),
-        ("last_group", "_last_group"),
-        ("shuffle", "_shuffle"),
-    )
+    _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
+    shown = (*underscored("batch_size"), *_buckets, *underscored("num_shards", "last_group", "shuffle"))
 
     def __init__(
         self,
@@ -257,12 +250,7 @@ class FixedBucketSampler(Sampler[Any]):
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
             raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
-        if last_group not in LAST_GROUP:
-            raise ValueError(
-                f"last_group is {last_group!r}, which FixedBucketSampler does not know: "
-                "choose 'keep', 'discard' or 'overlap'"
-            )
-        self._last_group = last_group
+        self._last_group = check_choice("last_group", last_group, LAST_GROUP, "FixedBucketSampler")
         self._shuffle = bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         if bucket_keys is None and len(table):

@@ -20,9 +20,9 @@ Samplers of ours, and lists, are read in blocks, at any number. A sampler of ano
 and its batches are kept until `forget`. `batch` may be interrupted between any two lines: it then drops the table, and
 the next call opens it again.
 
-What can go wrong: an error of the sampler, which comes at its batch and ends the epoch; a sampler of another library
-that cannot get back to its checkpoint (`sharded_loader.sampling.foreign`); a batch that is none (empty, an index out of
-range, more shards than devices). Then the batches after it are not affected.
+What can go wrong: the sampler raises an error, which comes at its batch and ends the epoch. A sampler of another
+library cannot get back to its checkpoint (`sharded_loader.sampling.foreign`). A batch is empty, has an index out of
+range, or more shards than there are devices. Then the batches after it are not affected.
 """
 
 from __future__ import annotations
@@ -37,19 +37,11 @@ import numpy as np
 
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.engine.epoch import Epoch, Position, sampler_error
 from sharded_loader.engine.messages import Task
+from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
 from sharded_loader.sampling.base import find_foreign, nested, noted, put_back
-from sharded_loader.sampling.foreign import (
-    Replay,
-    known_length,
-    len_epoch,
-    name_of,
-    over_replay,
-    table_of,
-)
-from sharded_loader.sampling.listed import Listed
+from sharded_loader.sampling.foreign import Listed, Replay, known_length, len_epoch, name_of, over_replay, table_of
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Rolling, Table, parts
 
@@ -65,6 +57,7 @@ class SamplerSource:
         dealt: whether the items are dealt to ranks.
         arrays: batches may be int64 arrays instead of lists (only with ``batch_size``).
         max_shards: how many shards a batch may have; None: any number.
+        given_batches: the items are batches, which may be lists of shards. Indices may be tuples, and are no shards.
     """
 
     items: Any
@@ -77,14 +70,10 @@ class SamplerSource:
 
     def __post_init__(self) -> None:
         self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
+        self.given_batches = self.batch_size is None
         self.steps = self.signature.steps_per_epoch
         self.rollover = self.signature.last_batch == "rollover" or self.steps is not None
         self.drops_last = self.signature.last_batch == "discard"
-
-    @property
-    def given_batches(self) -> bool:
-        """Whether the items are batches, which may be lists of shards. Indices may be tuples, and are no shards."""
-        return self.batch_size is None
 
     @property
     def cuts(self) -> bool:
@@ -114,10 +103,10 @@ class MapEpoch(Epoch):
             self._foreign, self._listed = None, Listed(source.items, self._position.mark)
         self.keeps = self._foreign is not None
         self._noted = [one for one, _ in noted(nested(self._foreign))]
-        self._line: _Separate | _Rolling
-        self._line = _Rolling(source, epoch, position) if source.rollover else _Separate(source, self._position)
-        self.first, self.in_mid_epoch = self._line.first, self._line.is_begun
-        self.carry = self.following() if self._line.is_behind else None
+        self._span: _SeparateSpan | _RollingSpan
+        self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
+        self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
+        self.carry = self.following() if self._span.is_behind else None
         self._table: Table | None = None
         self._replay: Replay | None = None
         self._open_before: Replay | None = None  # as the epoch before has left it
@@ -135,18 +124,18 @@ class MapEpoch(Epoch):
         """
         if not isinstance(before, MapEpoch):
             return
-        ended, line = before._at_end is not None, self._line
+        ended, span = before._at_end is not None, self._span
         mark = before._at_end if ended else before._marks.get(before._coming)  # its loop was left
         follows = before.number + 1 == self.number and before._source.signature == self._source.signature
-        if mark is None or not follows or before._foreign is not self._foreign or not isinstance(line, _Rolling):
+        if mark is None or not follows or before._foreign is not self._foreign or not isinstance(span, _RollingSpan):
             return
-        if mark.state is not None or line.is_endless:
+        if mark.state is not None or span.is_endless:
             self._marks[self.first] = mark
-        if line.is_endless and ended:
+        if span.is_endless and ended:
             self._open_before, before._replay = before._replay, None
 
     def again(self) -> MapEpoch:
-        """The same batches once more, for somebody who looks ahead. Not of a sampler of another library."""
+        """The same batches once more, for a dataset that looks ahead. Not of a sampler of another library."""
         return MapEpoch(self._source, self.number, self._position if self.resumed else None)
 
     # -- tasks ----------------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ class MapEpoch(Epoch):
             self._table = self._open(number)
         begin, rank = number - self.first, self._source.rank
         batches = self._table.slice(begin, begin + self._table.block)
-        return {self.first + at: (batch, self._line.done(at) + rank) for at, batch in enumerate(batches, begin)}
+        return {self.first + at: (batch, self._span.done(at) + rank) for at, batch in enumerate(batches, begin)}
 
     def _open(self, number: int) -> Table:
         items = self._listed or self._source.items
@@ -288,7 +277,7 @@ class MapEpoch(Epoch):
             self._replay = Replay(self._foreign, self._foreign_seed, self._marks[number], self._open_before)
             self._open_before = None
             items = over_replay(items, self._replay)
-        return self._line.open(items)
+        return self._span.open(items)
 
     def _read_foreign(self, number: int) -> None:
         """Read a sampler of another library up to a batch, and note a checkpoint after each batch."""
@@ -322,7 +311,7 @@ class MapEpoch(Epoch):
         if mark is not None and not self._source.cuts:
             return mark.finished  # a sampler of another library may yield more than its length says
         try:
-            return self._line.length() == 0
+            return self._span.length() == 0
         except Exception:
             return False  # it has no length
 
@@ -330,7 +319,7 @@ class MapEpoch(Epoch):
         """Where the next epoch begins, if this one `is_over`."""
         done, mark = self._position.done, self._position.mark
         if self._source.rollover:
-            return Position(self.number + 1, done - self._line.length_of_epoch, mark)
+            return Position(self.number + 1, done - self._span.length_of_epoch, mark)
         if mark is None or mark.state is None:
             return Position(self.number + 1)
         # A sampler that goes on by a state of its own is led through the end of this epoch.
@@ -342,14 +331,14 @@ class MapEpoch(Epoch):
         Raises:
             TypeError: a sampler of another library has no ``__len__``.
         """
-        return self.first + self._line.length()
+        return self.first + self._span.length()
 
     def state(self, position: Position) -> dict[str, Any]:
         return dump(position, self._source.signature)
 
     def position(self, delivered: int) -> Position:
         """The position after ``delivered`` batches of the epoch (at least `first`)."""
-        done, mark = self._line.done(delivered - self.first), self._marks.get(delivered)
+        done, mark = self._span.done(delivered - self.first), self._marks.get(delivered)
         if self._listed is not None and mark is None and delivered > self.first:
             mark = self._listed.checkpoint(self.number, done)
         return Position(self.number, done, mark)
@@ -365,8 +354,8 @@ class MapEpoch(Epoch):
         return replace(begin, mark=mark)
 
 
-class _Separate:
-    """Epochs on their own: keep, discard, given batches."""
+class _SeparateSpan:
+    """The batches of an epoch on its own: keep, discard, given batches."""
 
     is_behind = False
     length_of_epoch = 0
@@ -397,37 +386,34 @@ class _Separate:
         return parts(mine, source.batch_size or 1, source.drops_last)
 
     def done(self, batches: int) -> int:
-        """Items of the epoch that are done after so many batches from the position on."""
+        """Items of the epoch that are done after a number of batches from the position on."""
         return min(self._done + batches * self._step, self._end)
 
 
-class _Rolling:
-    """A stretch of the endless sequence of epochs."""
+class _RollingSpan(Rolling):
+    """The batches of an epoch in the endless sequence of epochs."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self._source = source
         self.is_endless = source.steps is not None and known_length(source.items, 0) is None
-        self.length_of_epoch = length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
-        self._before = epoch * length
-        size = source.batch_size or 1
-        rolling = Rolling(length, size, epoch, source.replicas, None, source.steps)
+        length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
+        size, before = source.batch_size or 1, epoch * length
+        self.length_of_epoch = length
         if source.steps is not None:
-            self._before, self.length_of_epoch = rolling.begin, rolling.total(source.steps) - rolling.begin
-        if position is not None:
-            total = position.done + self._before
-            rolling = Rolling(length, size, epoch, source.replicas, total, source.steps)
-        self._rolling = rolling
-        self.is_begun, self.is_behind, self.first = rolling.is_begun, rolling.is_behind, rolling.first
-        self.length = rolling.length
+            whole = Rolling(length, size, epoch, source.replicas, None, source.steps)
+            before, self.length_of_epoch = whole.begin, whole.total(source.steps) - whole.begin
+        self._before = before
+        total = None if position is None else before + position.done
+        super().__init__(length, size, epoch, source.replicas, total, source.steps)
 
     def open(self, items: Any) -> Table:
-        """The batches of the stretch, as a table."""
+        """The batches as a table."""
         source = self._source
         open_epoch = partial(table_of, items, seed=source.seed)
         if source.batch_size is None:
-            return self._rolling.items(open_epoch, source.rank, name_of(items))
-        return self._rolling.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
+            return self.items(open_epoch, source.rank, name_of(items))
+        return self.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
 
     def done(self, batches: int) -> int:
-        """Samples done after so many batches from the position on, counted from the epoch's own first."""
-        return self._rolling.total(batches) - self._before
+        """Items done after a number of batches from the position on, counted from the epoch's own first."""
+        return self.total(batches) - self._before

@@ -4,14 +4,16 @@
     len_epoch(sampler, epoch)            how many items it has
     Replay(sampler, seed, checkpoint)    one sampler of another library, from a checkpoint on
     ForeignItems(sampler, start, mark)   its items: how many, their checksum, and the sampler's own state
+    Listed(items, mark)                  a list, a tuple or a range: any block of it, and checkpoints
     with undisturbed(samplers):          read them; afterwards they are what they were before
 
 A sampler of ours has `epoch_table`. A user's sampler with `iter_epoch` is a pure function, and jumps to any item
 (`sharded_loader.sampling.tables.Streamed`). All others are *foreign*: torch's samplers, plain iterables, and subclasses
-of `Sampler` that override ``__iter__`` alone. Most lists are read as tables (`sharded_loader.sampling.epoch`).
+of `Sampler` that override ``__iter__`` alone. Most lists are read as tables too (`Listed`). A list may change between
+two epochs, so a saved position in it has a checkpoint too, with a checksum.
 
-A `Start` starts a foreign sampler. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.start`). `keyed`
-starts it, with its first item, under these conditions, and puts back what was there before.
+A `Start` starts a sampler that is foreign. The drop-in starts it as PyTorch does (`sharded_loader.drop_in.sampler`).
+`keyed` starts it, with its first item, under these conditions, and puts back what was there before.
 
     1. ``set_epoch(epoch)`` is called on the sampler and on those inside it (``.sampler``, ``.batch_sampler``),
     2. a torch ``generator`` that it carries is replaced by one that is seeded by (seed, its own seed, epoch),
@@ -33,7 +35,7 @@ import copy
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
@@ -50,7 +52,7 @@ from sharded_loader.randomness.rng import derive_key
 from sharded_loader.randomness.shuffle import Indices
 from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, noted, put_back, tell_epoch
 from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import Streamed, Table, bytes_of, bytes_of_one
+from sharded_loader.sampling.tables import Streamed, Table, as_numbers, bytes_of, bytes_of_one
 
 _PART = 1 << 16  # items passed over between two updates of the checksum
 
@@ -62,9 +64,9 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
     """An epoch of any sampler as a table.
 
     Args:
-        sampler: any sampler, or any iterable that can be read again and again. A foreign one is started now.
+        sampler: any sampler, or any iterable that can be read again and again. One that is foreign is started now.
         epoch: which epoch, from 0.
-        seed: seeds a foreign sampler, together with the epoch. Other samplers have theirs.
+        seed: seeds a sampler of another library, together with the epoch. Other samplers have theirs.
 
     Raises:
         TypeError: for an iterator that an earlier epoch has used up.
@@ -88,8 +90,8 @@ def len_epoch(sampler: Any, epoch: int) -> int:
     """The number of items in an epoch of any sampler.
 
     Raises:
-        TypeError: if a foreign sampler has no ``__len__``, or one that raises: whatever it raises means that the
-            length is unknown.
+        TypeError: a sampler of another library has no ``__len__``, or one that raises an error. Any error means that
+            the length is unknown.
     """
     if is_own(sampler):
         length: int = sampler.len_epoch(epoch)
@@ -122,7 +124,7 @@ checkpoint are passed over inside the context. ``stateful`` is the object that c
 
 @contextmanager
 def keyed(sampler: Any, epoch: int, seed: int, mark: Checkpoint | None = None) -> Iterator[tuple[Iterator[Any], Any]]:
-    """Start a foreign sampler by (seed, epoch) alone, with its first item. With the last argument free, a `Start`."""
+    """Start another library's sampler by (seed, epoch), with its first item. With the last argument free, a `Start`."""
     state = None if mark is None else copy.deepcopy(mark.state)
     # set_epoch comes under the lock of seeded_globals too: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _own_generators(sampler, epoch, seed):
@@ -194,7 +196,7 @@ def _is_torch_generator(value: Any) -> bool:
 
 @contextmanager
 def _own_generators(sampler: Any, epoch: int, seed: int) -> Iterator[None]:
-    """Exchange torch generators that foreign samplers carry (``RandomSampler(..., generator=g)``).
+    """Exchange torch generators that other libraries' samplers carry (``RandomSampler(..., generator=g)``).
 
     ``g`` advances with every epoch, so the order would depend on history. The seed that ``g`` was given still counts.
     """
@@ -250,7 +252,14 @@ def _apart(value: Any) -> Any:
 
 
 def check_passed(sampler: Any, mark: Checkpoint, items: int, checksum: int) -> None:
-    """Reject a sampler that does not get to a checkpoint: it has yielded so many ``items``, with this ``checksum``."""
+    """Reject a sampler that does not get to a checkpoint.
+
+    Args:
+        sampler: the sampler.
+        mark: the checkpoint.
+        items: the number of items that it has yielded now.
+        checksum: of them.
+    """
     if mark.rank != rank_of(sampler) or (items, checksum) == (mark.items, mark.checksum):
         return
     found = f"other indices in epoch {mark.epoch} than the {mark.items} before the state was saved"
@@ -275,6 +284,7 @@ class ForeignItems:
         checksum: CRC-32 of them.
         ended: no item is left.
         head: the items that were read first, if the epoch was read from its beginning.
+        stateful: the sampler, or its iterator, if it has a state; otherwise None.
 
     Raises:
         ValueError: the items before the checkpoint are not those of then.
@@ -284,15 +294,15 @@ class ForeignItems:
         self.count = self.checksum = 0
         self.ended, self.head = False, list[Any]()
         self._items: Iterator[Any] = iter(())
-        self._stateful: Any = None
+        self.stateful: Any = None
         if mark is not None and mark.finished:
             self.count, self.checksum, self.ended = mark.items, mark.checksum, True
             if mark.state is None:
                 return
-        with start(mark) as (self._items, self._stateful):
+        with start(mark) as (self._items, self.stateful):
             if self.ended:  # from its end the sampler goes on to the next epoch
                 deque(self._items, maxlen=0)
-            elif mark is not None and mark.state is not None and self._stateful is not None:
+            elif mark is not None and mark.state is not None and self.stateful is not None:
                 self.count, self.checksum = mark.items, mark.checksum
             elif mark is not None:
                 self.pass_over(mark.items)
@@ -301,7 +311,7 @@ class ForeignItems:
     def own_state(self) -> Any:
         """The state of the sampler, or of its iterator; None if it has none."""
         # A copy: some return the dict that they go on changing.
-        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def read(self, count: int) -> list[Any]:
         """The next items; fewer at the end."""
@@ -323,7 +333,7 @@ class ForeignItems:
         return item
 
     def pass_over(self, items: int) -> None:
-        """Read up to so many items of the epoch, or up to its end."""
+        """Read the epoch up to this number of items, or up to its end."""
         while self.count < items and not self.ended:
             self.read(min(_PART, items - self.count))
 
@@ -335,7 +345,7 @@ class ForeignItems:
 
 
 class ReplayTable(Streamed):
-    """One epoch of a foreign sampler, read once, from a checkpoint on (None: from the beginning).
+    """One epoch of another library's sampler, read once, from a checkpoint on (None: from the beginning).
 
     Raises ValueError if the items before the checkpoint are not those of then, or are asked for and not yielded again.
     """
@@ -383,7 +393,7 @@ class ReplayTable(Streamed):
 
 
 class Replay:
-    """A foreign sampler that looks like one of ours: wrappers read it, and it remembers how far they have read.
+    """Another library's sampler that looks like one of ours: wrappers read it, and it knows how far they have read.
 
     The first epoch that is read goes on at ``checkpoint``: in the table that ``before`` has read up to there, if there
     is one. The items in front of it are then not read again.
@@ -410,8 +420,53 @@ class Replay:
 
 
 def over_replay(sampler: Any, replay: Replay) -> Any:
-    """The wrappers of a foreign sampler, over its replay."""
+    """The wrappers of another library's sampler, over its replay."""
     return sampler.over(over_replay(sampler.inner, replay)) if is_wrapper(sampler) else replay
+
+
+LISTED = 4096
+"""Items of a list that are read at once."""
+
+
+class Listed:
+    """A list, a tuple or a range as the sampler: read in blocks, at any position, with checkpoints.
+
+    Args:
+        items: what was given.
+        mark: the epoch goes on here; None: it begins.
+    """
+
+    def __init__(self, items: Sequence[Any], mark: Checkpoint | None) -> None:
+        self._items, self._mark = items, mark
+        self._passed = 0, 0  # a number of items, and their checksum: the next one goes on from there
+
+    def epoch_table(self, epoch: int) -> Table:
+        mark = self._mark
+        if mark is not None and mark.epoch == epoch and mark.items:
+            check_passed(self._items, mark, min(mark.items, len(self._items)), self._checksum(mark.items))
+        return Table(len(self._items), self._at, LISTED)
+
+    def len_epoch(self, epoch: int) -> int:
+        return len(self._items)
+
+    def _at(self, positions: Indices) -> Any:
+        first, last = int(positions[0]), int(positions[-1])
+        if last - first + 1 == len(positions):
+            found = self._items[first : last + 1]
+        else:
+            found = [self._items[position] for position in positions.tolist()]
+        return as_numbers(list(found))
+
+    def checkpoint(self, epoch: int, items: int) -> Checkpoint:
+        """The position after a number of items, or after all of them."""
+        items = min(items, len(self._items))
+        return Checkpoint(epoch, items, self._checksum(items), None, items == len(self._items), None)
+
+    def _checksum(self, items: int) -> int:
+        count, checksum = self._passed if self._passed[0] <= items else (0, 0)
+        checksum = zlib.crc32(bytes_of(self._items[count:items]), checksum)
+        self._passed = items, checksum
+        return checksum
 
 
 def name_of(sampler: Any) -> str:

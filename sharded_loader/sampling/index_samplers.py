@@ -1,4 +1,4 @@
-"""Orders of single indices: one after the other, shuffled, filtered, strided, sorted by keys, drawn by weight.
+"""Orders of single indices: one after the other, shuffled, filtered, strided, in parts, sorted, drawn by weight.
 
 In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
 indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.limits import check_fits
 from sharded_loader.data.columns import as_dataset
 from sharded_loader.randomness.shuffle import MAX_LENGTH, IndexView, Indices, Selection, shuffle, taken, uniforms
-from sharded_loader.sampling.base import Sampler, resolve_seed
+from sharded_loader.sampling.base import Sampler, resolve_seed, underscored
 from sharded_loader.sampling.tables import BLOCK, Table, checksum_of
 
 
@@ -36,8 +37,13 @@ def _check_length(length: Any) -> int:
 class IndexSampler(Sampler[int]):
     """Base class: a subclass says how many indices an epoch has, and which one is where."""
 
+    _length: int
+
     def epoch_table(self, epoch: int) -> Table:
         return Table(self.len_epoch(epoch), self._order(epoch), BLOCK)
+
+    def len_epoch(self, epoch: int) -> int:
+        return self._length
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         """Positions -> indices. What the whole epoch needs is made now."""
@@ -47,13 +53,11 @@ class IndexSampler(Sampler[int]):
 class _ListedSampler(IndexSampler):
     """Base class of samplers that keep all their indices, in order."""
 
-    _indices: Indices
+    def __init__(self, indices: Indices) -> None:
+        self._indices, self._length = indices, len(indices)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return self._indices.take
-
-    def len_epoch(self, epoch: int) -> int:
-        return len(self._indices)
 
 
 class SequentialSampler(IndexSampler):
@@ -81,9 +85,6 @@ class SequentialSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return lambda positions: positions + self._first
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._length
 
 
 class RandomSampler(IndexSampler):
@@ -120,9 +121,6 @@ class RandomSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         return shuffle(self._length, self.seed, "order", epoch)
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._length
 
 
 class SubsetRandomSampler(IndexSampler):
@@ -166,15 +164,12 @@ class SubsetRandomSampler(IndexSampler):
                 )
             self._indices = array.astype(np.int64)
         # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
-        self._checksum = checksum_of(self._indices)
+        self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        indices, order = self._indices, shuffle(len(self._indices), self.seed, "subset", self._checksum, epoch)
-        return lambda positions: taken(indices, order(positions))
-
-    def len_epoch(self, epoch: int) -> int:
-        return len(self._indices)
+        order = shuffle(self._length, self.seed, "subset", self._checksum, epoch)
+        return lambda positions: taken(self._indices, order(positions))
 
 
 class FilterSampler(_ListedSampler):
@@ -198,7 +193,7 @@ class FilterSampler(_ListedSampler):
     def __init__(self, fn: Callable[[Any], Any], dataset: Any) -> None:
         dataset = as_dataset(dataset, "FilterSampler")
         kept = [index for index in range(len(dataset)) if fn(dataset[index])]
-        self._indices: Indices = np.array(kept, dtype=np.int64)
+        super().__init__(np.array(kept, dtype=np.int64))
 
 
 class IntervalSampler(IndexSampler):
@@ -221,7 +216,7 @@ class IntervalSampler(IndexSampler):
     Source of the idea: `mxnet.gluon.data.IntervalSampler` (contrib).
     """
 
-    decided_by = (("interval", "_interval"), ("rollover", "_rollover"))
+    decided_by = underscored("interval", "rollover")
     shown = (("total", "_length"), *decided_by)
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
@@ -248,6 +243,105 @@ class IntervalSampler(IndexSampler):
 
     def len_epoch(self, epoch: int) -> int:
         return self._length if self._rollover else -(-self._length // self._interval)
+
+
+class SplitSampler(IndexSampler):
+    """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
+
+    Args:
+        length: number of samples of the whole dataset.
+        num_parts: the number of parts.
+        part_index: which of them, from 0.
+        even_size: make all parts equally long: parts of ceil(length / num_parts), and where the last ones
+            are short, random samples of other parts are added.
+        repeat: how many times the part comes in one epoch, in another order each time. A sample that comes again in
+            the epoch has the same `sample_rng`, so it is augmented in the same way.
+        shuffle: whether to shuffle.
+        seed: with the epoch it decides the order and the added samples. None draws one from torch's default
+            generator (only if something is random).
+
+    Raises:
+        TypeError, ValueError: for ``part_index`` outside 0 .. num_parts - 1, more parts than samples, and
+            ``repeat`` or ``num_parts`` below 1.
+
+    Example:
+        >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
+        [[0, 1, 2], [3, 4], [5, 6]]
+
+    Source of the idea: `gluonnlp.data.SplitSampler`.
+    """
+
+    decided_by = underscored("num_parts", "even_size", "repeat", "shuffle")
+    shown = (*underscored("total", "part_index"), *decided_by)
+
+    def __init__(
+        self,
+        length: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        even_size: bool = False,
+        repeat: int = 1,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        self._total = _check_length(length)
+        parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
+        part = check_int("part_index", part_index, 0, "parts count from 0")
+        self._repeat = check_int("repeat", repeat, 1, "give how many times the part comes in an epoch")
+        if part >= parts:
+            raise ValueError(f"part_index is {part}, but there are {parts} parts: give 0 to {parts - 1}")
+        if 0 < self._total < parts:
+            raise ValueError(
+                f"{self._total} samples cannot be split into {parts} parts that all have one: give fewer parts"
+            )
+        if even_size:
+            self._size = -(-self._total // parts)
+            self._begin = min(self._size * part, self._total)
+            self._own = min(self._size, self._total - self._begin)
+        else:
+            size, longer = divmod(self._total, parts)
+            self._begin = size * part + min(part, longer)
+            self._own = self._size = size + (part < longer)
+        self._length = self._size * self._repeat
+        self._num_parts, self._part_index, self._even_size = parts, part, bool(even_size)
+        self._shuffle = bool(shuffle)
+        self.seed = resolve_seed(seed) if shuffle or self._own < self._size or seed is not None else None
+
+    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        # The part belongs to the key: parts of one size would otherwise be shuffled alike.
+        key = (self.seed, "split sampler", self._part_index, epoch)
+
+        @lru_cache(maxsize=2)
+        def once(number: int) -> Callable[[Indices], Indices]:
+            """One round of the part: positions in it -> indices."""
+            order = shuffle(self._size, *key, "order", number) if self._shuffle else None
+            extra = self._extra((*key, "extra", number))
+
+            def at(positions: Indices) -> Indices:
+                place = positions if order is None else order(positions)
+                # The last places of a short part are the samples added to it.
+                own = np.minimum(place, self._own - 1) + self._begin
+                return np.where(place < self._own, own, extra[np.maximum(place - self._own, 0)]) if len(extra) else own
+
+            return at
+
+        def order(positions: Indices) -> Indices:
+            found = np.empty_like(positions)
+            rounds = positions // self._size
+            for number in np.unique(rounds).tolist():
+                here = rounds == number
+                found[here] = once(number)(positions[here] % self._size)
+            return found
+
+        return order
+
+    def _extra(self, key: tuple[int | str | None, ...]) -> Indices:
+        """Samples of other parts, each at most once, that fill a short part (fewer than num_parts)."""
+        missing = self._size - self._own
+        if not missing:
+            return np.zeros(0, dtype=np.int64)
+        others = shuffle(self._total - self._own, *key)(np.arange(missing))
+        return others + np.where(others >= self._begin, self._own, 0)
 
 
 # -- sorted by keys ----------------------------------------------------------------------------------------------------
@@ -310,7 +404,7 @@ class SortedSampler(_ListedSampler):
 
     def __init__(self, sort_keys: Sequence[Any] | npt.NDArray[Any], reverse: bool = True) -> None:
         self._reverse = bool(reverse)
-        self._indices = sort_order(sortable(sort_keys), reverse)
+        super().__init__(sort_order(sortable(sort_keys), reverse))
 
 
 # -- drawn by weight ---------------------------------------------------------------------------------------------------
@@ -382,7 +476,7 @@ class WeightedRandomSampler(IndexSampler):
                 f"weights must be finite and at least 0, but weights[{bad[0]}] is {array[bad[0]]}: "
                 "give 0 to samples that must not be drawn"
             )
-        self._num_samples = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
+        self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
         self._lengths = None if lengths is None else _checked_lengths(lengths, len(array), replacement)
         # How likely each sample, or group, is. Weights go up to 1.8e308: divided first, no product overflows.
         self._shares = array / (array.max() if array.size and array.max() else 1.0)
@@ -390,11 +484,11 @@ class WeightedRandomSampler(IndexSampler):
             self._shares = self._shares * self._lengths
         can_be_drawn = array > 0 if self._lengths is None else (array > 0) & (self._lengths > 0)
         positive = int(np.count_nonzero(can_be_drawn))
-        if self._num_samples and not positive:
+        if self._length and not positive:
             raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
-        if not replacement and self._num_samples > positive:
+        if not replacement and self._length > positive:
             raise ValueError(
-                f"num_samples is {self._num_samples}, but only {positive} weights are positive and "
+                f"num_samples is {self._length}, but only {positive} weights are positive and "
                 "replacement=False draws each index at most once: draw fewer, or set replacement=True"
             )
         extreme = np.flatnonzero((array > 0) & ((array < LEAST) | (array > GREATEST)))
@@ -442,12 +536,9 @@ class WeightedRandomSampler(IndexSampler):
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
         races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
-        first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._num_samples]
+        first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
         drawn: Indices = candidates[first].astype(np.int64, copy=False)
         return drawn
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._num_samples
 
 
 def lengths_of(lengths: Any) -> Indices:

@@ -11,24 +11,31 @@ Also the one place that knows which epoch comes next: the one that the loader co
 ``set_epoch`` on a sampler, as timm, Lightning and accelerate do. On a sampler of another library ``set_epoch`` is
 replaced, on that object alone, by a function that notes the call and passes it on.
 
-What can go wrong: arguments that contradict each other; a state that belongs to another order.
+All ranks read one global order, so they must agree on its seed, and every rank gets the same number of items. The end
+is padded by wrapping round to the beginning of the epoch, or cut off. The arithmetic is that of
+`sharded_loader.sampling.tables.Dealt`.
+
+What can go wrong: arguments that contradict each other; a state that belongs to another order. If ranks have different
+seeds, each reads its own order, and no rank can notice it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
 from sharded_loader.base.notices import warn
-from sharded_loader.engine.epoch import Position
-from sharded_loader.engine.order import Order
+from sharded_loader.engine.order import Order, Position, process_group
 from sharded_loader.sampling.base import (
     DrawnSeed,
     EpochRequests,
     Sampler,
+    WrapperSampler,
     check_sampler,
     find_foreign,
     is_own,
@@ -37,9 +44,8 @@ from sharded_loader.sampling.base import (
 )
 from sharded_loader.sampling.batch_samplers import BatchSampler
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import known_length, len_epoch, undisturbed
-from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler
-from sharded_loader.sampling.replicas import ReplicaSampler, refuse_distributed_sampler, text_if_ranks_repeat
+from sharded_loader.sampling.foreign import known_length, len_epoch, rank_of, table_of, undisturbed
+from sharded_loader.sampling.index_samplers import RandomSampler, SequentialSampler, SplitSampler
 from sharded_loader.sampling.state import (
     Signature,
     arguments_of,
@@ -50,6 +56,7 @@ from sharded_loader.sampling.state import (
     parse,
     seed_of,
 )
+from sharded_loader.sampling.tables import Dealt, Table, parts
 
 
 class MapOrder(Order[Signature]):
@@ -84,42 +91,43 @@ class MapOrder(Order[Signature]):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self.given_batches = batch_sampler is not None
-        self._user = batch_sampler if self.given_batches else sampler
-        self.is_given = self._user is not None
+        self._given_sampler = batch_sampler if self.given_batches else sampler
+        self.is_given = self._given_sampler is not None
         if self.is_given:
-            check_sampler(self._user, "batch_sampler" if self.given_batches else "sampler")
+            check_sampler(self._given_sampler, "batch_sampler" if self.given_batches else "sampler")
         self.drops_last = last_batch == "discard" or bool(getattr(batch_sampler, "drop_last", False))
-        self._read = self._user  # or a copy with other seeds
-        # By position in the chain: whether a sampler has no seed of its own, and takes the loader's or that of a state.
-        self._seedless = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._given]
+        self._read_sampler = self._given_sampler  # or a copy with other seeds
+        # Per sampler, outermost first: True if it takes the seed of the loader or of a state.
+        self._takes_seed = [isinstance(getattr(one, "seed", None), DrawnSeed) for one in self._samplers]
         if self.has_seed:
-            self._read = with_seeds(self._read, [self.seed if seedless else None for seedless in self._seedless])
-        self._arguments = arguments_of(self._given)
+            seeds = [self.seed if takes_seed else None for takes_seed in self._takes_seed]
+            self._read_sampler = with_seeds(self._read_sampler, seeds)
+        self._arguments = arguments_of(self._samplers)
         self._settled = False
         self._requests = EpochRequests()
         self.resize(length)
 
     @property
-    def _given(self) -> list[Any]:
+    def _samplers(self) -> list[Any]:
         """The samplers that the user gave, as they are read: the outermost first."""
-        return [] if self._read is None else list(nested(self._read))
+        return [] if self._read_sampler is None else list(nested(self._read_sampler))
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
         self._next_epoch = self.next_epoch
         self.dataset_length = length
         if self.given_batches:
-            self.batch_sampler = self._read
-            self._sampler = self._given[-1] if len(self._given) > 1 else None
+            self.batch_sampler = self._read_sampler
+            self._sampler = self._samplers[-1] if len(self._samplers) > 1 else None
         else:
-            self._sampler = indices = self._make_sampler(length) if self._read is None else self._read
+            self._sampler = indices = self._make_sampler(length) if self._read_sampler is None else self._read_sampler
             if self.replicated:
                 indices = ReplicaSampler(self._sampler, self.replicas, self._last_batch == "discard", self.seed)
             self.batch_sampler = BatchSampler(indices, self._batch_size, self._last_batch, seed=self.seed)
         # The sampler of the global order: of batches, or of samples.
         self._items = self.batch_sampler if self.given_batches else self._sampler
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
-        self._requests.listen([*nested(self._user), *nested(self.batch_sampler)])
+        self._requests.listen([*nested(self._given_sampler), *nested(self.batch_sampler)])
 
     def _make_sampler(self, length: int | None) -> Sampler[int]:
         if length is None:
@@ -140,7 +148,7 @@ class MapOrder(Order[Signature]):
             sampler=kind_of(self._items),
             # Samplers of other libraries may have another length when they are read.
             sampler_length=known_length(self._items, epoch) if find_foreign(self._items, 0)[0] is None else None,
-            sampler_seeds=tuple(map(seed_of, self._given)),
+            sampler_seeds=tuple(map(seed_of, self._samplers)),
             batch_size=None if self.given_batches else self.batch_sampler.batch_size,
             last_batch=None if self.given_batches else self._last_batch,
             sampler_arguments=self._arguments,
@@ -159,21 +167,21 @@ class MapOrder(Order[Signature]):
             found += [] if outside is None else [f"the state has {outside}"]
         if strict and position.done:
             found += other_arguments(saved, own)
-        if not found and len(saved.sampler_seeds) != len(self._given):
+        if not found and len(saved.sampler_seeds) != len(self._samplers):
             found.append("the sampler was made by the loader, and is given; or the other way round")
         if not found:
-            for one, seedless, seed in zip(self._given, self._seedless, saved.sampler_seeds, strict=True):
-                if seed_of(one) != seed and (seed is None or not seedless):
+            for one, takes_seed, seed in zip(self._samplers, self._takes_seed, saved.sampler_seeds, strict=True):
+                if seed_of(one) != seed and (seed is None or not takes_seed):
                     found.append(f"the seed of the {type(one).__name__} was {seed}, and is {seed_of(one)}")
         return found
 
     def _adopt(self, saved: Signature) -> bool:
-        own = [seed_of(one) for one in self._given]
+        own = [seed_of(one) for one in self._samplers]
         seeds = [None if seed == before else seed for before, seed in zip(own, saved.sampler_seeds, strict=True)]
         if saved.seed == self.seed and not any(seed is not None for seed in seeds):
             return False
         self.seed = saved.seed
-        self._read = with_seeds(self._read, seeds)
+        self._read_sampler = with_seeds(self._read_sampler, seeds)
         self.resize(self.dataset_length)
         return True
 
@@ -215,11 +223,93 @@ class MapOrder(Order[Signature]):
     def facts(self, number: int) -> Any:
         """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
         own = all(type(one).__module__.startswith(__package__) for one in nested(self.batch_sampler))
-        return (self.signature(number), arguments_of(self._given), self.replicas(), self.arrays) if own else None
+        return (self.signature(number), arguments_of(self._samplers), self.replicas(), self.arrays) if own else None
 
     def length(self, number: int) -> int:
         """The number of batches in the epoch for this rank."""
         return self.epoch(number).length()
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+class ReplicaSampler(WrapperSampler[Any]):
+    """What one rank reads of another sampler's order: the items [rank::num_replicas], equally many for every rank.
+
+    Args:
+        sampler: any sampler of indices or of batches, the same on all ranks.
+        ask: a function that returns the number of ranks, and which is this one. It is asked whenever that matters,
+            because the process group may not be up yet.
+        truncate: leave out the end of the epoch that not all ranks get a share of; otherwise pad it by
+            wrapping round to the beginning.
+        seed: starts ``sampler`` if another library made it; the same on all ranks.
+
+    Example:
+        >>> from sharded_loader import SequentialSampler
+        >>> [list(ReplicaSampler(SequentialSampler(5), lambda: (2, rank))) for rank in range(2)]
+        [[0, 2, 4], [1, 3, 0]]
+
+    Source of the idea: `torch.utils.data.DistributedSampler`.
+    """
+
+    shown = (("num_replicas", "num_replicas"), ("rank", "rank"), ("truncate", "_truncate"))
+    sampler: Iterable[Any]
+
+    def __init__(
+        self, sampler: Iterable[Any], ask: Callable[[], tuple[int, int]], truncate: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__(sampler, seed)
+        self._ask, self._truncate = ask, truncate
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks, as far as is known now."""
+        return self._ask()[0]
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is, as far as is known now."""
+        return self._ask()[1]
+
+    def epoch_table(self, epoch: int) -> Table:
+        return Dealt(table_of(self.sampler, epoch, self.seed), *self._ask(), truncate=self._truncate)
+
+    def len_epoch(self, epoch: int) -> int:
+        return parts(len_epoch(self.sampler, epoch), self.num_replicas, self._truncate)
+
+
+def text_if_ranks_repeat(samplers: Iterable[Any], environ: Mapping[str, str] = os.environ) -> str | None:
+    """What to say if the ranks of a process group, or of WORLD_SIZE, would all read the same samples; otherwise None.
+
+    Example:
+        >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
+        'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
+    """
+    distributed, found = process_group(), "(torch.distributed)"
+    if distributed is not None:
+        ranks = int(distributed.get_world_size())
+    else:
+        given, found = environ.get("WORLD_SIZE", ""), "(WORLD_SIZE)"
+        ranks = int(given) if given.strip().isdecimal() else 1
+    knows_ranks = ("num_replicas", "num_processes")  # of Accelerate's samplers
+    if ranks <= 1 or any(
+        rank_of(one) is not None or isinstance(one, SplitSampler) or any(hasattr(one, name) for name in knows_ranks)
+        for one in samplers
+    ):
+        return None
+    return f"this process is one of {ranks} ranks {found}, and each reads the whole dataset: "
+
+
+def refuse_distributed_sampler(samplers: Iterable[Any]) -> None:
+    """Reject a sampler of torch's that shares out the samples, where the loader does."""
+    kind = getattr(sys.modules.get("torch.utils.data"), "DistributedSampler", ())
+    if any(isinstance(one, kind) for sampler in samplers for one in nested(sampler)):
+        raise ValueError(
+            "num_replicas and a torch DistributedSampler would share out the samples twice: leave out one of the two"
+        )
+
+
+# -- what the user gives -----------------------------------------------------------------------------------------------
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, sampler: Any, last_batch: Any, batch_sampler: Any) -> None:
@@ -257,7 +347,7 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
 
     Returns:
         The sampler itself, or a copy where it or one inside it has got another seed. Only a sampler of ours inside a
-        sampler of another library is changed: nobody knows how that library's sampler is copied.
+        sampler of another library is changed itself: that library's sampler cannot be copied safely.
     """
     if not seeds:
         return sampler

@@ -19,7 +19,7 @@ Source of the idea: the order of Mosaic's streaming datasets, whose "canonical n
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,18 +114,15 @@ class ShardShuffleSampler(IndexSampler):
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
         self._count = len(self._lengths)
         self._signature = repr(self._lengths) if isinstance(self._lengths, EqualShards) else self._lengths
-        self._total = self._lengths.total if isinstance(self._lengths, EqualShards) else int(self._lengths.sum())
+        self._length = self._lengths.total if isinstance(self._lengths, EqualShards) else int(self._lengths.sum())
         self.seed = resolve_seed(seed)
-
-    def len_epoch(self, epoch: int) -> int:
-        return self._total
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         key = self.seed, "shard order", epoch
         lengths, lanes, window, count = self._lengths, self.lanes, self.window, self._count
-        line: _Line = _EqualLine(lengths, *key) if isinstance(lengths, EqualShards) else _ListedLine(lengths, *key)
+        line = _EqualLine(lengths, *key) if isinstance(lengths, EqualShards) else _ListedLine(lengths, *key)
         mix = Bijections(self.seed, "shard window", epoch)
-        size, longer = divmod(self._total, lanes)  # the first lanes have one sample more where it must be
+        size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
 
         def at(positions: Indices) -> Indices:
             if not len(positions):
@@ -157,24 +154,8 @@ def _simplified(lengths: Indices | EqualShards) -> Indices | EqualShards:
     return lengths
 
 
-class _Line(Protocol):
-    """The shards of one epoch, one after the other in shuffled order.
-
-    Shards count by their place in the line, from 0.
-    """
-
-    def shard(self, places: Indices) -> Indices:
-        """The shards at these places of the line."""
-
-    def begin(self, shards: Indices) -> Indices:
-        """Where these shards begin. One number more than there are shards: where the line ends."""
-
-    def index(self, places: Indices) -> Indices:
-        """The dataset's indices of the samples at these places."""
-
-
 class _ListedLine:
-    """Shards of any lengths."""
+    """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line."""
 
     def __init__(self, lengths: Indices, *key: Hashable) -> None:
         order = shuffled(len(lengths), *key)
@@ -183,17 +164,20 @@ class _ListedLine:
         self._shifts = _sums(lengths)[order] - self._begins[:-1]
 
     def shard(self, places: Indices) -> Indices:
+        """The shards at these places of the line."""
         return np.searchsorted(self._begins, places, side="right") - 1
 
     def begin(self, shards: Indices) -> Indices:
+        """Where these shards begin. One number more than there are shards: where the line ends."""
         return self._begins[shards]
 
     def index(self, places: Indices) -> Indices:
+        """The dataset's indices of the samples at these places."""
         return places + self._shifts[self.shard(places)]
 
 
 class _EqualLine:
-    """Shards of one length."""
+    """The same line of shards that all have one length."""
 
     def __init__(self, lengths: EqualShards, *key: Hashable) -> None:
         self._size = lengths.size

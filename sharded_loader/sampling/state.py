@@ -36,7 +36,7 @@ from sharded_loader.base.entries import (
     true_or_false,
     written,
 )
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import checksum_of
 
@@ -225,7 +225,7 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         if name in now and now[name] != was:
             sampler, _, argument = name.partition(".")
             if isinstance(was, str) and was.startswith(SUM):
-                found.append(f"{argument} of the {sampler}: others than then")
+                found.append(f"{argument} of the {sampler} changed after the state was saved")
             else:
                 found.append(f"{argument} of the {sampler} was {was!r}, and is {now[name]!r}")
     return found
@@ -234,14 +234,15 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
 def arguments_of(samplers: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
     """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
     return tuple(
-        (f"{type(one).__name__}.{name}", _told(getattr(one, attribute)))
+        (f"{type(one).__name__}.{name}", _summary(getattr(one, attribute)))
         for one in samplers
         if isinstance(one, Sampler) and is_own(one)
         for name, attribute in one.decided_by
     )
 
 
-def _told(value: Any) -> Any:
+def _summary(value: Any) -> Any:
+    """A plain value itself; the checksum of an array, or of several."""
     if value is None or isinstance(value, bool | int | str):
         return value
     parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]

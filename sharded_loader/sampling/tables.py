@@ -29,6 +29,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -86,7 +87,10 @@ def bytes_of_one(item: Any) -> bytes:
     if type(item) is not list and hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
-        return len(item).to_bytes(8, "little") + bytes_of(item)
+        try:
+            return struct.pack(f"<{1 + len(item)}q", len(item), *item)
+        except (struct.error, TypeError):
+            return len(item).to_bytes(8, "little") + bytes_of(item)
     try:
         return struct.pack("<q", item)
     except struct.error:
@@ -99,7 +103,7 @@ class Table:
     Args:
         length: the number of items.
         at: positions -> an int64 array of indices, or a list of other items.
-        block: the number to ask for at once, where somebody reads them one after the other.
+        block: the number to ask for at once, where the items are read one after the other.
 
     Example:
         >>> squares = Table(5, lambda positions: positions**2, block=3)
@@ -287,12 +291,20 @@ class Batched(Table):
     def _batch(self, items: list[Any]) -> Any:
         if set(map(type, items)) != {int}:
             items = [plain_index(item) for item in items]
-        if self._convert and set(map(type, items)) == {int}:
-            try:
-                return np.array(items, np.int64)
-            except OverflowError:
-                pass  # out of any range: the plan says so
-        return items
+        return as_numbers(items) if self._convert else items
+
+
+def as_numbers(items: list[Any]) -> Any:
+    """Items that are all ints as an int64 array; a list of other items as it is.
+
+    Example:
+        >>> as_numbers([3, 1]), as_numbers([3, "a"]), as_numbers([True])
+        (array([3, 1]), [3, 'a'], [True])
+    """
+    if set(map(type, items)) == {int}:
+        with suppress(OverflowError):  # out of any range: the error names the batch later
+            return np.array(items, np.int64)
+    return items
 
 
 def joined(found: list[Any]) -> Any:

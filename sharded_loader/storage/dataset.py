@@ -152,7 +152,7 @@ class ShardDataset(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.fingerprint`: names and sizes of the shards, and tags of stores. Folders and times may change."""
+        """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
         names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in self._urls]
         tags = [stat.tag if local_path(url) is None else "" for url, stat in zip(self._urls, self._stats, strict=True)]
         return repr([*zip(names, tags, [stat.size for stat in self._stats], self.lengths.tolist(), strict=True)])

@@ -33,7 +33,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.base.private import close_session, path_of
-from sharded_loader.data.following import note_retry
+from sharded_loader.data.datasets import note_retry
 from sharded_loader.storage.files import (
     MissingShardError,
     ShardError,

@@ -8,7 +8,7 @@ The next batch comes from the part that has given the fewest batches, of several
 parts that have ended are passed over. That order depends on the parts alone, not on workers or on how fast they are.
 
 Batches are planned before it is known where a part ends. What is planned behind the end of its part comes back empty,
-and nobody sees it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
+and the user does not see it. So numbers of batches in flight (``seq``) have gaps, and positions count batches instead.
 
 An epoch owns what was planned, and how far each part has got. What can go wrong: a result that does not say how far
 its part has got (a worker died over it, or the dataset's ``__iter__`` raised). The part ends there. What was planned
@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharded_loader.base.described import an
-from sharded_loader.engine.epoch import Epoch, Position
 from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.streams.state import StreamSignature, dump
 
@@ -43,9 +43,9 @@ class SharedParts:
     Attributes:
         dataset: as above.
         reached: of each part, the farthest point that was read.
-        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that somebody goes on with. Workers
-            close the parts of older ones.
-        gone: epochs that nobody goes on with, until `settle` forgets them.
+        oldest: the smallest `StreamEpoch.opening` of the epochs that have begun and that an iterator goes on with.
+            Workers close the parts of older ones.
+        gone: epochs that no iterator goes on with, until `settle` forgets them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -104,14 +104,14 @@ class StreamEpoch(Epoch):
         # How many batches of each part are forgotten, and the point there: changed in one assignment.
         self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
         self._before = begin.done - sum(counts.values())
-        self._known = dict(points)  # of each part the farthest point that somebody has reached
+        self._known = dict(points)  # of each part the farthest point that was reached
         turns = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(turns)
         # The number that is planned next, and how many batches are planned of each part: changed in one assignment.
         self._line: tuple[int, list[tuple[int, int]]] = self.first, turns
         self._planned: dict[int, PartBatch] = {}
         self._notes: dict[int, tuple[int, PartPoint]] = {}
-        self._given_up: dict[int, int] = {}  # of a part that cannot be read on, the batch at which it has ended
+        self.given_up: dict[int, int] = {}
         self._empty: set[int] = set()  # what was planned behind those
 
     @property
@@ -162,14 +162,14 @@ class StreamEpoch(Epoch):
         if planned is None:
             return result
         point = result.point
-        if self._is_behind_end(planned):
+        if planned.batch > self.given_up.get(planned.number, planned.batch):
             result, point = Result(result.run, seq, NOTHING), self._known[planned.number]
             self._empty.add(seq)
         elif point is None:
-            # Nobody can say how far the part was read. Behind it nothing can be read. If a later batch of the part has
+            # It is not known how far the part was read. Behind it nothing can be read. If a later batch of the part has
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
             before = self._known[planned.number]
-            self._given_up[planned.number] = planned.batch
+            self.given_up[planned.number] = planned.batch
             point = PartPoint(
                 planned.batch + 1, before.passes, before.samples, before.checksum, ended=True, asked=before.asked
             )
@@ -179,13 +179,6 @@ class StreamEpoch(Epoch):
             self._known[planned.number] = point
         self._shared.reached[planned.number] = point
         return result
-
-    def is_given_up(self, task: Task) -> bool:
-        return task.part is not None and self._is_behind_end(task.part)
-
-    def _is_behind_end(self, planned: PartBatch) -> bool:
-        """Whether the part has ended before this batch, because it cannot be read on."""
-        return planned.batch > self._given_up.get(planned.number, planned.batch)
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -251,7 +244,7 @@ class StreamEpoch(Epoch):
         return Position(self.number, self.first, None, *self._advanced([]))
 
     def batches(self, delivered: int) -> int:
-        """How many batches of the epoch were received, if so many numbers are done."""
+        """How many batches of the epoch were received, if ``delivered`` numbers are done."""
         return self.position(delivered).done
 
     def state(self, position: Position) -> dict[str, Any]:

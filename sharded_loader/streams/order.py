@@ -3,7 +3,7 @@
     StreamOrder.epoch(number, position) -> StreamEpoch            what `sampling.order` is for datasets with an index
 
 Each rank has parts of its own: rank r of R has the parts r, r + R, ... With ``steps_per_epoch`` parts that have ended
-start over, and an epoch is so many steps of an endless order.
+start over, and an epoch is that number of steps of an endless order.
 
 What can go wrong: arguments that iterable data cannot have; fewer parts than ranks; a state that does not fit.
 """
@@ -19,14 +19,13 @@ from sharded_loader.base.described import an
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import fetched_by_lightning
 from sharded_loader.data.inspection import known_parts
-from sharded_loader.engine.epoch import Epoch, Position
-from sharded_loader.engine.order import Order
+from sharded_loader.engine.order import Epoch, Order, Position
 from sharded_loader.engine.stream import Stream
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
 from sharded_loader.streams.state import StreamSignature, differences, parse
 
 MOST_PARTS = 32
-"""Parts of a dataset that has more shards, where nobody has chosen. All parts are open at the same time."""
+"""Parts of a dataset that has more shards, if ``streams`` is not given. All parts are open at the same time."""
 
 
 class StreamOrder(Order[StreamSignature]):
@@ -127,7 +126,7 @@ class StreamOrder(Order[StreamSignature]):
         return StreamEpoch(self._shared, self.stream, signature, begin, resumed=position is not None)
 
     def begun(self, epoch: Epoch) -> None:
-        """An epoch begins: its parts stay open as long as somebody goes on with it, and the next one is behind it."""
+        """An epoch begins: its parts stay open while an iterator goes on with it, and the next one is behind it."""
         if isinstance(epoch, StreamEpoch):
             self._shared.begun(epoch)
             self._last = epoch

@@ -32,7 +32,7 @@ from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.worker_info import Part, here, tell
 
 CHECKED_BYTES = 1 << 16
-"""Of an array or a text that goes into the checksum, so many bytes count."""
+"""Of an array or a text that goes into the checksum, this number of bytes counts."""
 
 
 SHARED_BYTES = 64 << 20
@@ -152,7 +152,7 @@ class OpenPart:
 
     def tell(self) -> Part | None:
         """Tell this thread of the part; see `streams.worker_info`."""
-        # One part in the main process is everything, as in torch: nobody is a worker.
+        # One part in the main process is everything, as in torch: there is no worker.
         is_all = self._parts == 1 and not self._alone
         return tell(None if is_all else self._part, alone=self._alone)
 

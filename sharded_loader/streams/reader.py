@@ -24,10 +24,9 @@ import numpy as np
 
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
-from sharded_loader.engine.batch_scope import BatchScope
 from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, Task
-from sharded_loader.engine.reader import Bad, Reader
+from sharded_loader.engine.reader import Bad, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
 from sharded_loader.engine.stream import PartBatch, PartIndices, PartPoint, Stream
 from sharded_loader.randomness.rng import SampleScope, derive_key, reading

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.batchify import Pad
-from sharded_loader.batching.stack import COPIED_AT_ONCE, JOINED_BYTES
+from sharded_loader.batching.default import COPIED_AT_ONCE, JOINED_BYTES
 
 
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31), max_size=9), min_size=1, max_size=6), st.integers(1, 8))

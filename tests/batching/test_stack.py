@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from sharded_loader.batchify import default_batchify_fn
-from sharded_loader.batching import stack
-from sharded_loader.batching.stack import COPIED_AT_ONCE, COPIED_BYTES, JOINED_BYTES
+from sharded_loader.batching import default
+from sharded_loader.batching.default import COPIED_AT_ONCE, COPIED_BYTES, JOINED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def outcome(samples, empty):
 
 def check_alike(samples):
     """New memory, and given memory that is written with joining, get what given memory gets without."""
-    with mock.patch.object(stack, "JOINED_BYTES", 0):
+    with mock.patch.object(default, "JOINED_BYTES", 0):
         given = outcome(samples, given_memory)
     for new in outcome(samples, np.empty), outcome(samples, given_memory):
         check_one(samples, new, given)

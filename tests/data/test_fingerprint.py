@@ -27,7 +27,7 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
-from sharded_loader.data.fingerprint import fingerprint_of
+from sharded_loader.data.inspection import fingerprint_of
 from sharded_loader.data.schedule import Schedule
 
 

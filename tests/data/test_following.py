@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import ArrayDataset, SimpleDataset
-from sharded_loader.data.following import can_follow, follow, note_retry, retries_here
+from sharded_loader.data.datasets import can_follow, follow, note_retry, retries_here
 
 
 class Told(SimpleDataset):

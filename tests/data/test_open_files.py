@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SubsetDataset, ThreadPool
-from sharded_loader.data.open_files import open_file
+from sharded_loader.data.inspection import open_file
 from sharded_loader.engine.pool import Pool
 
 

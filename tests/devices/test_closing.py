@@ -139,7 +139,7 @@ def test_a_loader_can_be_closed_after_the_context_broke(
         patch.setattr(Event, "synchronize", broken)
         patch.setattr(Machine, "cudaHostUnregister", lambda self, address: 710)  # the error stays
         loader.close()
-    assert process_pool._resources.arena.segments == []
+    assert process_pool._transport.arena.segments == []
     machine.finish()
     del held, batches
 
@@ -168,7 +168,7 @@ def test_a_device_that_hangs_is_not_waited_for_without_end(
     loader = ShardedDataLoader(dataset(), 32, devices=machine.devices, pool=process_pool)
     batches = iter(loader)
     held = [next(batches) for _ in range(3)]
-    segments = list(process_pool._resources.arena.segments)
+    segments = list(process_pool._transport.arena.segments)
     hang()
     with pytest.warns(UserWarning, match="has not done its copies within .* stays as it is") as caught:
         loader.close()
@@ -262,7 +262,7 @@ def test_no_more_than_a_few_slots_are_held_and_none_after_the_epoch(
             for _ in loader:  # the device does nothing until the host has to wait for it
                 (one,) = loader._placement.copies.values()
                 assert len(one.kept) <= HOST_AHEAD <= 4
-            assert (len(one.kept), process_pool._resources.arena.lent) == (0, 0)
+            assert (len(one.kept), process_pool._transport.arena.lent) == (0, 0)
     assert machine.faults == []
 
 

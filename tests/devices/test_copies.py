@@ -166,7 +166,7 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
     copies = CopyStream(SimulatedStreams(machine, device))
     pending = copies.begin([torch.arange(1000)])
     with machine.on(device, other):
-        (batch,) = copies.finish(pending)
+        (batch,) = pending.finish()
         del pending
         found = []
         machine.kernel(device, batch, lambda values: found.append(values.sum()))
@@ -176,7 +176,7 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
     machine.finish()
     assert found == [499500]
     assert ("used_on", other.name) in machine.log
-    copies.finish(again)
+    again.finish()
 
 
 def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
@@ -207,7 +207,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
         patch.setattr(SimulatedStreams, "copy", interrupted)
         with pytest.raises(type(error)):
             copies.begin([torch.arange(9)])
-    copies.finish(copies.begin([torch.arange(3)]))
+    copies.begin([torch.arange(3)]).finish()
     assert [[len(tensors) for tensors in held] for _, held in copies.kept] == [[1, 1], [1, 0]]  # sources and targets
     assert copies.drain()
     assert (len(copies.kept), machine.faults) == (0, [])
@@ -218,8 +218,8 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
 ) -> None:
     """As in a `close` from elsewhere: a copy that nobody has waited for must not be forgotten."""
     copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
-    copies.finish(copies.begin([torch.arange(1000)]))
-    other = threading.Thread(target=lambda: copies.finish(copies.begin([torch.arange(1000)])))
+    copies.begin([torch.arange(1000)]).finish()
+    other = threading.Thread(target=lambda: copies.begin([torch.arange(1000)]).finish())
     synchronize = Event.synchronize
 
     def slow(event: Event) -> None:

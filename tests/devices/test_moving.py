@@ -31,7 +31,7 @@ def sent(tensor: torch.Tensor) -> torch.Tensor:
     streams = STREAMS["device"]
     moved = streams.empty_like(tensor)
     STREAMS["log"].append(("to", streams.caller_stream().name))  # type: ignore[attr-defined]
-    streams.copy([moved], [tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride())])
+    streams.copy(moved, tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride()))
     return moved
 
 
@@ -166,7 +166,7 @@ def test_they_move_on_the_stream_that_they_are_handed_out_on(
     pending = copies.begin([own, torch.arange(7)] if beside else own)
     assert not any(what == "to" for what, _ in machine.log)
     with machine.on(device, other):
-        batch = copies.finish(pending)
+        batch = pending.finish()
         machine.kernel(device, (batch[0] if beside else batch).values, lambda values: found.append(int(values.sum())))
         del batch, pending, own
     machine.finish()
@@ -185,8 +185,8 @@ def test_a_batch_that_is_finished_again_has_moved_once(machine: Machine, device:
     """As when there was no memory for another shard of its batch."""
     copies = CopyStream(STREAMS["device"])
     pending = copies.begin([Bare(torch.arange(1000), torch.zeros(1))])
-    (first,) = copies.finish(pending)
-    (again,) = copies.finish(pending)
+    (first,) = pending.finish()
+    (again,) = pending.finish()
     found: list[int] = []
     machine.kernel(device, again.values, lambda values: found.append(int(values.sum())))
     machine.finish()
@@ -197,7 +197,7 @@ def test_a_batch_that_is_finished_again_has_moved_once(machine: Machine, device:
 def test_their_memory_is_kept_until_their_copies_are_done(machine: Machine, device: torch.device) -> None:
     """As torch guards only copies from where a buffer begins."""
     copies = CopyStream(STREAMS["device"])
-    (moved,) = copies.finish(copies.begin([Ragged(torch.arange(1000), torch.zeros(1))]))
+    (moved,) = copies.begin([Ragged(torch.arange(1000), torch.zeros(1))]).finish()
     assert len(copies._moved) == 1
     copies.drain()
     assert (len(copies._moved), int(moved.values.sum())) == (0, 499500)

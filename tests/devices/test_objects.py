@@ -190,7 +190,7 @@ class Copier:
             moved = self.streams.empty_like(image)
             to = moved.data_ptr()
             if self.streams.is_pinned(image):
-                self.streams.copy([moved], [image])
+                self.streams.copy(moved, image)
             else:  # pageable memory the host reads at once
                 copied = image.contiguous().clone()
                 self.machine.stream(self.device).give(lambda: _write(to, copied))
@@ -271,7 +271,7 @@ def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) 
         list(loader)
         for batch in loader:
             spans = []
-            for segment in process_pool._resources.arena.segments:
+            for segment in process_pool._transport.arena.segments:
                 whole = np.frombuffer(segment.mapping, np.uint8)
                 spans.append((whole.ctypes.data, whole.nbytes))
                 del whole

@@ -34,7 +34,7 @@ def test_a_segment_is_locked_once_and_unlocked_when_the_loader_is_closed(
     with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool) as loader:
         for _ in range(3):
             read_all(machine, loader)
-        assert len(machine.registered) == len(process_pool._resources.arena.segments) > 0
+        assert len(machine.registered) == len(process_pool._transport.arena.segments) > 0
     assert (machine.registered, machine.faults) == ({}, [])
 
 

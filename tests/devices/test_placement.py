@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 import torch
-from simulated import Machine
+from injection import TimeIsUp
+from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices import placement
-from sharded_loader.devices.placement import AHEAD, PAUSE, Placed, Placement, not_placed
-from sharded_loader.engine.messages import Task
+from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
+from sharded_loader.engine.messages import NOTHING, Result, Task
+from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.reused import ReusedMemory
 
 CPU = torch.device("cpu")
@@ -23,7 +28,7 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
     batch = placed.place({"x": array, "name": "a"}, sharded=False)
     array[0] = 7
     assert (batch["x"].tolist(), batch["name"]) == ([7, 1, 2, 3], "a")
-    assert (placed.asynchronous, placed.kinds, placed.ahead) == ([], set(), 0)
+    assert (placed.asynchronous, placed.capture_probes, placed.ahead) == ([], [], 0)
 
 
 @pytest.mark.parametrize("devices", [None, [CPU, CPU]])
@@ -55,8 +60,8 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
     placed = Placement([machine.devices[1]], pin_memory=False)
-    begun = [placed.begin(np.full(3, number), sharded=False) for number in range(3)]
-    batches = [placed.finish(one, sharded=False) for one in begun]
+    pending = [placed.begin(np.full(3, number), sharded=False) for number in range(3)]
+    batches = [one.finish() for one in pending]
     machine.finish()
     assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
     assert placed.end_epoch() is None
@@ -93,6 +98,94 @@ def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
     placed = Placement([CPU, machine.devices[0]], pin_memory=False)
     placed.copy_ahead(3)
     assert placed.ahead == 3
+
+
+# -- batch after batch ----------------------------------------------------------------------------------------
+
+
+def entries(*batches: object) -> list[Entry]:
+    """Entries with these batches or errors; None: not finished."""
+    made = []
+    for seq, batch in enumerate(batches):
+        entry = Entry(seq, Task(0, seq, 0, seq, ([seq],), False))
+        if isinstance(batch, Exception):
+            entry.result = Result(0, seq, error=batch)
+        elif batch is not None:
+            entry.result = Result(0, seq, batch)
+        made.append(entry)
+    return made
+
+
+def begun(window: list[Entry]) -> list[int]:
+    return [entry.seq for entry in window if entry.begun is not None]
+
+
+def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_finished(machine: Machine) -> None:
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.copy_ahead(4)
+    window = entries(*map(np.array, range(3)), None, np.array(4), np.array(5))
+    batch = placed.place_next(window)
+    assert begun(window) == [0, 1, 2]
+    assert placed.place_next(window[1:]).ndim == 0
+    machine.finish()
+    assert batch.item() == 0
+    assert sum(kind == "copy" for kind, _ in machine.log) == 3  # each one once
+
+
+def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
+    for ahead in range(3):
+        placed = Placement([machine.devices[0]], pin_memory=False)
+        placed.copy_ahead(ahead)
+        window = entries(*map(np.array, range(4)))
+        placed.place_next(window)
+        assert begun(window) == list(range(1 + ahead))
+
+
+def test_errors_and_empty_batches_behind_the_next_one_are_passed_over(machine: Machine) -> None:
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    placed.copy_ahead(3)
+    window = entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
+    placed.place_next(window)
+    assert begun(window) == [0, 3]
+
+
+def test_what_cannot_be_begun_ahead_is_an_error_in_its_turn(machine: Machine) -> None:
+    placed = Placement([machine.devices[0]], pin_memory=False)
+    window = entries(np.array(0), Unmovable(), np.array(2))
+    placed.place_next(window)
+    assert begun(window) == [0]
+    with pytest.raises(ValueError, match="cannot be pinned"):
+        placed.place_next(window[1:])
+
+
+class Unmovable:
+    def pin_memory(self) -> object:
+        raise ValueError("this cannot be pinned")
+
+    def to(self, device: object) -> object:
+        raise AssertionError
+
+
+def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed, before = Placement([machine.devices[0]], pin_memory=False), SimulatedStreams.copy
+
+    def handler(number: int, frame: object) -> None:
+        raise TimeIsUp
+
+    def interrupted(streams: SimulatedStreams, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if source.item() == 1:
+            signal.raise_signal(signal.SIGINT)
+        return before(streams, target, source)
+
+    monkeypatch.setattr(SimulatedStreams, "copy", interrupted)
+    usual = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(TimeIsUp):
+            placed.place_next(entries(np.array(0), np.array(1)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 # -- memory, devices, errors ----------------------------------------------------------------------------------

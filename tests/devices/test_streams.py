@@ -28,8 +28,12 @@ def test_a_late_error_is_noted_once() -> None:
     assert not note_late(RuntimeError("cannot pin"))
 
 
-def test_an_accelerator_that_captures_nothing_has_no_probe() -> None:
-    assert capture_probe("cuda") is torch.cuda.is_current_stream_capturing
+def test_an_accelerator_that_captures_nothing_has_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe() -> bool:
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", probe)
+    assert capture_probe("cuda") is probe
     assert capture_probe("no such kind") is None
 
 

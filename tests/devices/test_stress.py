@@ -15,7 +15,7 @@ from simulated import Machine
 from stress import rows, stress
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.devices.copies import CopyStream
+from sharded_loader.devices.copies import PendingCopy
 from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.pool import Pool
 
@@ -94,16 +94,16 @@ def test_a_library_that_is_careless_is_found_out(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """The stress sees what it is there to see."""
-    finish = CopyStream.finish
+    finish = PendingCopy.finish
 
-    def careless(copies: CopyStream, pending: Any) -> Any:
+    def careless(pending: PendingCopy) -> Any:
         if broken.startswith("slots"):
-            copies.kept.clear()
-            return finish(copies, pending)
+            pending.copies.kept.clear()
+            return finish(pending)
         pending.unclaimed.clear()
         return pending.batch
 
-    monkeypatch.setattr(CopyStream, "finish", careless)
+    monkeypatch.setattr(PendingCopy, "finish", careless)
     # Memory that torch pins is guarded; that of slots is not.
     monkeypatch.setattr(Placement, "empty", lambda self, shape, dtype: np.empty(shape, dtype))
     with loader_of(machine, num_workers=2) as loader:

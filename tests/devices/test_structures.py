@@ -122,7 +122,7 @@ def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Mac
     placement = Placement([machine.devices[0]], pin_memory=False)
     with torch.inference_mode():
         begun = placement.begin([np.ones(3, np.float32)], sharded=False)
-    (batch,) = placement.finish(begun, sharded=False)
+    (batch,) = begun.finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
     (weight * batch).sum().backward()

@@ -106,8 +106,10 @@ def test_a_torch_without_the_accelerator_captures_nothing(monkeypatch: pytest.Mo
         raise RuntimeError("torch was not compiled with CUDA")
 
     monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(placement, "capture_probe", {"cuda": probe}.get)
-    Placement(None, pin_memory=True).check_not_capturing()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", probe)
+    placed = Placement(None, pin_memory=True)
+    placed.check_not_capturing()
+    assert placed.capture_probes == []
 
 
 def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HELD = ("base", "cli", "demo", "integrations", "parallel", "randomness", "recordio", "storage")
+HELD = (
+    "base",
+    "batching",
+    "cli",
+    "data",
+    "demo",
+    "devices",
+    "engine",
+    "integrations",
+    "loader",
+    "parallel",
+    "randomness",
+    "recordio",
+    "sampling",
+    "storage",
+    "streams",
+)
 """The rooms whose docstrings, comments and messages are in these words. A room joins them when it is rewritten."""
 
 MODULES = [path for room in HELD for path in sorted((ROOT / "sharded_loader" / room).rglob("*.py"))]
+LABELS = {"foreign sampler"}
+"""Labels of random numbers (`sharded_loader.randomness.rng`): with other words the numbers would be others."""
+
 LONGEST = 30  # words in a sentence; writers aim at 25
 BANNED = {
     r"made again|anew": "retried, built again, redistributed",
@@ -67,7 +86,8 @@ def texts(source: str) -> Iterator[str]:
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
-            yield docstring_prose(node.value) if node in docstrings else node.value
+            text = docstring_prose(node.value) if node in docstrings else node.value
+            yield "" if text in LABELS else text
     yield from comments(source)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from drop_in_samples import Resets
 
+from sharded_loader.base.entries import parsed
 from sharded_loader.drop_in.epoch import TorchEpoch
-from sharded_loader.drop_in.sampler import EpochCount
-from sharded_loader.drop_in.start import SamplerStart
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.stream import PartPoint
 
@@ -18,11 +18,17 @@ from sharded_loader.engine.stream import PartPoint
 def read(
     sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None, batched: bool = True
 ) -> TorchEpoch:
-    start = SamplerStart(sampler, state, False, EpochCount())
+    saved = None if state is None else parsed(SamplerState, state, "give a state")
+    start = SamplerStart(sampler, saved, False, EpochCount())
     if state is None:
         start.begin()
     start.settle()
     return TorchEpoch(start, lanes, batched, {}, keeps_state, 5)
+
+
+def item_of(epoch: TorchEpoch, seq: int) -> Any:
+    planned = epoch.batch(seq)
+    return None if planned is None else planned.item
 
 
 def state_after(epoch: TorchEpoch, delivered: int) -> dict[str, Any]:
@@ -39,12 +45,12 @@ def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
                 yield [index]
 
     reading = read(Sampler())
-    assert reading.batch(1) == ([1],)
-    assert reading.batch(0) == ([0],) and drawn == [0, 1]
+    assert item_of(reading, 1) == [1]
+    assert item_of(reading, 0) == [0] and drawn == [0, 1]
     assert reading.batch(4) is None and drawn == [0, 1, 2, 3]
     reading.forget(3)
     assert reading.batch(0) is None
-    assert reading.batch(2) == ([2],)  # the last one delivered may be taken back
+    assert item_of(reading, 2) == [2]  # the last one delivered may be taken back
 
 
 def test_batch_i_is_of_lane_i_modulo_their_number() -> None:
@@ -125,11 +131,11 @@ def test_what_was_delivered_out_of_order_is_passed_over() -> None:
     for seq in range(4):
         tasks.task(seq)
     tasks.move(2, 0)  # batch 2 overtakes two others
-    assert [reading.batch(seq) for seq in range(4)] == [([2],), ([0],), ([1],), ([3],)]
+    assert [item_of(reading, seq) for seq in range(4)] == [[2], [0], [1], [3]]
     state = state_after(reading, 1)
     assert (state["yielded"], state["ahead"]) == (0, [2])
     again = read(batches, state=state)
-    assert [again.batch(seq) for seq in range(5)] == [([0],), ([1],), ([3],), ([4],), ([5],)]
+    assert [item_of(again, seq) for seq in range(5)] == [[0], [1], [3], [4], [5]]
     assert again.batch(5) is None
     assert "ahead" not in state_after(reading, 3) and state_after(reading, 3)["yielded"] == 3
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from sharded_loader.base import limits
 from sharded_loader.drop_in.sampler import ShuffleSampler
@@ -159,6 +160,32 @@ def test_nothing_is_drawn_before_the_first_index() -> None:
     before = torch.get_rng_state()
     iter(ShuffleSampler(range(5)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"seed": 4}], ids=["drawn", "seed"])
+def test_no_python_function_runs_for_each_index(arguments: dict[str, Any]) -> None:
+    calls = []
+    batches = iter(BatchSampler(ShuffleSampler(range(1000), **arguments), 100, False))
+    next(batches)
+    sys.setprofile(lambda frame, kind, argument: calls.append(frame.f_code.co_name) if kind == "call" else None)
+    try:
+        rest = list(batches)
+    finally:
+        sys.setprofile(None)
+    assert len(rest) == 9 and len(calls) < 20
+
+
+def test_with_a_generator_it_draws_when_torchs_sampler_draws() -> None:
+    """torch's sampler draws once more where the indices end."""
+    states = []
+    for kind in (ShuffleSampler, RandomSampler):
+        generator = seeded()
+        batches = iter(BatchSampler(kind(range(6), generator=generator), 2, False))
+        states.append([generator.get_state().tolist()])
+        for _ in range(4):
+            next(batches, None)
+            states[-1].append(generator.get_state().tolist())
+    assert states[0] == states[1] and states[0][3] != states[0][4]
 
 
 def test_a_trainer_that_sets_the_epoch_of_the_loaders_sampler_has_that_epoch() -> None:

@@ -29,8 +29,8 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchsLoader
 
 from sharded_loader import sample_rng
-from sharded_loader.drop_in.sampler import EpochCount, ShuffleSampler
-from sharded_loader.drop_in.start import SamplerStart
+from sharded_loader.base.entries import written
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
 from sharded_loader.torch import DataLoader
 
 TWICE = ("eager batches", "eager, one by one", "stateful iterators")
@@ -270,13 +270,14 @@ def test_a_state_before_the_first_batch_settles_the_order() -> None:
 
 
 def test_only_samplers_that_may_draw_are_noted() -> None:
-    assert "rng" not in SamplerStart(BatchSampler(range(5), 2, False), None, False, EpochCount()).state
-    assert "rng" not in SamplerStart([[1], [2]], None, False, EpochCount()).state
-    assert "rng" not in SamplerStart(Resets(), None, False, EpochCount()).state
+    assert SamplerStart(BatchSampler(range(5), 2, False), None, False, EpochCount()).state.rng is None
+    assert SamplerStart([[1], [2]], None, False, EpochCount()).state.rng is None
+    assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
     shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
     shuffled.settle()
-    assert shuffled.state == {"shuffle": {"seed": 4, "epoch": 0}}
-    assert len(SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount()).state["rng"][0]) == 2
+    assert written(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
+    drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
+    assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
 
 
 class WithAPrivateGenerator(Sampler[int]):

@@ -17,7 +17,7 @@ from samples import Bad, Boom, boom, exit_, leave, raise_os_error, sigkill, stop
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.drop_in.workers import Worker, in_torchs_words, make_pool
+from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
 from sharded_loader.pools.process import resources
 from sharded_loader.torch import DataLoader
 
@@ -115,7 +115,7 @@ def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
 def test_a_worker_is_shown_as_torch_shows_it() -> None:
     batches = iter(DataLoader(range(8), 2, num_workers=2))
     worker, other = batches._workers
-    assert isinstance(worker, Worker)
+    assert isinstance(worker, WorkerView)
     assert worker.is_alive() and worker.exitcode is None
     worker.terminate()
     worker.join(300)

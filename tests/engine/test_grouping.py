@@ -10,13 +10,13 @@ import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
-from sharded_loader.engine.messages import TASKS, unpack_head, unpack_tasks
+from sharded_loader.pools.process.link import TASKS, unpack_head, unpack_tasks
 
 
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tasks each message to a worker holds, from here on."""
     sizes = []
-    for worker in pool._workers:
+    for worker in pool._transport.workers:
         send = worker.link.send
 
         def spy(head: bytes, *args: Any, send: Any = send, **options: Any) -> None:
@@ -65,7 +65,7 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
         sizes = sizes_sent(pool, monkeypatch)
         assert is_in_order(loader, 60)
         # And each worker holds one beyond the one that it does: uneven batches leave nobody idle.
-        assert all(len(worker.tasks) <= 2 for worker in pool._workers)
+        assert all(len(worker.tasks) <= 2 for worker in pool._transport.workers)
     assert set(sizes) <= {1, 2}  # two at the beginning of the epoch, when workers have none
     assert sum(sizes) / len(sizes) < 1.2
 

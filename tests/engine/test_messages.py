@@ -8,50 +8,14 @@ import numpy as np
 import pytest
 
 from sharded_loader.engine.messages import (
-    CANCEL,
     NOTHING,
-    TASKS,
     Result,
-    Task,
-    pack_head,
     pack_reply,
     pack_result,
-    pack_tasks,
-    task_of,
-    unpack_head,
     unpack_reply,
-    unpack_tasks,
 )
 from sharded_loader.memory.codec import SlotWriter, decode, encode
-from sharded_loader.pools.translation import decode_result
-
-
-def test_a_head_tells_kind_run_and_number() -> None:
-    kind, run, seq, content = unpack_head(pack_head(CANCEL, 3, 2**40, b"rest"))
-    assert (kind, run, seq, bytes(content)) == (CANCEL, 3, 2**40, b"rest")
-
-
-@pytest.mark.parametrize(
-    "shards",
-    [([1, 2], [3]), (["a", ("b", 1)],), (np.array([5, 2**40]),), ([2**70],)],
-    ids=["shards", "keys", "array", "large"],
-)
-def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
-    sent = Task(1, 2, 3, 4, shards, len(shards) > 1, careful=True)
-    kind, _, _, content = unpack_head(pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
-    first, second = unpack_tasks(content)
-    assert kind == TASKS
-    assert (first[:3], second[:2]) == ((1, 2, None), (1, 9))
-    got = task_of(first[3])
-    assert [list(shard) for shard in got.shards] == [list(shard) for shard in shards]
-    assert got._replace(shards=()) == sent._replace(shards=())
-
-
-def test_indices_that_came_as_an_array_may_be_written_to() -> None:
-    _, _, _, content = unpack_head(pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
-    (indices,) = task_of(unpack_tasks(content)[0][3]).shards
-    indices += 1
-    assert indices.tolist() == [1, 2, 3]
+from sharded_loader.pools.supervised import decode_result
 
 
 @pytest.mark.parametrize("batch", [np.arange(6).reshape(2, 3), [np.arange(2), np.ones(2, "f4")]], ids=["one", "two"])

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from sharded_loader.base.errors import LoaderClosedError
-from sharded_loader.engine.epoch import Epoch, Position, sampler_error
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pipeline import Pipeline
+from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
-from sharded_loader.engine.run import Entry, Run
 from sharded_loader.engine.split import Split
 
 JOB = Job([], None, 0)
@@ -314,13 +313,3 @@ def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:
     run = run_of(0, first=6)
     pipeline, _ = pipeline_of(run)
     assert [step(pipeline, run) for _ in range(5)] == [6, 7, 8, 9, None]
-
-
-def test_batches_that_are_finished_behind_the_head_are_told_up_to_the_first_that_is_not() -> None:
-    run = run_of(0)
-    pipeline, _ = pipeline_of(run)
-    pipeline.begin()
-    pipeline.head(run)  # the last submitted was finished first, so all are
-    assert [entry.seq for entry in pipeline.finished(run, 2)] == [1, 2]
-    run.window[1].result = None
-    assert pipeline.finished(run, 2) == []

@@ -70,8 +70,8 @@ def test_batches_of_workers_are_copied_out_of_the_segments(cuda: torch.device, p
             patch.setattr(Streams, "pin", pin)
             read_all(loader)
         assert pinned == []
-        assert process_pool._resources.arena.segments
-        for made in process_pool._resources.arena.segments:
+        assert process_pool._transport.arena.segments
+        for made in process_pool._transport.arena.segments:
             assert torch.from_numpy(np.frombuffer(made.mapping, np.uint8)).is_pinned()
 
 

@@ -507,6 +507,6 @@ def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
                 assert loader._pipeline.pool._sizes.wanted >= 64 * SHAPE
             if number > WINDOW + 15:
                 held.append(batch)
-        arena = loader._pipeline.pool._resources.arena
+        arena = loader._pipeline.pool._transport.arena
         assert arena.lent == len(held) > 5
         assert all(slot.nbytes < 8 * SHAPE for slot in list(arena._out)[-5:])

@@ -15,8 +15,8 @@ from conftest import PROCESS_POOLS, SPAWNED, covering
 from memory_samples import SHAPE, Filled, allow_no_more
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.engine.messages import CANCEL, DEATH, pack_head
-from sharded_loader.pools.process import link, wire, worker
+from sharded_loader.pools.process import link, worker
+from sharded_loader.pools.process.link import CANCEL, DEATH, pack_head
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors of workers: Linux")
 
@@ -30,19 +30,21 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     with ShardedDataLoader(Filled(160), 4, pool=pool) as loader:
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == [4 * number + i for i in range(4)] and batch.shape == (4, SHAPE // 4)
-            assert pool._resources.arena.lent == 0
-        assert number == 39 and len(pool._resources.arena.segments) == 1  # the trainer had one
+            assert pool._transport.arena.lent == 0
+        assert number == 39 and len(pool._transport.arena.segments) == 1  # the trainer had one
     told = [line for line in capfd.readouterr().err.splitlines() if line]
     assert method == "forkserver" or 1 <= len(told) <= 2  # once by each worker (a forkserver's output is elsewhere)
     assert all("through the pipe" in line and "of open files is reached" in line for line in told)
 
 
 def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = link.receive_descriptor
+
     def refuse(conn: Any) -> int:
-        os.close(wire.receive_descriptor(conn))
+        os.close(receive(conn))
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(worker, "receive_descriptor", refuse)
+    monkeypatch.setattr(link, "receive_descriptor", refuse)
     with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(2, start_method="fork")) as loader:
         assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
 
@@ -94,12 +96,14 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
         trainer.send(pack_head(CANCEL, 7))
         trainer.close()  # end-of-file after that
 
+        receive = link.receive_descriptor
+
         def refuse(conn: Any) -> int:
-            os.close(wire.receive_descriptor(conn))
+            os.close(receive(conn))
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(worker, "receive_descriptor", refuse)
+            patched.setattr(link, "receive_descriptor", refuse)
             reader._finished.set()
             reader.receive()
         assert reader._cancelled == {7}

@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def arena_of(loader: Any) -> Arena:
-    arena: Arena = loader._pipeline.pool._resources.arena
+    arena: Arena = loader._pipeline.pool._transport.arena
     return arena
 
 
@@ -89,7 +89,7 @@ def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(m
 def test_all_batches_can_be_held(method: str, backend: None) -> None:
     with loader_over(make_pool(method)) as loader:
         batches = list(loader)
-        assert len(loader._pipeline.pool._resources.arena.segments) <= 4
+        assert len(loader._pipeline.pool._transport.arena.segments) <= 4
         assert list(loader)  # another epoch over them
         assert arena_of(loader).nbytes <= 4 * len(batches) * BATCH * SHAPE  # slots are as large as batches
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(batches))
@@ -315,7 +315,7 @@ def test_an_epoch_that_is_broken_off_gives_its_slots_back() -> None:
 @METHODS
 def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_path: Path) -> None:
     with loader_over(make_pool(method), batchify_fn=DiesInTheMiddle(101, tmp_path / "died")) as loader:
-        owned = loader._pipeline.pool._resources
+        owned = loader._pipeline.pool._transport
         iterator = iter(loader)
         got: dict[int, torch.Tensor] = {}
         given_early: list[Slot] = []
@@ -324,7 +324,7 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
         def checked(slot: Slot) -> None:
             # Of a worker's slots only those come back whose batches have arrived, until it is reaped.
             for worker in owned.workers:
-                if slot in worker.slots.values() and worker.process.pid in processes and not worker.has_ended():
+                if slot in worker.slots.values() and worker.process.pid in processes and worker.is_alive():
                     given_early.append(slot)
             give(slot)
 
@@ -458,7 +458,7 @@ with warnings.catch_warnings():
     with ShardedDataLoader(data, batch_sampler=order, pool=ProcessPool(2, start_method={method!r})) as loader:
         for number, batch in enumerate(loader):
             held.append(batch)
-        arena = loader._pipeline.pool._resources.arena
+        arena = loader._pipeline.pool._transport.arena
         print(len(held), len(arena.segments), arena.nbytes > 38 << 20)
         assert all(
             bool((batch[:, ::512] == batch[:, :1]).all()) and batch[:, 0].tolist() == order[number]

@@ -12,7 +12,8 @@ from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
-from sharded_loader.devices.placement import Placed, Placement
+from sharded_loader.devices.copies import Placed
+from sharded_loader.devices.placement import Placement
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.resident import ResidentPool

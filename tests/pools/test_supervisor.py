@@ -34,20 +34,16 @@ class Pretended(Worker):
 class PretendedTransport(Transport[Pretended]):
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self.alive: list[Pretended] = []
+        self.workers: list[Pretended] = []
         self.said: list[tuple[Any, ...]] = []
         self.needs_all = True
         self.launched = 0
 
-    @property
-    def workers(self) -> list[Pretended]:
-        return self.alive
-
     def start(self, new: NewJob) -> list[Task]:
-        self.launch_all()
+        self.launch_all(new)
         return []
 
-    def launch(self, number: int) -> Pretended:
+    def launch(self, number: int, new: NewJob) -> Pretended:
         self.launched += 1
         return Pretended(number, 100 + self.launched)
 
@@ -70,7 +66,7 @@ class PretendedTransport(Transport[Pretended]):
         return not self.needs_all
 
     def close(self) -> None:
-        self.alive = []
+        self.workers = []
 
 
 class Pool:

@@ -127,7 +127,7 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
     data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(data, 4, pool=pool, prefetch=4, prefetch_epochs=False) as loader:
-        arena = loader._pipeline.pool._resources.arena
+        arena = loader._pipeline.pool._transport.arena
         iterator = iter(loader)
         expected = iter(range(0, 2000, 4))
         for _ in range(10):  # the first ones are in no slot
@@ -152,5 +152,5 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         assert arena.lent == 0
         free = sum(end - start for parts in arena._free for start, end in parts)
         free += sum(lease.slot.nbytes for lease in arena._returned)
-        taken = [slot for worker in loader._pipeline.pool._workers for slot in worker.slots.values() if slot]
+        taken = [slot for worker in loader._pipeline.pool._transport.workers for slot in worker.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes

@@ -22,7 +22,6 @@ SAMPLING = (
     "epoch.py",
     "tables.py",
     "foreign.py",
-    "progress.py",
     "global_generators.py",
     "rng.py",
     "base.py",

@@ -259,7 +259,7 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
     def kill_often() -> None:
         # Not for ever: a worker that takes longer to import torch than it is left to live would get nowhere.
         while not over.wait(0.15) and next(turns) < 15:
-            ready = [one for one in list(pool._workers) if one.ready and not one.has_ended()]
+            ready = [one for one in list(pool._transport.workers) if one.ready and one.is_alive()]
             if ready:
                 os.kill(ready[next(deaths) % len(ready)].pid, signal.SIGKILL)
 

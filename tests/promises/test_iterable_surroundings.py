@@ -42,7 +42,7 @@ from sharded_loader import ShardedDataLoader, sample_rng
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.randomness.rng import reading
 
-ROAD = ("epoch.py", "order.py", "reader.py", "parts.py", "batch_scope.py")
+ROAD = ("epoch.py", "order.py", "reader.py", "parts.py")
 """The modules of iterable data, from the plan to the reader."""
 
 
@@ -50,7 +50,7 @@ class InterruptInParts(InterruptAt):
     """Not before the plain assignments with which a ``finally`` clause begins: Python looks for no signal there."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number, (*PUMP, *ROAD, "epochs.py"))
+        super().__init__(number, (*PUMP, *ROAD))
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

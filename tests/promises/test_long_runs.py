@@ -13,10 +13,10 @@ import pytest
 from conftest import make_pool
 
 from sharded_loader import ShardedDataLoader, ThreadPool
-from sharded_loader.engine.messages import _REPLY, CANCEL, pack_head, pack_reply
+from sharded_loader.engine.messages import _REPLY, pack_reply
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import Encoded
-from sharded_loader.pools.process.wire import send_message
+from sharded_loader.pools.process.link import CANCEL, pack_head, send_message
 from sharded_loader.pools.process.worker import WorkerThreads
 
 

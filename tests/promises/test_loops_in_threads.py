@@ -13,7 +13,7 @@ import pytest
 
 from sharded_loader import ArrayDataset, InlinePool, ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools.process import resources
+from sharded_loader.pools.process import transport
 
 THREADS = 4
 
@@ -115,7 +115,7 @@ def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
         maker.start()
     try:
         for _ in range(2500):
-            resources._before_fork()
+            transport._before_fork()
     finally:
         done.set()
         for maker in makers:

@@ -50,7 +50,7 @@ if ending == "child":
         os._exit(0)
 while not all((folder / str(pid)).exists() for pid in pool.pids):
     time.sleep(0.01)
-template = pool._resources.template
+template = pool._transport.template
 print(child, template._process.pid if template else 0, *pool.pids, flush=True)
 time.sleep(0.1)  # they are in the call
 if ending == "close":
@@ -176,7 +176,7 @@ def test_close_does_not_wait_for_workers_that_hold_the_gil(
     while not all((tmp_path / str(pid)).exists() for pid in pids):
         time.sleep(0.01)
     time.sleep(0.05)  # they are in the call
-    template = pool._resources.template
+    template = pool._transport.template
     everybody = [*pids, *([template._process.pid] if template is not None else [])]
     began = time.monotonic()
     loader.close()
@@ -212,13 +212,13 @@ def test_workers_of_a_killed_template_end_with_the_trainer(tmp_path: Path) -> No
         loader = ShardedDataLoader(range(8), 1, pool=pool)
         iterator = iter(loader)
         next(iterator)
-        first = pool._resources.template._process.pid
+        first = pool._transport.template._process.pid
         os.kill(first, signal.SIGKILL)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert len(list(iterator)) == 7
-        while pool._resources.template._process.pid == first:  # until the kernel has got round to it
+        while pool._transport.template._process.pid == first:  # until the kernel has got round to it
             assert len(list(loader)) == 8
-        print(pool._resources.template._process.pid, *pool.pids, flush=True)
+        print(pool._transport.template._process.pid, *pool.pids, flush=True)
         time.sleep(60)
         """)
     )

@@ -36,7 +36,7 @@ from recovery_samples import (
 )
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
-from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
+from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -196,7 +196,7 @@ class Killer:
     def _run(self) -> None:
         choose = random.Random(0)
         while not self._stop.wait(self.every):
-            ready = [worker for worker in list(self.pool._workers) if worker.ready and not worker.has_ended()]
+            ready = [worker for worker in list(self.pool._transport.workers) if worker.ready and worker.is_alive()]
             if ready:
                 os.kill(choose.choice(ready).pid, signal.SIGKILL)
                 self.deaths += 1
@@ -247,7 +247,7 @@ def test_the_template_and_a_worker() -> None:
     found = []
     for number, batch in enumerate(random_stream(pool, None, 0.001)):
         if number in (10, 60):
-            template = pool._resources.template
+            template = pool._transport.template
             assert template is not None
             os.kill(template._process.pid, signal.SIGKILL)
             os.kill(pool.pids[number == 60], signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_the_template_alone_is_not_missed() -> None:
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)
-        template = pool._resources.template
+        template = pool._transport.template
         assert template is not None
         os.kill(template._process.pid, signal.SIGKILL)
         assert len(list(iterator)) == 9
@@ -293,12 +293,12 @@ def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: 
 def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[tuple[int, bool]] = []
 
-    def watched(self: WorkerResources, worker: ProcessWorker) -> None:
+    def watched(self: ProcessTransport, worker: ProcessWorker) -> None:
         freed.append((len(worker.slots), is_over(worker.pid)))
         free_slots(self, worker)
 
-    free_slots = WorkerResources.free_slots
-    monkeypatch.setattr(WorkerResources, "free_slots", watched)
+    free_slots = ProcessTransport.free_slots
+    monkeypatch.setattr(ProcessTransport, "free_slots", watched)
     pool = make_pool(method, restarts=100)
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(Wide(), 2, pool=pool) as loader:
@@ -336,7 +336,7 @@ def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> 
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
         after = np.concatenate([np.asarray(batch) for batch in loader])
-        template = pool._resources.template
+        template = pool._transport.template
         assert template is not None
         parent = template._process.pid
     for rows in (before, after):

@@ -20,7 +20,7 @@ from test_orphans import seconds_until_gone
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base import system
-from sharded_loader.pools.process import resources
+from sharded_loader.pools.process import transport
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
 
@@ -81,7 +81,7 @@ def test_batches_lie_in_shared_memory_also_where_memfd_create_is_refused() -> No
         pool = ProcessPool(1, start_method="fork")
         with ShardedDataLoader(Filled(40), 4, pool=pool) as loader:
             list(loader)
-            return len(pool._resources.arena.segments) > 0
+            return len(pool._transport.arena.segments) > 0
 
     assert in_child(work) == "True"
 
@@ -127,7 +127,7 @@ def test_a_dead_worker_is_noticed_while_a_process_that_it_started_lives(
 ) -> None:
     def work() -> object:
         if known == "by pipe":
-            resources.open_pidfd = lambda pid: None
+            transport.open_pidfd = lambda pid: None
         with ShardedDataLoader(StartsAndDies(how, folder), 4, pool=ProcessPool(2, start_method=method)) as loader:
             return [index for batch in loader for index in batch.tolist()]
 
@@ -143,6 +143,6 @@ def test_a_pidfd_that_is_refused_only_sometimes_is_no_problem(monkeypatch: pytes
         calls.append(pid)
         return None if len(calls) % 2 else system.open_pidfd(pid)
 
-    monkeypatch.setattr(resources, "open_pidfd", every_other)
+    monkeypatch.setattr(transport, "open_pidfd", every_other)
     assert read_and_lose_a_worker("fork") == list(range(0, 160, 4))
     assert len(calls) == 3

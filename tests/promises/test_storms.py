@@ -30,7 +30,7 @@ from recovery_samples import (
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.pools.deaths import IDLE_DEATHS
-from sharded_loader.pools.process import lifeline, link, resources
+from sharded_loader.pools.process import lifeline, link, transport
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
 
@@ -47,7 +47,7 @@ class StartKiller:
     def _run(self) -> None:
         seen: set[int] = set()
         while self.left and not self._stop.wait(0.002):
-            for worker in list(self.pool._workers):
+            for worker in list(self.pool._transport.workers):
                 if self.left and not worker.ready and worker.pid not in seen:
                     seen.add(worker.pid)
                     try:
@@ -158,7 +158,7 @@ def test_a_kill_says_whether_the_kernel_has_killed_for_memory(
     kills: int | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = [None, None] if kills is None else [7, 7 + kills]
-    monkeypatch.setattr(resources, "oom_kills", lambda: counts.pop(0) if len(counts) > 1 else counts[0])
+    monkeypatch.setattr(transport, "oom_kills", lambda: counts.pop(0) if len(counts) > 1 else counts[0])
     fail = Fails(killed, tmp_path / "count")
     with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=5, pool=make_pool("fork")) as loader:
         _, errors = until_the_end(iter(loader))
@@ -187,7 +187,7 @@ found, victims = [], random.Random(0)
 for number, batch in enumerate(stream(pool, 0.004, length)):
     found.append(batch)
     if number % 4 == 1:
-        victim = victims.choice(pool._workers)
+        victim = victims.choice(pool._transport.workers)
         os.kill(victim.pid, signal.SIGKILL)
         if "sigpipe" in sys.argv:
             victim.wait(300)  # so that something is sent to it before anybody looks

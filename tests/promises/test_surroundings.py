@@ -170,16 +170,16 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
             warnings.simplefilter("error", RuntimeWarning)
             iterator = iter(loader)
             got = next(iterator).tolist()
-            template = pool._resources.template
+            template = pool._transport.template
             if when == "after":
                 reap_all(reaper)
             for batch in iterator:
                 got += batch.tolist()
                 if len(got) in (40, 120, 200):
-                    worker = pool._workers[0]
+                    worker = pool._transport.workers[0]
                     worker.kill()
                     worker.wait(300)
-            assert pool._resources.template is template
+            assert pool._transport.template is template
             list(loader)
         assert got == list(range(400))
         return "as ever"
@@ -242,17 +242,17 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
             warnings.simplefilter("error", RuntimeWarning)
             iterator = iter(loader)
             got = next(iterator).tolist()
-            template = pool._resources.template
+            template = pool._transport.template
             assert template is not None
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 for pid in (template._process.pid, os.getpid()):
                     os.kill(pid, number)
-            for worker in list(pool._workers):  # here a signal ends a worker, which is replaced
+            for worker in list(pool._transport.workers):  # here a signal ends a worker, which is replaced
                 while worker.is_alive():  # before its first line it ignores signals, as the template does
                     os.kill(worker.pid, signal.SIGTERM)
                     worker.wait(0.1)
             got += [index for batch in iterator for index in batch.tolist()]
-            assert pool._resources.template is template and got == list(range(40))
+            assert pool._transport.template is template and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
         return "the trainer's"
 

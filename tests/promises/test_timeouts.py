@@ -33,7 +33,7 @@ from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
 from sharded_loader.engine.board import IDLE, SAMPLE
 from sharded_loader.pools import deaths as deaths_module
-from sharded_loader.pools.process import resources, template, worker
+from sharded_loader.pools.process import template, transport, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
@@ -100,7 +100,7 @@ def test_a_batch_that_always_hangs_is_one_error_in_its_place(
 def test_a_worker_that_hangs_shows_the_frames_of_the_user(
     full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(resources, "SHORT_GRACE", 60.0)
+    monkeypatch.setattr(transport, "SHORT_GRACE", 60.0)
     monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", str(int(full)))
     pool = make_pool(PROCESS_POOLS[0], 1, timeout=TIMEOUT, restarts=1)
     arguments = loader_arguments("reading", Fails(hangs, tmp_path / "count"))
@@ -116,7 +116,7 @@ def test_a_worker_that_hangs_shows_the_frames_of_the_user(
 def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(resources, "STACKS_GRACE", 60.0)
+    monkeypatch.setattr(transport, "STACKS_GRACE", 60.0)
     fail = Fails(stops_itself, tmp_path / "count")
     pool = make_pool(method, 1, timeout=TIMEOUT, restarts=1)
 
@@ -200,7 +200,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(20), 2, pool=pool) as loader:
         whole = [batch.tolist() for batch in loader]
-        until(lambda: pool._workers[0].board[SAMPLE] == IDLE)
+        until(lambda: pool._transport.workers[0].board[SAMPLE] == IDLE)
         os.kill(pool.pids[0], signal.SIGSTOP)
         assert [batch.tolist() for batch in loader] == whole
 
@@ -333,8 +333,8 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
 ) -> None:
     """As one inside the kernel, with a network file system that does not answer."""
     monkeypatch.setattr(template.ForkedWorker, "kill", lambda worker: None)
-    monkeypatch.setattr(resources.ProcessWorker, "dump_stacks", lambda worker: None)  # it takes no signal at all
-    monkeypatch.setattr(resources, "KILLED_GRACE", 0.1)
+    monkeypatch.setattr(transport.ProcessWorker, "dump_stacks", lambda worker: None)  # it takes no signal at all
+    monkeypatch.setattr(transport, "KILLED_GRACE", 0.1)
     fail = Fails(hangs_with_the_gil, tmp_path / "count")
     pool = make_pool("fork", timeout=0.2 if ending == "a timeout" else None, restarts=1)
     with ShardedDataLoader(**loader_arguments("reading", fail), batch_size=BATCH_SIZE, seed=2, pool=pool) as loader:

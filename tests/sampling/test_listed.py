@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.sampling.listed import BLOCK, Listed
+from sharded_loader.sampling.foreign import LISTED, Listed
 from sharded_loader.sampling.state import Checkpoint
 
 KINDS = pytest.mark.parametrize("kind", [list, tuple, lambda items: range(items[0], items[-1] + 1)])
@@ -20,10 +20,10 @@ def table_of(items: Any, mark: Checkpoint | None = None, epoch: int = 0) -> Any:
 
 @KINDS
 def test_items_are_read_in_blocks_at_any_place(kind: Any) -> None:
-    items = kind(list(range(3, 3 + 2 * BLOCK)))
+    items = kind(list(range(3, 3 + 2 * LISTED)))
     table = table_of(items)
-    assert table.block == BLOCK and Listed(items, None).len_epoch(5) == 2 * BLOCK
-    for positions in ([0], [BLOCK - 1, BLOCK], [2 * BLOCK - 1], [5, 9, 100]):
+    assert table.block == LISTED and Listed(items, None).len_epoch(5) == 2 * LISTED
+    for positions in ([0], [LISTED - 1, LISTED], [2 * LISTED - 1], [5, 9, 100]):
         found = table.at(np.array(positions))
         assert isinstance(found, np.ndarray) and found.dtype == np.int64
         assert found.tolist() == [3 + position for position in positions]

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data as torch_data
 
 from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, SequentialSampler, ShardedDataLoader
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.state import Signature

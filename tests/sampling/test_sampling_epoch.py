@@ -13,7 +13,7 @@ import torch.utils.data as torch_data
 from test_order import listed, order, rest
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.sampling.epoch import MapEpoch
 from sharded_loader.sampling.state import dump, parse
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharded_loader import EqualShards, Sampler, ShardedDataLoader, ShardShuffleSampler
-from sharded_loader.sampling.replicas import ReplicaSampler
+from sharded_loader.sampling.order import ReplicaSampler
 
 quick = settings(max_examples=80, deadline=None)
 
@@ -181,7 +181,7 @@ def test_a_state_of_other_shards_is_rejected() -> None:
     for changed, said in (
         ({"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
         ({"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
-        ({"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler: others than then"),
+        ({"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler changed after the state was saved"),
     ):
         with pytest.raises(ValueError, match=said):
             make(**changed).load_state_dict(state)

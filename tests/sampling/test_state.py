@@ -137,17 +137,17 @@ LENGTHS = [5, 3, 9, 4, 7, 2, 8, 6] * 3
         (
             WeightedRandomSampler(LENGTHS, 24, seed=1),
             WeightedRandomSampler([*LENGTHS[:-1], 1], 24, seed=1),
-            "weights of the WeightedRandomSampler: others than then",
+            "weights of the WeightedRandomSampler changed after the state was saved",
         ),
         (
             BoundedBudgetSampler(LENGTHS, 20, seed=1),
             BoundedBudgetSampler(LENGTHS, 19, seed=1),
-            "budget of the BoundedBudgetSampler: others than then",
+            "budget of the BoundedBudgetSampler changed after the state was saved",
         ),
         (
             FixedBucketSampler(LENGTHS, 3, num_buckets=2, shuffle=True, seed=1),
             FixedBucketSampler(LENGTHS[::-1], 3, num_buckets=2, shuffle=True, seed=1),
-            "lengths of the FixedBucketSampler: others than then",
+            "lengths of the FixedBucketSampler changed after the state was saved",
         ),
         (
             BatchSampler(RandomSampler(9, seed=1), 4),
@@ -157,7 +157,7 @@ LENGTHS = [5, 3, 9, 4, 7, 2, 8, 6] * 3
         (
             SortedSampler(LENGTHS),
             SortedSampler(LENGTHS, reverse=False),
-            "order of the keys of the SortedSampler: others than then",
+            "order of the keys of the SortedSampler changed after the state was saved",
         ),
     ],
 )

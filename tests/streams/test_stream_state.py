@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader.base.entries import VERSION
-from sharded_loader.engine.epoch import Position
+from sharded_loader.engine.order import Position
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.streams.state import StreamSignature, differences, dump, parse
 

@@ -24,8 +24,7 @@ import sys
 from typing import Any
 
 from sharded_loader.base.system import can_pass_descriptors, is_readable
-from sharded_loader.engine.messages import DEATH, pack_head
-from sharded_loader.pools.process.link import PORTABLE, Link
+from sharded_loader.pools.process.link import DEATH, PORTABLE, Link, pack_head
 
 try:
     import fcntl

@@ -28,49 +28,44 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
-import functools
-from collections import deque
+import select
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import as_exception
 from sharded_loader.base.limits import processes_here
 from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.open_files import warn_of_open_file
+from sharded_loader.data.inspection import warn_of_open_file
 from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import (
-    CRASHED,
-    FAILED,
-    READY,
-    Job,
-    NewJob,
-    Result,
-    Task,
-    pack_tasks,
-    unpack_head,
-    unpack_reply,
-)
-from sharded_loader.engine.pool import Pool, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.memory.arena import RecentSizes, Register
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
+from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
-from sharded_loader.memory.segments import Slot, chosen_backend
-from sharded_loader.pools.process.link import Poller
-from sharded_loader.pools.process.resources import ProcessWorker
-from sharded_loader.pools.process.start import choose_start_method, send_segment
-from sharded_loader.pools.process.transport import ProcessTransport
+from sharded_loader.memory.segments import chosen_backend
+from sharded_loader.pools.process.link import (
+    CRASHED,
+    FAILED,
+    PORTABLE,
+    READY,
+    RESULTS,
+    Link,
+    pack_tasks,
+    unpack_head,
+)
+from sharded_loader.pools.process.start import choose_start_method
+from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
+from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
-from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 SLOT_BYTES = 32768
 """Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
 
 
-class ProcessPool(Pool):
+class ProcessPool(SupervisedPool[ProcessWorker]):
     """Read in worker processes.
 
     Args:
@@ -101,8 +96,6 @@ class ProcessPool(Pool):
     loaders.
     """
 
-    shares_dataset = False
-
     def __init__(
         self,
         num_workers: int,
@@ -113,63 +106,29 @@ class ProcessPool(Pool):
         restarts: int = 3,
         max_bytes: int | None = None,
     ) -> None:
-        self.num_workers = check_num_workers(num_workers)
-        check_init_fn(worker_init_fn)
-        self.timeout = check_timeout(timeout)
+        super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
         chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
         if max_bytes is None:
             processes_here()
         else:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
-        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
+        self.max_bytes = max_bytes
         self.start_method: Any = choose_start_method(start_method)
-        self.worker_init_fn = worker_init_fn
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
-        self._resources = self._transport.resources
-        self._sizes = RecentSizes()
-        self._grouping = Grouping()
-        self._refused: list[Result] = []
-
-    def __repr__(self) -> str:
-        return call_of(
-            self,
-            [self.num_workers],
-            start_method=(self.start_method, None),
-            worker_init_fn=(self.worker_init_fn, None),
-            timeout=(self.timeout, None),
-            restarts=(self.restarts, 3),
-            max_bytes=(self._resources.max_bytes, None),
-        )
-
-    def __reduce__(self) -> Any:
-        # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.
-        make = functools.partial(
-            ProcessPool,
-            self.num_workers,
-            start_method=self.start_method,
-            worker_init_fn=self.worker_init_fn,
-            timeout=self.timeout,
-            restarts=self.restarts,
-            max_bytes=self._resources.max_bytes,
-        )
-        return make, ()
+        self._poller: Poller | None = None  # of these workers; made again after one of them was replaced
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
-        self._resources.register = self._resources.arena.register = register
-
-    @property
-    def _workers(self) -> list[ProcessWorker]:
-        return self._resources.workers
+        self._transport.register = self._transport.arena.register = register
 
     @property
     def started(self) -> bool:
-        return bool(self._resources.workers)
+        return bool(self._transport.workers)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers, by number; empty before the first epoch and after `close`."""
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self._transport.workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
 
@@ -177,13 +136,11 @@ class ProcessPool(Pool):
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
         notes_samples = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
-        self._supervisor.notices = self.notices
-        self._supervisor.start(NewJob(job, self.worker_init_fn, notes_samples))
+        self._start(NewJob(job, self.worker_init_fn, notes_samples))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        workers, group = self._resources.workers, self.group
-        forked = self.start_method == "fork"
+        workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
         for task in tasks:
             if task.lane is not None:
                 chosen = workers[task.lane % len(workers)]
@@ -192,15 +149,21 @@ class ProcessPool(Pool):
                 for worker in workers:
                     if len(worker.tasks) // group < least:
                         chosen, least = worker, len(worker.tasks) // group
+            own, slot = None, None
             try:
-                own = None if type(task.shards[0]) is np.ndarray else own_pickle(task, forked=forked)
-                slot = self._take_slot(chosen)
+                if type(task.shards[0]) is not np.ndarray:
+                    own = own_pickle(task, forked=self.start_method == "fork")
+                if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
+                    self._note_no_room(wanted)
             except Exception as raised:
-                self._refused.append(not_sent(task, raised))
+                self._reject(task, raised)
                 continue
-            key = task.run, task.seq
-            chosen.tasks[key] = task
-            chosen.slots[key] = slot
+            if slot is not None and slot.segment >= chosen.segments:
+                for segment in arena.segments[chosen.segments : slot.segment + 1]:
+                    chosen.link.send_segment(segment)
+                chosen.segments = slot.segment + 1
+            chosen.tasks[task.run, task.seq] = task
+            chosen.slots[task.run, task.seq] = slot
             chosen.unsent.append((slot, task, own))
             self.room -= 1
         for worker in workers:
@@ -208,47 +171,40 @@ class ProcessPool(Pool):
                 worker.link.send(pack_tasks(worker.unsent))
                 worker.unsent.clear()
 
-    def _take_slot(self, worker: ProcessWorker) -> Slot | None:
-        """Memory for the next batch, which the worker knows; None if the batch is to go through the pipe."""
-        wanted = self._sizes.wanted
-        slot = self._resources.arena.take(wanted) if wanted >= SLOT_BYTES else None
-        if slot is None and wanted >= SLOT_BYTES:
-            self.notices.happened(
-                "slow_batches",
-                f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self._resources.max_bytes}, "
-                f"{self._resources.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
-                f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
-            )
-        if slot is not None and slot.segment >= worker.segments:
-            for segment in self._resources.arena.segments[worker.segments : slot.segment + 1]:
-                send_segment(worker.link, segment)
-            worker.segments = slot.segment + 1
-        return slot
+    def _note_no_room(self, wanted: int) -> None:
+        self.notices.happened(
+            "slow_batches",
+            f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
+            f"{self._transport.arena.nbytes:,} bytes in use), and goes through the pipe, which is slower: use "
+            f"smaller batches or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+        )
 
     def wait(self, block: bool = True) -> Sequence[Result]:
-        resources = self._resources
-        workers = resources.workers
+        transport, supervisor = self._transport, self._supervisor
+        workers, poller = transport.workers, self._poller
         if not workers:
             return ()
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
-        poller, resources.poller = resources.poller or Poller(workers, resources.wake_reader), None
+        self._poller = None
+        if poller is None or poller.workers != workers:
+            poller = Poller(workers, transport.wake_reader)
         self.waiting = True
         try:
-            ready, ended = poller.wait(self._supervisor.watch.step if block and not self._refused else 0.0)
+            ready, ended = poller.wait(supervisor.watch.step if block and not self._rejected else 0.0)
         except (OSError, ValueError):
-            if workers is resources.workers:
+            if workers is transport.workers:
                 raise
         self.waiting = False
-        if workers is not resources.workers:
+        if workers is not transport.workers:
             return ()  # a signal handler has closed the pool
-        supervisor, noted = self._supervisor, self._transport.ended
+        noted = transport.ended
         if poller.workers == workers:
-            resources.poller = poller
+            self._poller = poller
         else:  # a step inside this one has replaced a worker
             ready = [worker for worker in ready if worker in workers]
         if ended:
             noted |= ended.intersection(worker.sentinel for worker in workers)
-        results, self._refused = self._refused, []
+        results, self._rejected = self._rejected, []
         for worker in list(workers) if noted else ready:
             link = worker.link
             if link.outbox:
@@ -270,23 +226,19 @@ class ProcessPool(Pool):
 
     def _count_room(self) -> None:
         """What has come back goes out again first."""
-        self.room = HELD * self.group * len(self._resources.workers) - len(self._supervisor.requeued)
-        for worker in self._resources.workers:
+        self.room = HELD * self.group * len(self._transport.workers) - len(self._supervisor.requeued)
+        for worker in self._transport.workers:
             self.room -= len(worker.tasks)
 
     def wake(self) -> None:
-        self._resources.wake()
-
-    def cancel(self, run: int) -> None:
-        self._supervisor.cancel(run)
+        self._transport.wake()
 
     def close(self) -> None:
-        self._supervisor.close()
-        self.room = 0
-        self._refused.clear()
+        super().close()
+        self._poller = None
 
     def closer(self) -> Callable[[], None]:
-        return self._resources.close
+        return self._transport.close
 
     def _take(self, worker: ProcessWorker, results: list[Result]) -> None:
         """Deal with the messages of a worker."""
@@ -296,28 +248,78 @@ class ProcessPool(Pool):
             if kind == FAILED:
                 error = as_exception(decode_error(decode(content)), "while a worker started")
                 self._supervisor.give_up_worker(worker, error)
-            if kind == READY:
+            elif kind == READY:
                 self._supervisor.record_start(worker)
             elif kind == CRASHED:
                 worker.traceback = bytes(content).decode(errors="replace")
-            else:
-                while len(content):
-                    result, content = self._decode(worker, content, message.buffers)
-                    results.append(result)
+            while kind == RESULTS and len(content):
+                run, seq, wanted, count, pickled, content = unpack_reply(content)
+                buffers = [message.buffers.popleft() for _ in range(count)]
+                task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
+                if slot is not None:
+                    # Also if nothing lies in it: then it comes back at once.
+                    buffers = self._transport.arena.lend(slot, buffers)
+                results.append(self._result(run, seq, wanted, pickled, buffers, task))
 
-    def _decode(self, worker: ProcessWorker, replies: memoryview, places: deque[Any]) -> tuple[Result, memoryview]:
-        """The first of some results, and the others. The batch's slot is lent out with it."""
-        run, seq, wanted, count, pickled, rest = unpack_reply(replies)
-        self._sizes.note(wanted)
-        buffers = [places.popleft() for _ in range(count)]
-        task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
-        if slot is not None:
-            # Also if nothing lies in it: then it comes back at once.
-            buffers = self._resources.arena.lend(slot, buffers)
-        result = decode_result(run, seq, pickled, buffers, task)
-        if result.seconds:  # it was not dropped
-            self.group = self._grouping.note(result.seconds)
-        deaths = self._supervisor.deaths
-        if deaths.unsettled:
-            deaths.settle(run, seq)
-        return result, rest
+
+class Poller:
+    """Waits for workers: for what they send, for their ends, and for somebody who wakes the one that waits.
+
+    Args:
+        workers: of the workers; each has a ``link`` and a ``sentinel``.
+        waker: the end of a pipe that is written to in order to wake.
+    """
+
+    def __init__(self, workers: Sequence[Any], waker: Any) -> None:
+        self.workers, self._waker = list(workers), waker
+        self._sentinels = {worker.sentinel for worker in workers}
+        if not PORTABLE:
+            self._by_number = {worker.link.waitable: worker for worker in workers}
+            self._writing: set[Link] = set()
+            self._poller = select.poll()
+            for number in (*self._by_number, *self._sentinels, waker.fileno()):
+                self._poller.register(number, select.POLLIN)
+
+    def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
+        """Block until a link can be read (or, with something unsent, written), a worker has ended, or the waker woke.
+
+        Args:
+            timeout: seconds, at most; None: no limit.
+
+        Returns:
+            The workers whose links are ready; the sentinels of the workers that have ended.
+        """
+        if PORTABLE:
+            return self._wait_portably(timeout)
+        for worker in self.workers:
+            link = worker.link
+            if link.outbox or link in self._writing:
+                self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
+                (self._writing.add if link.outbox else self._writing.discard)(link)
+        ready: list[Any] = []
+        ended: set[int] = set()
+        for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout):
+            if number in self._by_number:
+                ready.append(self._by_number[number])
+            elif number in self._sentinels:
+                ended.add(number)
+            else:
+                self._calm()
+        return ready, ended
+
+    def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
+        from multiprocess import connection  # which a spawned worker does without
+
+        watched = [*[worker.link.waitable for worker in self.workers], self._waker]
+        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
+        if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
+            watched += self._sentinels
+        found = connection.wait(watched, timeout)
+        if self._waker in found:
+            self._calm()
+        return [one for one in self.workers if one.link.waitable in found], self._sentinels.intersection(found)
+
+    def _calm(self) -> None:
+        """Take out what the waker was sent: it woke this process."""
+        while self._waker.poll():
+            self._waker.recv_bytes()

@@ -32,8 +32,10 @@ from sharded_loader.base.system import ONE_THREAD
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
 
-_SIZE = struct.Struct("!i")
-_LONG_SIZE = struct.Struct("!Q")
+SIZE = struct.Struct("!i")
+"""Of a frame, as ``multiprocess.connection`` writes it. -1: `LONG_SIZE` follows."""
+
+LONG_SIZE = struct.Struct("!Q")
 
 
 class Connection:
@@ -56,7 +58,7 @@ class Connection:
     def send_bytes(self, data: Any) -> None:
         view = memoryview(data).cast("B")
         size = view.nbytes
-        prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
+        prefix = SIZE.pack(size) if size <= 0x7FFFFFFF else SIZE.pack(-1) + LONG_SIZE.pack(size)
         if size > 16384:  # not worth a copy
             self._socket.sendall(prefix)
             self._socket.sendall(view)
@@ -74,7 +76,7 @@ class Connection:
         return size
 
     def _receive_size(self) -> int:
-        for size_format in (_SIZE, _LONG_SIZE):
+        for size_format in (SIZE, LONG_SIZE):
             data = bytearray(size_format.size)
             self._fill(memoryview(data))
             (size,) = size_format.unpack(data)

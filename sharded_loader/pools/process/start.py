@@ -1,17 +1,14 @@
-"""How a worker starts: its start method, its pipe, its process, its place on the board, its lifeline.
+"""How worker processes start that are not forked from the template: interpreters of their own, and a forkserver.
 
-    launch(number, ...) -> ProcessWorker       spawn: an interpreter of its own (`spawned`)
-                                               forkserver: forked from that; fork: forked from the template
+    choose_start_method(None) -> "fork"
+    spawn_worker(number, ..., conn, fds) -> process        spawn: `SpawnedProcess`; forkserver: forked from that
+    start_forkserver(modules)                              it has them imported before it forks
 
 ``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
 so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
 ``if __name__ == "__main__"``, and nothing imports torch by accident.
 
-A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which comes before,
-and ends with its trainer even if the user's code holds the GIL from its first line on.
-
-What can go wrong: no process, no descriptor (OSError). A template that is dead is replaced. If several die one after
-the other before they fork a worker, the worker is forked from the trainer.
+What can go wrong: no process, no descriptor (OSError).
 """
 
 from __future__ import annotations
@@ -39,17 +36,8 @@ from sharded_loader.base.private import (
     tracker_descriptor,
 )
 from sharded_loader.base.system import can_pass_descriptors
-from sharded_loader.engine.board import IDLE, SAMPLE, board_in
-from sharded_loader.engine.messages import BOARD, JOB, SEGMENT, NewJob, pack_head
-from sharded_loader.memory.segments import Segment
 from sharded_loader.pools.process import spawned, template, worker
-from sharded_loader.pools.process.link import Link, make_link
-from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
-
-TEMPLATES = 3
-"""How many templates one worker is tried to be forked from. Whoever kills workers at random may hit two in a row."""
-
-_AS_IT_IS_NOW = "workers are forked from the trainer as it is now: with its threads, and with the dataset as it is now"
+from sharded_loader.pools.process.template import NAME
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -71,86 +59,6 @@ def choose_start_method(start_method: str | None) -> str:
     return start_method
 
 
-def launch(
-    number: int, num_workers: int, start_method: str, resources: WorkerResources, new_job: NewJob
-) -> ProcessWorker:
-    """Start worker ``number`` of ``num_workers``.
-
-    Args:
-        number, num_workers, start_method: of the worker.
-        resources: gets the template, and has the board and the lifeline.
-        new_job: what it inherits under fork; otherwise it has yet to be sent.
-    """
-    if multiprocess.current_process().daemon:
-        raise RuntimeError(
-            "this is a worker process, which may have none of its own: give the loader that the dataset makes "
-            "num_workers=0, or threads (thread_pool=True)"
-        )
-    if start_method == "fork" and not can_pass_descriptors() and len(resources.workers) == num_workers:
-        # The template could not be given the worker's end of the pipe, so there is none.
-        template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
-    for _ in range(TEMPLATES):
-        try:
-            started, link = _start(number, num_workers, start_method, resources, new_job)
-            break
-        except template.TemplateGone as error:
-            gone, resources.template = resources.template, None
-            if gone is not None:
-                gone.close()
-            template.warn(f"{error}; {_AS_IT_IS_NOW}")
-    else:
-        started, link = _start(number, num_workers, start_method, resources, new_job, directly=True)
-    launched = ProcessWorker(number, started, link)
-    if resources.board is not None:
-        launched.board = board_in(resources.board.mapping, number)
-        launched.board[SAMPLE] = IDLE
-        send_segment(link, resources.board, BOARD, number)
-    if resources.lifeline is not None:
-        resources.lifeline.tie(started, link)
-    if start_method == "fork":
-        link.send(pack_head(JOB))
-    return launched
-
-
-def send_segment(link: Link, segment: Segment, kind: bytes = SEGMENT, number: int | None = None) -> None:
-    """Let a worker know a segment; ``number`` instead of the segment's own."""
-    name = (segment.name or "").encode()
-    number = segment.number if number is None else number
-    link.send(pack_head(kind, number, segment.nbytes, name), descriptor=None if segment.name else segment.fd)
-
-
-def _start(
-    number: int,
-    num_workers: int,
-    start_method: str,
-    resources: WorkerResources,
-    new_job: NewJob,
-    *,
-    directly: bool = False,
-) -> tuple[Any, Link]:
-    if start_method == "fork" and resources.template is None and can_pass_descriptors() and not directly:
-        # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
-        resources.template = template.Template(new_job, num_workers)
-    # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
-    ours, theirs = multiprocess.Pipe(duplex=True)
-    link = make_link(ours)
-    try:
-        if resources.template is not None:
-            return resources.template.fork(number, theirs), link
-        if start_method == "fork":
-            name = f"sharded_loader-worker-{number}"
-            return template.start_forked(name, worker.main, theirs, number, num_workers, new_job), link
-        fds = [] if resources.inherited is None else resources.inherited.fds
-        return _spawn(number, num_workers, start_method, theirs, fds), link
-    except BaseException:
-        link.close()
-        raise
-    finally:
-        theirs.close()
-
-
-# -- spawn and forkserver -------------------------------------------------------------------------------------
-
 # Handles take another way on Windows. The interpreter of a frozen program takes no `-c`.
 _HAS_INTERPRETER = sys.platform != "win32" and not getattr(sys, "frozen", False)
 
@@ -161,8 +69,19 @@ _PROGRAM = (
 )
 
 
-def _spawn(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
-    name = f"sharded_loader-worker-{number}"
+def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any, fds: Sequence[int]) -> Any:
+    """Start a worker in an interpreter of its own, or from the forkserver.
+
+    Args:
+        number, num_workers: of the worker, and of the pool.
+        start_method: ``"spawn"`` or ``"forkserver"``.
+        conn: the worker's end of its pipe; the caller closes its own copy.
+        fds: other descriptors that a spawned worker gets, with the numbers that they have here.
+
+    Returns:
+        The process, as ``multiprocess`` has it.
+    """
+    name = f"{NAME}-{number}"
     started: Any
     if start_method == "spawn" and _HAS_INTERPRETER:
         started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn, fds)

@@ -42,8 +42,11 @@ from sharded_loader.base.interrupts import python_handlers, should_stop
 from sharded_loader.base.private import forget_child, fork_quietly
 from sharded_loader.engine.messages import NewJob
 from sharded_loader.pools.process import worker
+from sharded_loader.pools.process.link import NO_SIGNAL, send_descriptors
 from sharded_loader.pools.process.spawned import Connection
-from sharded_loader.pools.process.wire import NO_SIGNAL, send_descriptors
+
+NAME = "sharded_loader-worker"
+"""How the processes of workers are named, before their numbers."""
 
 SLOW = 10
 """Seconds after which the trainer says what it waits for. A fork takes 10 ms per GB of the process."""
@@ -346,7 +349,7 @@ class _Serving:
         try:
             if len(descriptors) < 2:
                 return -errno.EMFILE  # there was no room for them
-            child = start_forked(f"sharded_loader-worker-{number}", self._work, number, *descriptors)
+            child = start_forked(f"{NAME}-{number}", self._work, number, *descriptors)
         except OSError as error:
             return -(error.errno or 1)
         finally:

@@ -1,112 +1,325 @@
-"""Worker processes, as `pools.supervisor` reaches them: launched, given the job, killed, and asked why they ended.
+"""Worker processes, as `pools.supervisor` reaches them, and all that a process pool owns in the system.
 
     start(new_job)     fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     kill_late(workers) they write their stacks to stderr, and are killed
     last_words(worker) reaped: its exit code, its board, the traceback that it has sent
+    close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
 
-What the workers own in the system belongs to `pools.process.resources`, which holds no job, so that a finalizer may
-hold it. What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be
-pickled.
+A `ProcessTransport` owns the workers, the pipe that wakes the thread that waits for them, the arena, the board
+(`engine.board`), the lifeline, the template that forked workers come from, and the memory of the published job. It
+keeps no job, so that a finalizer may hold it: a job leads to the user's dataset, and that often to the loader.
+
+A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
+user forks `close` does nothing: the workers belong to the main process.
+
+What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. A template
+that is dead is replaced. If several die one after the other before they fork a worker, the worker is forked from the
+main process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import sys
+import time
+import weakref
 from collections.abc import Sequence
+from typing import Any
+
+import multiprocess
+from multiprocess import connection
 
 from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.engine.messages import CANCEL, JOB, NewJob, Task, pack_head
+from sharded_loader.base.limits import oom_kills
+from sharded_loader.base.system import can_pass_descriptors, open_pidfd
+from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, board_in, new_board
+from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
+from sharded_loader.memory.arena import Arena, Register
 from sharded_loader.memory.references import Inherited
+from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
-from sharded_loader.pools.process.link import Link
-from sharded_loader.pools.process.resources import ProcessWorker, WorkerResources
-from sharded_loader.pools.process.start import launch, send_segment, start_forkserver
-from sharded_loader.pools.supervisor import Transport
+from sharded_loader.pools.process import template
+from sharded_loader.pools.process.lifeline import Lifeline
+from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, STACKS, Link, make_link, pack_head
+from sharded_loader.pools.process.start import spawn_worker, start_forkserver
+from sharded_loader.pools.process.worker import STACKS_SIGNAL, main
+from sharded_loader.pools.supervisor import Transport, Worker
+
+TEMPLATES = 3
+"""How many templates one worker is tried to be forked from. A program that kills workers at random may hit two in a
+row."""
+
+CLOSING_GRACE = 0.02
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
+takes apart its copy of the main process's page tables (4 ms for 150 MB), and then the template's.
+
+`close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and
+39 ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10)."""
+
+BUSY_GRACE = 0.005
+"""The same for those that are in a batch. They would not notice before its end."""
+
+SHORT_GRACE = 0.5
+"""How many seconds a worker that hangs has to write the user's frames. If it holds the GIL, it cannot."""
+
+STACKS_GRACE = 1.0
+"""Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
+
+KILLED_GRACE = 3.0
+"""Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
+that does not answer: nothing ends it before that does, so it is left behind."""
+
+_AS_IT_IS_NOW = (
+    "workers are forked from the main process as it is now: with its threads, and with the dataset as it is now"
+)
+
+
+class ProcessWorker(Worker):
+    """A worker as the main process sees it. Owns the process object, the link and a descriptor of the process."""
+
+    def __init__(self, number: int, process: Any, link: Link) -> None:
+        super().__init__(number)
+        self.process = process
+        self.pid: int = process.pid
+        self.link = link
+        self.slots: dict[tuple[int, int], Slot | None] = {}
+        self.unsent: list[tuple[Slot | None, Task, bytes | None]] = []
+        self.segments = 0
+        self.board: Any = new_board()
+        self.left_behind = False
+        self.ended_by_close = False  # it was told to end, and killed because that took long
+        self._released = False
+        self._killed_at = math.inf
+        self.exitcode: int | None = None
+        self.traceback: str | None = None  # of its end in its start
+        # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
+        # what the dataset forks (`keep_from_children`). What code in C forks keeps it open after the worker's death.
+        self._pidfd = open_pidfd(process.pid)
+        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
+
+    def is_alive(self) -> bool:
+        """Whether the process is not over, whatever program may have reaped it."""
+        return not self._released and not connection.wait([self.sentinel], 0)
+
+    def is_busy(self) -> bool:
+        """Whether it is in a batch, and lives."""
+        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
+        if not self._released:
+            self._killed_at = min(self._killed_at, time.monotonic())
+            with contextlib.suppress(ValueError, OSError):
+                self.process.kill()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether `kill` was called."""
+        return self._killed_at < math.inf
+
+    def is_over(self, noted: set[int]) -> bool:
+        """Whether nothing is to be expected of it: it has ended, or was killed for its silence, and even so does not.
+
+        Args:
+            noted: sentinels that have been seen to end; only of those is it asked whether that is still true.
+        """
+        given_up = self.hung and time.monotonic() - self._killed_at > KILLED_GRACE
+        return given_up or (self.sentinel in noted and not self.is_alive())
+
+    def dump_stacks(self) -> None:
+        """Have the worker write its stacks to stderr and end; wait for that. A stopped worker does neither."""
+        self.link.send(pack_head(STACKS))
+        self.wait(SHORT_GRACE)
+        if STACKS_SIGNAL is not None and self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS_SIGNAL)
+        self.wait(STACKS_GRACE)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of the process."""
+        if not self._released:
+            connection.wait([self.sentinel], timeout)
+
+    def release(self) -> None:
+        """End the process, if it has not ended, and give back what belongs to it."""
+        if self._released:
+            return
+        try:
+            if self.is_alive():
+                self.kill()
+                self.wait(max(0.0, self._killed_at + KILLED_GRACE - time.monotonic()))
+                if self.is_alive():
+                    self.left_behind = True
+                    print(
+                        f"sharded_loader: worker {self.number} (pid {self.pid}) was killed and does not end: it waits "
+                        f"inside the kernel, for a disk or a network file system, say. It is left behind",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    self.process.close()  # what it can be waited for with
+                    return
+            self.process.join()
+            self.exitcode = self.process.exitcode
+            self.process.close()
+        except ValueError:
+            # The user's program has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
+            # it runs for ever. Its descriptors are closed with the process object.
+            pass
+        finally:
+            self._released = True
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
 
 class ProcessTransport(Transport[ProcessWorker]):
-    """Worker processes, and the pipes to them.
+    """Worker processes, and the pipes to them. Keeps no job, so finalizers may hold it.
 
     Args:
         num_workers, start_method, max_bytes: of the `ProcessPool`.
 
     Attributes:
-        resources: what the workers own in the system; its `workers` are the workers.
         ended: sentinels of workers that have ended, and were not replaced yet.
+        wake_reader: the pipe that `wake` writes to.
+        arena: the slots that batches lie in.
+        template, published, inherited, board, lifeline: what workers start with; None if there is none.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
         self.num_workers = num_workers
         self.start_method = start_method
-        self.resources = WorkerResources(max_bytes)
+        self.max_bytes = max_bytes
+        self.workers: list[ProcessWorker] = []
         self.ended: set[int] = set()
-        self._new_job: NewJob | None = None
+        self.register: Register | None = None
+        self.arena = Arena(max_bytes)
+        self.wake_reader: Any = None
+        self._wake_writer: Any = None
+        self.board: Segment | None = None
+        self.lifeline: Lifeline | None = None
+        self.template: template.Template | None = None
+        self.published: publish.Published | None = None
+        self.inherited: Inherited | None = None  # descriptors that spawned workers are started with
         # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
-        self._publications = itertools.count(1)
+        self._publications = itertools.count(-1, -1)
+        self._oom_kills: int | None = None
+        self._pid = os.getpid()
+        _in_use[id(self)] = self
 
-    @property
-    def workers(self) -> list[ProcessWorker]:
-        return self.resources.workers
+    # -- start ----------------------------------------------------------------------------------------------
 
     def start(self, new: NewJob) -> list[Task]:
-        self._new_job = new
-        resources = self.resources
-        if resources.workers and self.start_method != "fork":
+        if self.workers and self.start_method != "fork":
             self._publish(new)
             self._send_jobs()
             return []
         if self.start_method == "forkserver":
             start_forkserver(self._publish(new))
         # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
-        begun = [task for worker in resources.workers for task in worker.tasks.values()]
+        begun = [task for worker in self.workers for task in worker.tasks.values()]
         with uninterrupted():
-            resources.stop_workers()
-            self.ended.clear()
-            resources.open(self.num_workers)
-            self.launch_all()
+            self.stop_workers()
+            self.open()
+            self.launch_all(new)
         if self.start_method != "fork":
             # While they start: that takes as long as to publish 150 MB.
-            if resources.published is None:
+            if self.published is None:
                 try:
                     self._publish(new)
                 except publish.NeedsInheritanceError:
                     if self.start_method != "spawn":
                         raise
-                    self._start_with_inheritance(new)
+                    # Again, with the descriptors of the locks and shared values in the job.
+                    with uninterrupted():
+                        self.stop_workers()
+                        self.inherited = Inherited()
+                        self._publish(new, self.inherited)
+                        self.launch_all(new)
             self._send_jobs()
         return begun
 
-    def _start_with_inheritance(self, new: NewJob) -> None:
-        """Start the workers again, with the descriptors of the locks and shared values in the job."""
-        with uninterrupted():
-            self.resources.stop_workers()
-            self.resources.inherited = inherited = Inherited()
-            self._publish(new, inherited)
-            self.launch_all()
+    def open(self) -> None:
+        """Make what workers need to start. Twice does nothing."""
+        if self.wake_reader is not None:
+            return
+        self._pid = os.getpid()
+        self.wake_reader, self._wake_writer = multiprocess.Pipe(duplex=False)
+        try:
+            self.board = create(0, self.num_workers * WORDS * 8)
+        except OSError as error:
+            raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+        self.lifeline = Lifeline()
+        self._oom_kills = oom_kills()
 
-    def launch(self, number: int) -> ProcessWorker:
-        assert self._new_job is not None  # the workers are being started, or have been
-        worker = launch(number, self.num_workers, self.start_method, self.resources, self._new_job)
-        if len(self.workers) == self.num_workers and self.start_method != "fork":  # it replaces another one
-            self._send_job(worker.link)
+    def launch(self, number: int, new: NewJob) -> ProcessWorker:
+        if multiprocess.current_process().daemon:
+            raise RuntimeError(
+                "this is a worker process, which may have none of its own: give the loader that the dataset makes "
+                "num_workers=0, or threads (thread_pool=True)"
+            )
+        replaces = len(self.workers) == self.num_workers
+        if self.start_method == "fork" and not can_pass_descriptors() and replaces:
+            # The template could not be given the worker's end of the pipe, so there is none.
+            template.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
+        for _ in range(TEMPLATES):
+            try:
+                process, link = self._start_process(number, new)
+                break
+            except template.TemplateGone as error:
+                gone, self.template = self.template, None
+                if gone is not None:
+                    gone.close()
+                template.warn(f"{error}; {_AS_IT_IS_NOW}")
+        else:
+            process, link = self._start_process(number, new, directly=True)
+        worker = ProcessWorker(number, process, link)
+        if self.board is not None:
+            worker.board = board_in(self.board.mapping, number)
+            worker.board[SAMPLE] = IDLE
+            link.send_segment(self.board, BOARD, number)
+        if self.lifeline is not None:
+            self.lifeline.tie(process, link)
+        # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
+        # comes before, and ends with the main process even if the user's code holds the GIL from its first line on.
+        if self.start_method == "fork":
+            link.send(pack_head(JOB))
+        elif replaces:
+            self._send_job(link)
         return worker
+
+    def _start_process(self, number: int, new: NewJob, *, directly: bool = False) -> tuple[Any, Link]:
+        """The process of a worker, and the link to it."""
+        forks = self.start_method == "fork"
+        if forks and self.template is None and can_pass_descriptors() and not directly:
+            # Before the pipe is made: it would keep the worker's end, and hide that the worker has died.
+            self.template = template.Template(new, self.num_workers)
+        # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
+        ours, theirs = multiprocess.Pipe(duplex=True)
+        link = make_link(ours)
+        try:
+            if self.template is not None:
+                return self.template.fork(number, theirs), link
+            if forks:
+                name = f"{template.NAME}-{number}"
+                return template.start_forked(name, main, theirs, number, self.num_workers, new), link
+            fds = [] if self.inherited is None else self.inherited.fds
+            return spawn_worker(number, self.num_workers, self.start_method, theirs, fds), link
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            theirs.close()
 
     def _publish(self, new: NewJob, inherited: Inherited | None = None) -> frozenset[str]:
         """Pickle the job for the workers; the modules that it needs there."""
-        encoded = publish.publish(
-            new,
-            inherited,
-            dataset=new.job.dataset,
-            batchify_fn=new.job.batchify_fn,
-            on_error=new.job.on_error,
-            worker_init_fn=new.worker_init_fn,
-        )
+        encoded = publish.publish(new, inherited, **new.parts)
         with uninterrupted():
-            before = self.resources.published
-            self.resources.published = publish.share(encoded, -next(self._publications))
+            before = self.published
+            self.published = publish.share(encoded, next(self._publications))
             if before is not None:
                 before.close()
         return encoded.modules
@@ -116,14 +329,23 @@ class ProcessTransport(Transport[ProcessWorker]):
             self._send_job(worker.link)
 
     def _send_job(self, link: Link) -> None:
-        published = self.resources.published
+        published = self.published
         if published is not None:
             if published.segment is not None:
-                send_segment(link, published.segment)
+                link.send_segment(published.segment)
             link.send(pack_head(JOB, published.number, 0, published.head), published.buffers, places=published.places)
 
     def send_cancel(self, worker: ProcessWorker, run: int) -> None:
         worker.link.send(pack_head(CANCEL, run))  # its last task may not have begun; it answers for each that it drops
+
+    def wake(self) -> None:
+        """Wake who waits for the workers. Any thread may call this."""
+        writer = self._wake_writer
+        if writer is not None:
+            with contextlib.suppress(OSError):  # closed by another thread just now
+                writer.send_bytes(b"")
+
+    # -- workers that end, or stand still -------------------------------------------------------------------
 
     def where(self, worker: ProcessWorker) -> Sequence[int] | None:
         if not worker.ready:
@@ -150,19 +372,103 @@ class ProcessTransport(Transport[ProcessWorker]):
             worker.number,
             worker.pid,
             worker.exitcode,
-            self.resources.oom_kills(),
+            self.oom_kills(),
             hung=worker.hung,
             board=list(worker.board),
             traceback=worker.traceback,
         )
 
+    def oom_kills(self) -> int | None:
+        """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
+        if self._oom_kills is None or (now := oom_kills()) is None:
+            return None
+        return max(0, now - self._oom_kills)
+
     def release(self, worker: ProcessWorker) -> None:
-        self.resources.poller = None
         self.ended.discard(worker.sentinel)
         worker.link.close()
-        self.resources.free_slots(worker)
+        self.free_slots(worker)
+
+    def free_slots(self, worker: ProcessWorker) -> None:
+        """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
+        slots, worker.slots = worker.slots, {}
+        for slot in slots.values():
+            if slot is not None and not worker.left_behind:
+                self.arena.give(slot)
+
+    # -- the end --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.resources.close()
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the workers
+        steps: list[Any] = [worker.link.close for worker in self.workers]  # the workers end
+        steps += [worker.slots.clear for worker in self.workers]
+        # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
+        first = self.published, self.arena
+        last = self.wake_reader, self._wake_writer, self.lifeline, self.board, self.inherited
+        steps += [*_closers(first), self.stop_workers, *_closers(last)]
+        with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
+            self.wake_reader = self._wake_writer = self.lifeline = self.board = self.published = self.inherited = None
+            self.arena = Arena(self.max_bytes, self.register)
+            for step in reversed(steps):
+                stack.callback(step)
+
+    def stop_workers(self) -> None:
+        """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
+        workers, self.workers = self.workers, []
+        ended, self.template = self.template, None
         self.ended.clear()
-        self._new_job = None
+        for worker in workers:
+            worker.link.close()
+        began = time.monotonic()
+        for grace, reluctant in ((BUSY_GRACE, ProcessWorker.is_busy), (CLOSING_GRACE, ProcessWorker.is_alive)):
+            for worker in workers:
+                worker.wait(max(0.0, began + grace - time.monotonic()))
+            # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
+            for worker in workers:
+                if reluctant(worker):
+                    worker.ended_by_close |= not worker.was_killed
+                    worker.kill()
+        if ended is not None:
+            ended.finish()  # it reaps what is left while we wait for that
+        for worker in workers:
+            worker.release()
+            self.free_slots(worker)
+        if ended is not None:
+            ended.close()
+
+
+def _closers(owned: Sequence[Any]) -> list[Any]:
+    return [one.close for one in owned if one is not None]
+
+
+# -- processes that the user forks ------------------------------------------------------------------------------------
+
+_in_use: weakref.WeakValueDictionary[int, ProcessTransport] = weakref.WeakValueDictionary()
+"""By their ids. Another thread may add to it at any time: `valuerefs` makes its list in one step."""
+
+
+def _live() -> list[ProcessTransport]:
+    return [transport for reference in _in_use.valuerefs() if (transport := reference()) is not None]
+
+
+def _before_fork() -> None:
+    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
+    if not template.is_starting_worker():
+        for transport in _live():
+            transport.arena.retire_lent()
+
+
+def _after_fork_in_child() -> None:
+    for transport in _live():
+        transport.arena.close_descriptors()
+        if transport.lifeline is not None:
+            transport.lifeline.close()
+        if transport.board is not None:
+            transport.board.close_descriptor()
+        if transport.template is not None:
+            transport.template.close_descriptors()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

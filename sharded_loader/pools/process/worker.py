@@ -38,15 +38,14 @@ from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.notices import is_ours, logger
 from sharded_loader.base.private import end_compiling
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
-from sharded_loader.engine import messages
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob, Result, Task
+from sharded_loader.engine.messages import NewJob, Result, Task, pack_reply
 from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.memory.exceptions import encode_error
 from sharded_loader.memory.segments import attach
+from sharded_loader.pools.process import link
 from sharded_loader.pools.process.lifeline import die_with, keep_from_children
-from sharded_loader.pools.process.wire import receive_descriptor, receive_message, send_message
 from sharded_loader.pools.task_reader import TaskReader, failed_in_start
 
 GRACE = 0.3
@@ -81,15 +80,15 @@ class WorkerThreads:
         """Take what comes, until the pipe ends."""
         try:
             while True:
-                message = receive_message(self._conn)
-                kind, run, seq, content = messages.unpack_head(message.head)
-                if kind in (messages.BOARD, messages.DEATH, messages.SEGMENT):
+                message = link.receive_message(self._conn)
+                kind, run, seq, content = link.unpack_head(message.head)
+                if kind in (link.BOARD, link.DEATH, link.SEGMENT):
                     self.open_shared(kind, run, seq, bytes(content).decode())
-                elif kind == messages.STACKS:
+                elif kind == link.STACKS:
                     write_stacks(__file__)
                     os._exit(1)
                 else:
-                    if kind == messages.CANCEL:  # at once: the message lies behind the last of the tasks
+                    if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
                         self._cancelled.add(run)
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
@@ -102,14 +101,14 @@ class WorkerThreads:
     def open_shared(self, kind: bytes, number: int, nbytes: int, name: str) -> None:
         """Open what the trainer has made, by its name or by a descriptor that follows. Nothing of it is vital."""
         try:
-            fd = None if name else receive_descriptor(self._conn)
-            if kind == messages.DEATH:
+            fd = None if name else link.receive_descriptor(self._conn)
+            if kind == link.DEATH:
                 try:
                     die_with(name or f"/proc/self/fd/{fd}")
                 finally:
                     if fd is not None:
                         os.close(fd)
-            elif kind == messages.BOARD:
+            elif kind == link.BOARD:
                 self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
             else:
                 # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
@@ -117,7 +116,7 @@ class WorkerThreads:
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
             # Without the board errors will not name the sample; without the lifeline this thread ends the process.
-            if kind == messages.SEGMENT:
+            if kind == link.SEGMENT:
                 self._segments[number] = error
                 if number >= 0:
                     # No warning: where the user makes errors of those, the worker would die of it.
@@ -132,13 +131,13 @@ class WorkerThreads:
             threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
             while (message := self._inbox.get()) is not None:
                 kind, run, content, buffers = message
-                if kind == messages.JOB:
+                if kind == link.JOB:
                     if not self._take_job(run, content, buffers, inherited):
                         break
-                elif kind == messages.CANCEL:
+                elif kind == link.CANCEL:
                     self._cancelled.discard(run)
                 else:
-                    for task in messages.unpack_tasks(content):
+                    for task in link.unpack_tasks(content):
                         self._do(*task)
                 del message, content, buffers
                 if self._inbox.empty():
@@ -160,9 +159,9 @@ class WorkerThreads:
             self._reading.take(self._load(segment, content, buffers) if inherited is None else inherited)
         except BaseException as error:
             failure = failed_in_start(error, self._name)
-            self._send(messages.pack_head(messages.FAILED) + encode(encode_error(failure)).head)
+            self._send(link.pack_head(link.FAILED) + encode(encode_error(failure)).head)
             return False
-        self._send(messages.pack_head(messages.READY))
+        self._send(link.pack_head(link.READY))
         return True
 
     def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
@@ -188,21 +187,21 @@ class WorkerThreads:
     def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
         """Put up a reply for sending; it is sent at once if somebody may wait for it."""
         encoded = self._reading.pack(result, slot, task)
-        self._replies.append(messages.pack_reply(result.run, result.seq, slot.wanted, encoded))
+        self._replies.append(pack_reply(result.run, result.seq, slot.wanted, encoded))
         self._places.extend(encoded.places)
         # Buffers are views into the batch's own arrays, which nobody keeps after this.
         if encoded.buffers or time.perf_counter() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
-        self._send(messages.pack_head(messages.RESULTS, content=b"".join(self._replies)), self._places, buffers)
+        self._send(link.pack_head(link.RESULTS, content=b"".join(self._replies)), self._places, buffers)
         self._replies.clear()
         self._places.clear()
         self._sent = time.perf_counter()
 
     def _send(self, head: bytes, places: Sequence[tuple[int, int]] = (), buffers: Sequence[memoryview] = ()) -> None:
         try:
-            send_message(self._conn, head, places, buffers)
+            link.send_message(self._conn, head, places, buffers)
         except OSError:
             _leave(0)  # the trainer has closed the pipe, or is gone
 
@@ -290,8 +289,8 @@ def limit_threads() -> None:
 def _crash(conn: Any, error: BaseException) -> NoReturn:
     """End, and leave the traceback to the trainer: of many workers that end alike it prints one."""
     with contextlib.suppress(OSError):
-        send_message(
-            conn, messages.pack_head(messages.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()
+        link.send_message(
+            conn, link.pack_head(link.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()
         )
     _leave(1)
 

@@ -110,9 +110,7 @@ def put_job(new: NewJob) -> Any:
     """
     import ray
 
-    job = new.job
-    parts = {"dataset": job.dataset, "batchify_fn": job.batchify_fn, "on_error": job.on_error}
-    encoded = publish.publish(new, **parts, worker_init_fn=new.worker_init_fn)
+    encoded = publish.publish(new, **new.parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))

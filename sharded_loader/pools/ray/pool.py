@@ -25,8 +25,6 @@ What can go wrong, and what then:
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import queue
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -34,13 +32,12 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import call_of
 from sharded_loader.base.errors import Location, add_note, as_batch_error
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.engine.grouping import HELD, Grouping
 from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
-from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
-from sharded_loader.memory.arena import RecentSizes, Register
+from sharded_loader.engine.pool import PoolBroken, check_timeout
+from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools.ray.actor import Begun, Group
@@ -48,8 +45,8 @@ from sharded_loader.pools.ray.actors import check_wanted, is_lost, is_of_call
 from sharded_loader.pools.ray.connect import check_address, check_installed, connect, store_bytes
 from sharded_loader.pools.ray.lent import Lent
 from sharded_loader.pools.ray.transport import ActorWorker, RayTransport
+from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
-from sharded_loader.pools.translation import decode_result, not_sent, own_pickle
 
 GROUP_SECONDS = 16e-3
 """Work in one call. Measured on images (2 workers, of the rate of `ProcessPool`): 0.38 with 6 ms, 0.55 with 12 ms, 0.57
@@ -75,7 +72,7 @@ class RayWorker(NamedTuple):
     host: str | None
 
 
-class RayPool(Pool):
+class RayPool(SupervisedPool[ActorWorker]):
     """Read in actors of Ray: on all machines of a cluster, or on this one.
 
     The batches are those of every other pool. The dataset is put into Ray's object store once; its arrays are shared by
@@ -115,8 +112,8 @@ class RayPool(Pool):
     Source of the idea: Ray's own actor pools; the supervision is that of `ProcessPool`.
     """
 
-    shares_dataset = False
     is_here = False
+    _group_bytes = GROUP_BYTES
 
     def __init__(
         self,
@@ -133,61 +130,23 @@ class RayPool(Pool):
         max_bytes: int | None = None,
         start_timeout: float = 600,
     ) -> None:
-        self.num_workers = check_num_workers(num_workers)
-        check_init_fn(worker_init_fn)
-        self.timeout = check_timeout(timeout)
+        super().__init__(
+            num_workers, worker_init_fn, timeout, restarts, Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
+        )
         self.address = check_address(address)
-        self.worker_init_fn = worker_init_fn
-        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
         if max_bytes is not None:
             max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of the object store, or None")
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         patience = check_timeout(start_timeout)
         if patience is None:
             raise TypeError("start_timeout is None; it must be a number of seconds")
+        self.start_timeout = patience
         self._wanted = check_wanted(num_cpus, resources, runtime_env, scheduling_strategy)
+        self.num_cpus, self.resources, self.runtime_env, self.scheduling_strategy = self._wanted
         check_installed()
-        self._arguments = (self.restarts, self.timeout, patience)
         self._transport = RayTransport(self.num_workers, self._wanted, patience)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
         self._lent = Lent(0)
-        self._sizes = RecentSizes()
-        self._grouping = Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
-        self._refused: list[Result] = []
-        self._pid = os.getpid()
-
-    def __repr__(self) -> str:
-        wanted, (restarts, timeout, patience) = self._wanted, self._arguments
-        return call_of(
-            self,
-            [self.num_workers],
-            num_cpus=(wanted.num_cpus, 1),
-            resources=(wanted.resources, {}),
-            address=(self.address, None),
-            runtime_env=(wanted.runtime_env, None),
-            scheduling_strategy=(wanted.scheduling_strategy, "SPREAD"),
-            restarts=(restarts, 3),
-            timeout=(timeout, None),
-            worker_init_fn=(self.worker_init_fn, None),
-            max_bytes=(self._max_bytes, None),
-            start_timeout=(patience, 600),
-        )
-
-    def __reduce__(self) -> Any:
-        # A dataset may refer to the pool that it is being sent to: there it is one that has not been started.
-        restarts, timeout, start_timeout = self._arguments
-        make = functools.partial(
-            RayPool,
-            self.num_workers,
-            **self._wanted._asdict(),
-            address=self.address,
-            restarts=restarts,
-            timeout=timeout,
-            worker_init_fn=self.worker_init_fn,
-            max_bytes=self._max_bytes,
-            start_timeout=start_timeout,
-        )
-        return make, ()
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         self._lent.empty, self._lent.copies_all = empty, pinned
@@ -210,10 +169,9 @@ class RayPool(Pool):
 
     def start(self, job: Job) -> None:
         connect(self.address)
-        self._pid = os.getpid()
-        self._lent.notices = self._supervisor.notices = self.notices
-        self._lent.max_bytes = store_bytes() // STORE_SHARE if self._max_bytes is None else self._max_bytes
-        self._supervisor.start(NewJob(job, self.worker_init_fn, self.timeout is not None))
+        self._lent.notices = self.notices
+        self._lent.max_bytes = store_bytes() // STORE_SHARE if self.max_bytes is None else self.max_bytes
+        self._start(NewJob(job, self.worker_init_fn, self.timeout is not None))
         self._count_room()
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -237,7 +195,7 @@ class RayPool(Pool):
             try:
                 own = own_pickle(task, forked=False)
             except Exception as raised:
-                self._refused.append(not_sent(task, raised))
+                self._reject(task, raised)
                 continue
             unsent[worker].append((task, own))
             if alone or len(unsent[worker]) >= self.group:
@@ -252,14 +210,14 @@ class RayPool(Pool):
         if not transport.workers:
             return ()
         step = supervisor.watch.step
-        if block and not transport.events and not self._refused:
+        if block and not transport.events and not self._rejected:
             bell, self.waiting = transport.bell, True
             with contextlib.suppress(queue.Empty):
                 bell.get(timeout=transport.seconds_to_look(step))
             self.waiting = False
             if bell is not transport.bell:
                 return ()  # a signal handler has closed the pool
-        results, self._refused = self._refused, []
+        results, self._rejected = self._rejected, []
         while transport.events:
             self._take(*transport.events.popleft(), results)
         if transport.workers and transport.is_due(step):
@@ -311,13 +269,7 @@ class RayPool(Pool):
         while len(content):
             run, seq, wanted, count, pickled, content = unpack_reply(content)
             mine = [next(buffers) for _ in range(count)]
-            result = decode_result(run, seq, pickled, mine, tasks.get((run, seq)))
-            if result.seconds:  # it was not dropped
-                self._sizes.note(wanted)
-                most = GROUP_BYTES // max(1, self._sizes.wanted)
-                self.group = max(1, min(self._grouping.note(result.seconds), most))
-            self._supervisor.deaths.settle(run, seq)
-            results.append(result)
+            results.append(self._result(run, seq, wanted, pickled, mine, tasks.get((run, seq))))
 
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""
@@ -346,15 +298,5 @@ class RayPool(Pool):
     def wake(self) -> None:
         self._transport.bell.put(None)
 
-    def cancel(self, run: int) -> None:
-        self._supervisor.cancel(run)
-
-    def close(self) -> None:
-        if os.getpid() == self._pid:
-            self._supervisor.close()
-        self.room = 0
-        self._refused.clear()
-
     def closer(self) -> Callable[[], None]:
-        close, pid = self._transport.closer(), self._pid
-        return lambda: close() if os.getpid() == pid else None
+        return self._transport.closer()

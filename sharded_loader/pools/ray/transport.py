@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import queue
 import time
 from collections import deque
@@ -31,8 +32,9 @@ from sharded_loader.base.errors import add_note
 from sharded_loader.base.notices import logger
 from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
 from sharded_loader.engine.grouping import HELD
-from sharded_loader.engine.messages import NewJob, Task, pack_tasks
+from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.pools.deaths import Death
+from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.ray.actor import Begun, LoaderActor
 from sharded_loader.pools.ray.actors import Wanted, cause_of, is_of_node, stop, stop_from_anywhere
 from sharded_loader.pools.ray.connect import alive, put_job, session, what_there_is
@@ -122,7 +124,7 @@ class RayTransport(Transport[ActorWorker]):
         self.events: deque[Event] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.actors: list[Any] = []
-        self._workers: list[ActorWorker] = []
+        self.workers: list[ActorWorker] = []
         self._wanted = wanted
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._numbers = itertools.count()
@@ -131,38 +133,36 @@ class RayTransport(Transport[ActorWorker]):
         self._looked = 0.0
         self._session: str | None = None
         self._had_one = self._warned = False
-
-    @property
-    def workers(self) -> list[ActorWorker]:
-        return self._workers
+        self._pid = os.getpid()
 
     @property
     def ready(self) -> list[ActorWorker]:
         """The actors that have the dataset."""
-        return [worker for worker in self._workers if worker.ready]
+        return [worker for worker in self.workers if worker.ready]
 
     @property
     def free(self) -> list[ActorWorker]:
         """The actors that any task may be sent to."""
-        return [worker for worker in self._workers if worker.ready and not worker.is_alone]
+        return [worker for worker in self.workers if worker.ready and not worker.is_alone]
 
     def start(self, new: NewJob) -> list[Task]:
         begun: list[Task] = []
-        if self._workers and (not self.actors or self._session != session()):
+        self._pid = os.getpid()
+        if self.workers and (not self.actors or self._session != session()):
             # A finalizer has stopped the actors, or Ray was started again.
-            begun = [task for worker in self._workers for task in worker.tasks.values()]
+            begun = [task for worker in self.workers for task in worker.tasks.values()]
             self.close()
         self._session = session()
         self._published = put_job(new)
-        for worker in self._workers:
+        for worker in self.workers:
             self._begin(worker)
-        self.launch_all()
+        self.launch_all(new)
         return begun
 
-    def launch(self, number: int) -> ActorWorker:
+    def launch(self, number: int, new: NewJob) -> ActorWorker:
         import ray
 
-        if not any(worker.ready for worker in self._workers if worker.number != number):
+        if not any(worker.ready for worker in self.workers if worker.number != number):
             self._none_ready_since = time.monotonic()
         threads = max(1, int(self._wanted.num_cpus))
         actor = ray.remote(**self._wanted.options())(LoaderActor).remote(number, self.num_workers, threads)
@@ -187,7 +187,9 @@ class RayTransport(Transport[ActorWorker]):
                 del self._holders[lane]  # others get it with its next task
 
     def close(self) -> None:
-        self._workers = []
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, but not the actors
+        self.workers = []
         stop(self.actors)
         self._holders.clear()
         self._published = None
@@ -198,7 +200,8 @@ class RayTransport(Transport[ActorWorker]):
 
     def closer(self) -> Callable[[], None]:
         """Stops the actors, without a reference to this object."""
-        return functools.partial(stop_from_anywhere, self.actors)
+        actors, pid = self.actors, self._pid
+        return lambda: stop_from_anywhere(actors) if os.getpid() == pid else None
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
@@ -290,7 +293,7 @@ class RayTransport(Transport[ActorWorker]):
 
     def seconds_to_look(self, watch_step: float | None) -> float:
         """Seconds until the next `look`."""
-        if any(not worker.ready and not worker.failed for worker in self._workers):
+        if any(not worker.ready and not worker.failed for worker in self.workers):
             return LOOK_SECONDS
         return watch_step or IDLE_SECONDS
 

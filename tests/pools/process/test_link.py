@@ -3,18 +3,124 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.pools.process.link import CHUNK, Link, Poller, PortableLink, SocketLink
-from sharded_loader.pools.process.wire import receive_message, send_message
+from sharded_loader.engine.messages import Task, task_of
+from sharded_loader.pools.process.link import (
+    BOARD,
+    CANCEL,
+    CHUNK,
+    SEGMENT,
+    TASKS,
+    Link,
+    PortableLink,
+    SocketLink,
+    head_frame,
+    pack_head,
+    pack_tasks,
+    piped,
+    read_head,
+    receive_descriptor,
+    receive_message,
+    send_descriptors,
+    send_message,
+    unpack_head,
+    unpack_tasks,
+)
+from sharded_loader.pools.process.pool import Poller
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
+
+
+def test_a_head_tells_kind_run_and_number() -> None:
+    kind, run, seq, content = unpack_head(pack_head(CANCEL, 3, 2**40, b"rest"))
+    assert (kind, run, seq, bytes(content)) == (CANCEL, 3, 2**40, b"rest")
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [([1, 2], [3]), (["a", ("b", 1)],), (np.array([5, 2**40]),), ([2**70],)],
+    ids=["shards", "keys", "array", "large"],
+)
+def test_tasks_arrive_as_they_were_sent(shards: tuple[Any, ...]) -> None:
+    sent = Task(1, 2, 3, 4, shards, len(shards) > 1, careful=True)
+    kind, _, _, content = unpack_head(pack_tasks([(None, sent, None), (None, sent._replace(seq=9), None)]))
+    first, second = unpack_tasks(content)
+    assert kind == TASKS
+    assert (first[:3], second[:2]) == ((1, 2, None), (1, 9))
+    got = task_of(first[3])
+    assert [list(shard) for shard in got.shards] == [list(shard) for shard in shards]
+    assert got._replace(shards=()) == sent._replace(shards=())
+
+
+def test_indices_that_came_as_an_array_may_be_written_to() -> None:
+    _, _, _, content = unpack_head(pack_tasks([(None, Task(0, 0, 0, 0, (np.arange(3),), False), None)]))
+    (indices,) = task_of(unpack_tasks(content)[0][3]).shards
+    indices += 1
+    assert indices.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("places", [[], [(-1, 7)], [(64, 8), (-1, 0), (2**40, 2**33)]], ids=len)
+def test_a_head_frame_tells_the_places_of_the_buffers(places: list[tuple[int, int]]) -> None:
+    found, head = read_head(head_frame(b"head", places))
+    assert ([tuple(place) for place in found], bytes(head)) == (places, b"head")
+
+
+def test_buffers_that_are_all_sent_have_the_offset_minus_one() -> None:
+    assert piped([memoryview(b"abc"), memoryview(b"")]) == [(-1, 3), (-1, 0)]
+
+
+def test_a_message_arrives_with_its_buffers_in_order() -> None:
+    ours, theirs = multiprocess.Pipe()
+    send_message(ours, b"head", [(-1, 3), (8, 9), (-1, 0)], [memoryview(b"abc"), memoryview(b"")])
+    message = receive_message(theirs)
+    first, second, third = message.buffers
+    assert (bytes(message.head), bytes(first), second, bytes(third)) == (b"head", b"abc", (8, 9), b"")
+    ours.close()
+    with pytest.raises(EOFError):
+        receive_message(theirs)
+    theirs.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "recv_fds"), reason="descriptors are passed on POSIX only")
+def test_a_descriptor_follows_its_message() -> None:
+    ours, theirs = multiprocess.Pipe()
+    reader, writer = os.pipe()
+    with socket.socket(fileno=os.dup(ours.fileno())) as end:
+        assert send_descriptors(end, b"\0", [writer]) == 1
+    received = receive_descriptor(theirs)
+    os.close(writer)
+    os.write(received, b"x")
+    assert os.read(reader, 1) == b"x"
+    os.close(received)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    ours.close()
+    with pytest.raises(EOFError):
+        receive_descriptor(theirs)
+    theirs.close()
+
+
+def test_a_segment_is_known_by_its_name_or_by_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[bytes, int, int, bytes, bool]] = []
+    link = PortableLink(None)
+
+    def send(head: bytes, descriptor: int | None = None) -> None:
+        kind, run, seq, content = unpack_head(head)
+        sent.append((kind, run, seq, bytes(content), descriptor is not None))
+
+    monkeypatch.setattr(link, "send", send)
+    link.send_segment(SimpleNamespace(number=3, nbytes=4096, name=None, fd=9))  # type: ignore[arg-type]
+    link.send_segment(SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), BOARD, 5)  # type: ignore[arg-type]
+    assert sent == [(SEGMENT, 3, 4096, b"", True), (BOARD, 5, 64, b"/x", False)]
 
 
 @pytest.fixture(params=LINKS)

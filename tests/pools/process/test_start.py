@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
@@ -15,31 +14,13 @@ import pytest
 from conftest import METHODS
 from multiprocess import spawn
 
-from sharded_loader.engine.messages import BOARD, DEATH, JOB, SEGMENT, Job, NewJob, unpack_head
-from sharded_loader.pools.process import resources, start, template
-from sharded_loader.pools.process.resources import WorkerResources
-from sharded_loader.pools.process.start import launch, send_segment
+from sharded_loader.engine.messages import Job, NewJob
+from sharded_loader.pools.process import template, transport
+from sharded_loader.pools.process.link import BOARD, DEATH, JOB
 from sharded_loader.pools.process.template import TemplateGone, is_starting_worker, starting_worker
+from sharded_loader.pools.process.transport import ProcessTransport
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="forked workers")
-
-
-class Link:
-    """Notes what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[bytes, int, int, bytes, bool]] = []
-
-    def send(self, head: bytes, descriptor: int | None = None) -> None:
-        kind, run, seq, content = unpack_head(head)
-        self.sent.append((kind, run, seq, bytes(content), descriptor is not None))
-
-
-def test_a_segment_is_known_by_its_name_or_by_a_descriptor() -> None:
-    link: Any = Link()
-    send_segment(link, SimpleNamespace(number=3, nbytes=4096, name=None, fd=9))  # type: ignore[arg-type]
-    send_segment(link, SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), BOARD, 5)  # type: ignore[arg-type]
-    assert link.sent == [(SEGMENT, 3, 4096, b"", True), (BOARD, 5, 64, b"/x", False)]
 
 
 def test_only_our_own_workers_do_not_run_the_user_s_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +48,7 @@ def test_a_start_is_known_in_its_own_thread_alone() -> None:
 def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(multiprocess.current_process()._config, "daemon", True)
     with pytest.raises(RuntimeError, match="num_workers=0, or threads"):
-        launch(0, 1, "spawn", WorkerResources(None), NewJob(Job(range(3), None, 0), None))
+        ProcessTransport(1, "spawn", None).launch(0, NewJob(Job(range(3), None, 0), None))
 
 
 @unix
@@ -86,12 +67,12 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
             self.closed = True
 
     monkeypatch.setattr(template, "Template", Gone)
-    owner = WorkerResources(None)
+    owner = ProcessTransport(1, "fork", None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        owner.workers.append(launch(0, 1, "fork", owner, NewJob(Job(range(3), None, 0), None)))
-    assert len(made) == start.TEMPLATES and all(one.closed for one in made)
-    assert len(caught) == start.TEMPLATES and "as it is now" in str(caught[0].message)
+        owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))
+    assert len(made) == transport.TEMPLATES and all(one.closed for one in made)
+    assert len(caught) == transport.TEMPLATES and "as it is now" in str(caught[0].message)
     assert owner.workers[0].is_alive() and owner.template is None
     owner.close()
 
@@ -100,7 +81,7 @@ def test_if_templates_are_gone_a_few_times_the_worker_is_forked_directly(monkeyp
 def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The board, then the lifeline, then the word that a forked worker waits for."""
     sent: list[bytes] = []
-    make_link = start.make_link
+    make_link = transport.make_link
 
     def watched(conn: Any) -> Any:
         link = make_link(conn)
@@ -110,10 +91,10 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
         )
         return link
 
-    monkeypatch.setattr(start, "make_link", watched)
-    owner = resources.WorkerResources(None)
-    owner.open(1)
-    owner.workers.append(launch(0, 1, method, owner, NewJob(Job(range(3), None, 0), None)))
+    monkeypatch.setattr(transport, "make_link", watched)
+    owner = ProcessTransport(1, method, None)
+    owner.open()
+    owner.workers.append(owner.launch(0, NewJob(Job(range(3), None, 0), None)))
     lifeline = [DEATH] if sys.platform == "linux" else []
     assert sent == [BOARD, *lifeline, *([JOB] if method == "fork" else [])]
     owner.close()

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers"
 
 
 def template_pid(pool: ProcessPool) -> int:
-    assert pool._resources.template is not None
-    return int(pool._resources.template._process.pid)
+    assert pool._transport.template is not None
+    return int(pool._transport.template._process.pid)
 
 
 @pytest.mark.slow
@@ -34,8 +34,8 @@ def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
         for batch in loader:
             got += batch.tolist()
             # At once, so that its pipe ends while the process itself has not: both orders occur.
-            assert pool._resources.template is not None
-            pool._resources.template._process.kill()
+            assert pool._transport.template is not None
+            pool._transport.template._process.kill()
             os.kill(pool.pids[len(got) // 4 % 2], signal.SIGKILL)
         assert got == list(range(400))
 
@@ -70,7 +70,7 @@ def stop_and_kill_a_worker(pool: ProcessPool) -> int:
     stopped = template_pid(pool)
     os.kill(stopped, signal.SIGSTOP)
     os.kill(pool.pids[0], signal.SIGKILL)
-    pool._workers[0].wait(60)  # until the kernel has got round to it
+    pool._transport.workers[0].wait(60)  # until the kernel has got round to it
     return stopped
 
 
@@ -123,11 +123,11 @@ def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pyte
         list(loader)
         killing = True
         os.kill(pool.pids[0], signal.SIGKILL)
-        pool._workers[0].wait(60)
+        pool._transport.workers[0].wait(60)
         with pytest.warns(RuntimeWarning, match=r"that workers are forked from \(pid \d+\) died: killed by SIGKILL"):
             assert [value for batch in loader for value in batch.tolist()] == list(range(40))
         os.kill(pool.pids[0], signal.SIGKILL)  # a worker that was forked directly is replaced too
-        pool._workers[0].wait(60)
+        pool._transport.workers[0].wait(60)
         with pytest.warns(RuntimeWarning, match="as it is now"):
             assert [value for batch in loader for value in batch.tolist()] == list(range(40))
 
@@ -194,7 +194,7 @@ def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
             first = template_pid(pool)
             time.sleep(0.15)  # three times as long, or more
             os.kill(pool.pids[0], signal.SIGKILL)
-            pool._workers[0].wait(60)
+            pool._transport.workers[0].wait(60)
             assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
             assert template_pid(pool) == first
     finally:

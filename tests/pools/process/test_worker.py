@@ -13,16 +13,16 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.engine import messages
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import Job, NewJob, Result, Task, pack_head, pack_tasks, unpack_head, unpack_reply
+from sharded_loader.engine.messages import Job, NewJob, Result, Task, unpack_reply
 from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
-from sharded_loader.pools.process.wire import receive_message, send_message
+from sharded_loader.pools.process import link
+from sharded_loader.pools.process.link import pack_head, pack_tasks, receive_message, send_message, unpack_head
 from sharded_loader.pools.process.worker import WorkerThreads
-from sharded_loader.pools.translation import decode_result
+from sharded_loader.pools.supervised import decode_result
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ class Trainer:
         found: list[Result] = []
         while len(found) < count:
             kind, content, buffers = self.answer()
-            assert kind == messages.RESULTS
+            assert kind == link.RESULTS
             while len(content):
                 run, seq, _, places, pickled, content = unpack_reply(content)
                 found.append(decode_result(run, seq, pickled, [buffers.popleft() for _ in range(places)], None))
@@ -83,8 +83,8 @@ class Trainer:
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
     found = Trainer(Job(Bad(), None, 0))
-    found.send(messages.JOB)
-    assert found.answer()[0] == messages.READY
+    found.send(link.JOB)
+    assert found.answer()[0] == link.READY
     yield found
     found.close()
 
@@ -105,8 +105,8 @@ def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(traine
 def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
     rows = np.arange(4 * 5000.0).reshape(4, 5000)
     trainer = Trainer(Job(rows, None, 0))
-    trainer.send(messages.JOB)
-    assert trainer.answer()[0] == messages.READY
+    trainer.send(link.JOB)
+    assert trainer.answer()[0] == link.READY
     trainer.send_tasks(task(0, 3, 1))
     (result,) = trainer.results(1)
     assert np.array_equal(result.batch, rows[[3, 1]])
@@ -126,11 +126,11 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
             return index
 
     trainer = Trainer(Job(Waits(), None, 0))
-    trainer.send(messages.JOB)
-    assert trainer.answer()[0] == messages.READY
+    trainer.send(link.JOB)
+    assert trainer.answer()[0] == link.READY
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
-    trainer.send(messages.CANCEL, 7)
+    trainer.send(link.CANCEL, 7)
     while 7 not in trainer.worker._cancelled:  # it is taken while the first task is under way
         time.sleep(0.001)
     go_on.set()
@@ -152,7 +152,7 @@ def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Train
 def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe(
     trainer: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.send(messages.SEGMENT, 0, 4096, b"/no/such/segment")
+    trainer.send(link.SEGMENT, 0, 4096, b"/no/such/segment")
     trainer.send_tasks((Slot(0, 0, 4096), task(0, 1)[1], None))
     (result,) = trainer.results(1)
     assert result.samples == 1
@@ -161,9 +161,9 @@ def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe
 
 def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
     trainer = Trainer()
-    trainer.send(messages.JOB, content=b"no pickle")
+    trainer.send(link.JOB, content=b"no pickle")
     kind, content, _ = trainer.answer()
-    assert kind == messages.FAILED
+    assert kind == link.FAILED
     error = decode_error(pickle.loads(content))
     assert isinstance(error, pickle.UnpicklingError)
     assert "while worker 4 (pid " in error.__notes__[0] and "unpickling the dataset" in error.__notes__[0]
@@ -172,8 +172,8 @@ def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
 
 def test_a_job_that_comes_in_a_message_is_read() -> None:
     trainer = Trainer()
-    trainer.send(messages.JOB, content=encode(NewJob(Job(range(8), None, 0), None)).head)
-    assert trainer.answer()[0] == messages.READY
+    trainer.send(link.JOB, content=encode(NewJob(Job(range(8), None, 0), None)).head)
+    assert trainer.answer()[0] == link.READY
     trainer.send_tasks(task(0, 6, 7))
     assert np.asarray(trainer.results(1)[0].batch).tolist() == [6, 7]
     trainer.close()

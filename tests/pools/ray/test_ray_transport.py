@@ -25,7 +25,7 @@ KILLED = Exception("Worker exit type: SYSTEM_ERROR Worker exit detail: It exited
 class Transport(RayTransport):
     """Actors that are only pretended: ready at once, with nothing behind them."""
 
-    def launch(self, number: int) -> ActorWorker:
+    def launch(self, number: int, new: NewJob) -> ActorWorker:
         worker = ActorWorker(number, object())
         worker.begun, worker.ready = Begun(70 + number, NODE, HOST), True
         return worker

@@ -1,29 +1,99 @@
-"""The trainer's side of the messages: indices of any kind to send, replies of any kind to read.
+"""What pools have in common whose workers are other processes: each has a supervisor, and messages to send and to read.
 
     task -> own_pickle -> bytes, where its indices are the user's own objects
     reply (`messages.pack_reply`) -> decode_result -> Result, its exceptions as exceptions
 
-What cannot be sent or read is the error of its batch.
+A batch that cannot be sent or read has an error as its result.
 """
 
 from __future__ import annotations
 
 import io
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic
 
 import cloudpickle
 import numpy as np
 
+from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.engine.messages import Result, Task, unpack_result
+from sharded_loader.engine.grouping import Grouping
+from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
+from sharded_loader.engine.pool import WorkerPool
+from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.classes import is_findable
 from sharded_loader.memory.codec import SetApart, decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
+from sharded_loader.pools.supervisor import Supervisor, W
 
 _PLAIN = {int, str}
+
+
+class SupervisedPool(WorkerPool, Generic[W]):
+    """A pool whose workers are other processes, kept running by a `Supervisor`, which the subclass makes.
+
+    Args:
+        num_workers, worker_init_fn, timeout, restarts: of the pool.
+        grouping: how many tasks travel together.
+
+    Raises:
+        ValueError, TypeError: as a `WorkerPool`, and for ``restarts``.
+    """
+
+    shares_dataset = False
+    _supervisor: Supervisor[W]
+    _group_bytes: int | None = None
+
+    def __init__(
+        self,
+        num_workers: int,
+        worker_init_fn: Callable[[int], Any] | None,
+        timeout: float | None,
+        restarts: int,
+        grouping: Grouping,
+    ) -> None:
+        super().__init__(num_workers, worker_init_fn, timeout)
+        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
+        self._grouping = grouping
+        self._sizes = RecentSizes()
+        self._rejected: list[Result] = []  # of tasks that could not be sent
+
+    def _start(self, new: NewJob) -> None:
+        """Start the workers. Those that run already get the new job before any later task."""
+        self._supervisor.notices = self.notices
+        self._supervisor.start(new)
+
+    def cancel(self, run: int) -> None:
+        self._supervisor.cancel(run)
+
+    def close(self) -> None:
+        self._supervisor.close()
+        self.room = 0
+        self._rejected.clear()
+
+    def _reject(self, task: Task, raised: Exception) -> None:
+        """A task cannot be sent to a worker: that is the error of its batch."""
+        error = as_batch_error(raised, "while the batch was sent to a worker")
+        Location(task.epoch, task.seq).note(error, samples=task.shards[0])
+        self._rejected.append(Result(task.run, task.seq, error=error))
+
+    def _result(
+        self, run: int, seq: int, wanted: int, pickled: memoryview, buffers: list[Any], task: Task | None
+    ) -> Result:
+        """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
+        result = decode_result(run, seq, pickled, buffers, task)
+        if result.seconds:  # it was not dropped
+            self._sizes.note(wanted)
+            self.group = self._grouping.note(result.seconds)
+            if self._group_bytes is not None:
+                self.group = max(1, min(self.group, self._group_bytes // max(1, self._sizes.wanted)))
+        deaths = self._supervisor.deaths
+        if deaths.unsettled:
+            deaths.settle(run, seq)
+        return result
 
 
 class _ToForked(cloudpickle.Pickler):  # type: ignore[misc]
@@ -60,13 +130,6 @@ def own_pickle(task: Task, *, forked: bool) -> bytes | None:
             f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
             f"or strings, or read with threads (thread_pool=True)"
         ) from error
-
-
-def not_sent(task: Task, raised: Exception) -> Result:
-    """The error of a batch that could not be sent to a worker."""
-    error = as_batch_error(raised, "while the batch was sent to a worker")
-    Location(task.epoch, task.seq).note(error, samples=task.shards[0])
-    return Result(task.run, task.seq, error=error)
 
 
 def decode_result(run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None) -> Result:

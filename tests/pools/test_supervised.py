@@ -12,7 +12,7 @@ import pytest
 from sharded_loader.engine.messages import Reply, Result, Task
 from sharded_loader.memory.codec import encode
 from sharded_loader.memory.exceptions import encode_error
-from sharded_loader.pools.translation import decode_result, own_pickle
+from sharded_loader.pools.supervised import decode_result, own_pickle
 
 
 class Key:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,8 +30,10 @@ from drop_in_samples import (
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from sharded_loader import interleave, sample_rng
-from sharded_loader.drop_in.place import at_told_epoch, next_epoch
-from sharded_loader.engine.epoch import Position
+from sharded_loader.base.entries import parsed
+from sharded_loader.drop_in.sampler import SamplerState
+from sharded_loader.drop_in.state import LoaderState, at_named_epoch, next_epoch
+from sharded_loader.engine.order import Position
 from sharded_loader.engine.stream import PartPoint
 from sharded_loader.torch import DataLoader
 
@@ -454,17 +457,22 @@ def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: st
         assert begun + plain(other) == epochs[3]
 
 
+def at(loader: Any, state: LoaderState) -> LoaderState:
+    return at_named_epoch(state, loader.batch_sampler, loader._epochs)
+
+
 def test_only_another_epoch_than_that_of_the_state_begins() -> None:
     loader = DataLoader(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
-    state = {"_iterator_finished": False, "_epoch": 0, "_sampler": {"yielded": 5, "epochs": [0]}}
-    assert at_told_epoch(state, loader) is state
+    state = LoaderState(5, False, 0, 0, sampler=SamplerState(5, 0, epochs=[0]))
+    assert at(loader, state) is state
     loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
-    within = {**state, "_sampler": {"yielded": 4, "epochs": [0]}}
-    assert at_told_epoch(within, loader) is within
-    assert at_told_epoch(state, loader)["_iterator_finished"]
+    within = replace(state, sampler=SamplerState(4, 0, epochs=[0]))
+    assert at(loader, within) is within
+    assert at(loader, state).finished
     drawn = DataLoader(range(20), 2, shuffle=True, generator=torch.Generator())
     some(iter(drawn), 10)
-    state = drawn.state_dict()
-    drawn.load_state_dict(state)
+    saved = drawn.state_dict()
+    drawn.load_state_dict(saved)
     drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]  # which decides nothing there
-    assert at_told_epoch(state, drawn) is state
+    state = parsed(LoaderState, saved, "give a state")
+    assert at(drawn, state) is state

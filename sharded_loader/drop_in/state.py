@@ -1,0 +1,244 @@
+"""What ``state_dict`` of the drop-in returns, and where an epoch begins that goes on from it.
+
+    LoaderState                                       the entries of a state, under the names that torchdata gives them
+    ResumePoint(epoch, run, ...).state_dict()         the position of an epoch; the epoch and the run say how far it is
+    at_named_epoch(state, sampler, count)             the state, or the beginning of the epoch that set_epoch has named
+    next_epoch(position)                              the beginning of the epoch after a position
+    stream_epoch(loader, seed, state, points)         iterable data from a state on
+
+What can go wrong: a state of another loader (ValueError).
+"""
+
+# ruff: noqa: RUF009 - entries make fields
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, true_or_false, written
+from sharded_loader.base.private import fetched_by_lightning
+from sharded_loader.drop_in.epoch import TorchEpoch
+from sharded_loader.drop_in.sampler import (
+    EpochCount,
+    SamplerState,
+    ShuffleSampler,
+    generator_state,
+    keep_epochs,
+    next_draws,
+)
+from sharded_loader.engine.order import Position
+from sharded_loader.engine.pipeline import Run
+from sharded_loader.engine.stream import PartPoint
+from sharded_loader.sampling.base import nested
+from sharded_loader.streams.epoch import StreamEpoch
+from sharded_loader.streams.order import StreamOrder
+from sharded_loader.streams.state import differences
+
+ADVICE = "give what state_dict() of such a loader has returned"
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """The entries of a state. It looks like a state of torchdata's loader, which has snapshots of datasets besides.
+
+    Attributes:
+        yielded: how many batches of the epoch were received.
+        finished: the user has seen the end of the epoch.
+        base_seed: what the workers' generators were seeded with.
+        epoch: number of the epoch.
+        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset.
+        generator: the state of the loader's generator.
+        next_draws: at the end of an epoch, what the next one would draw: for the loader and for its sampler.
+        sampler: of map-style data.
+        stream: of iterable data; see `sharded_loader.streams.state`.
+    """
+
+    yielded: int = entry(integer(), name="_num_yielded")
+    finished: bool = entry(true_or_false, name="_iterator_finished")
+    base_seed: int = entry(integer(), name="_base_seed")
+    epoch: int | None = entry(optional(integer()), name="_epoch", default=None)
+    epoch_of_dataset: int | None = entry(anything, name="_epoch_of_dataset", default=None)
+    generator: str | None = entry(anything, name="_generator", default=None)
+    next_draws: list[int] | None = entry(anything, name="_next", default=None)
+    sampler: SamplerState | None = entry(optional(dict_of(SamplerState)), write=written, name="_sampler", default=None)
+    stream: Any = entry(anything, name="_stream", default=None)
+
+    @property
+    def epoch_to_begin(self) -> int:
+        """The number of the epoch that goes on from here."""
+        return (self.epoch or 0) + self.finished
+
+
+@dataclass
+class ResumePoint:
+    """The position of an epoch. The loader keeps it when the iterator has gone, after a ``break``.
+
+    Attributes:
+        epoch, run: the epoch, and the run that reads it.
+        base_seed: what the workers' generators were seeded with.
+        yielded: how many batches of the epoch were received.
+        num_workers, generator: of the loader.
+        workers_live_on: the workers read the next epoch too.
+        points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
+        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
+        finished: the user has seen the end of the epoch.
+    """
+
+    epoch: TorchEpoch | StreamEpoch
+    run: Run
+    base_seed: int
+    yielded: int
+    num_workers: int
+    generator: torch.Generator | None
+    workers_live_on: bool
+    points_at_start: Mapping[int, PartPoint]
+    epoch_of_dataset: Any = None
+    finished: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, with the states of the workers' datasets."""
+        fetched, is_over = fetched_by_lightning()
+        finished = self.finished or is_over
+        generator = following = None
+        if self.generator is not None:
+            generator = generator_state(self.generator)
+        elif finished:
+            # A new iterator draws the loader's seed, and then the sampler one of its own.
+            following = [self.base_seed, *next_draws(1)] if self.workers_live_on else next_draws(2)
+        delivered = max(self.epoch.first, self.run.delivered - fetched)
+        if isinstance(self.epoch, TorchEpoch):
+            position = self.epoch.position(delivered, finished)
+            named = {"sampler": position.mark}
+            datasets = position.mark.datasets or [None] * max(1, self.num_workers)
+            snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
+        else:
+            position = self._stream_position(self.epoch, delivered, is_over)
+            named = {"stream": self.epoch.state(position)}
+            snapshots = [_snapshot(position, part) for part in position.counts]
+        of_dataset = self.epoch_of_dataset if isinstance(self.epoch_of_dataset, int) else None
+        state = LoaderState(
+            max(0, self.yielded - fetched),
+            finished,
+            self.base_seed,
+            self.epoch.number,
+            of_dataset,
+            generator,
+            following,
+            **named,
+        )
+        if self.num_workers == 0:
+            return {**written(state), **snapshots[0]}
+        workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
+        return {**written(state), "_snapshot": {"_worker_snapshots": workers}}
+
+    def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
+        """The position in iterable data, with a point for each part."""
+        position = epoch.position(delivered)
+        if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
+            position = replace(position, points={})
+        if not position.counts:
+            position = epoch.at_beginning()
+        # Parts that gave no batch yet are where the previous epoch left them.
+        untouched = {part: point for part, point in self.points_at_start.items() if not position.counts[part]}
+        return replace(position, points={**position.points, **untouched})
+
+    def after(self) -> dict[int, PartPoint]:
+        """How the parts, or the workers' datasets, are when the next epoch begins.
+
+        Empty if it is not known: of iterable data the end was not seen.
+        """
+        if isinstance(self.epoch, TorchEpoch):
+            return self.epoch.points_after(self.run.delivered)
+        return dict(next_epoch(self.epoch.position(self.run.delivered)).points) if self.finished else {}
+
+
+def _snapshot(position: Position, part: int) -> dict[str, Any]:
+    """The state of one part as torchdata's loader shows it."""
+    point = position.points.get(part, PartPoint())
+    dataset, items, *_ = point.state or (None, None)
+    fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
+    return {"dataset_state": dataset, "fetcher_state": fetcher}
+
+
+# -- epochs that go on from a state ------------------------------------------------------------------------------------
+
+
+def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> LoaderState:
+    """The state, unless its epoch has no batch left and ``set_epoch`` has named another one: then that one begins.
+
+    A loop that begins with epoch ``step // len(loader)`` loads a checkpoint of the last step so.
+
+    Args:
+        state: of map-style data.
+        sampler: of the loader that goes on: of batches, or of single indices.
+        count: the loader's epochs.
+    """
+    saved = state.sampler
+    try:
+        if saved is None or state.finished or saved.yielded < len(sampler):
+            return state
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return state
+    pairs = [(count.next, count.next if state.epoch is None else state.epoch)]
+    pairs += zip((one.epoch for one in keep_epochs(sampler)), saved.epochs or (), strict=False)
+    if saved.shuffle is not None:
+        pairs += [one.named_and_saved(saved.shuffle) for one in nested(sampler) if isinstance(one, ShuffleSampler)]
+    named = next((now for now, before in pairs if now != before), None)
+    if named is None:
+        return state
+    count.next = named
+    return replace(state, finished=True)
+
+
+def next_epoch(position: Position) -> Position:
+    """The beginning of an epoch that goes on with the datasets as they are at a position."""
+    points = {}
+    for part, point in position.points.items():
+        state = None if point.state is None else (*point.state[:2], "next")
+        points[part] = PartPoint(passes=point.passes, state=state, asked=point.asked)
+    return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
+
+
+def stream_epoch(loader: Any, seed: int, state: LoaderState | None, points: dict[int, PartPoint]) -> StreamEpoch:
+    """An epoch of iterable data.
+
+    Args:
+        loader: the loader.
+        seed: of the epoch.
+        state: where it goes on; None: at its beginning, with parts at ``points``.
+        points: of parts that no worker has.
+
+    Raises:
+        ValueError: another loader saved the state.
+    """
+    order = StreamOrder(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        last_batch="discard" if loader.drop_last else None,
+        num_replicas=None,
+        rank=None,
+        seed=seed,
+        steps_per_epoch=None,
+        streams=loader.streams or max(1, loader.num_workers),
+        num_workers=loader.num_workers,
+    )
+    position = Position(0, 0, None, {}, points) if points else None
+    if state is not None:
+        position, signature = order.parse(state.stream)
+        own = replace(order.signature(), streams=signature.streams)
+        begun = position if any(position.counts.values()) else Position(0)
+        wrong = differences(signature, own, begun, strict=False)
+        if wrong:
+            raise ValueError(
+                f"the state cannot be resumed, it was saved by another loader: {', '.join(wrong)}. Make the loader as "
+                f"it was then"
+            )
+        order._adopt(signature)
+        position = next_epoch(position) if state.finished else replace(position, epoch=0)
+    epoch = order.epoch(0, position)
+    order.begun(epoch)
+    return epoch
