@@ -1,8 +1,8 @@
 """The command ``sharded-loader``: a module for each verb, and the parts that they share.
 
 main --> demo       trains a small network (the run itself is in ``sharded_loader.demo``)
-     --> doctor     facts
+     --> doctor
      --> bench      target --> measure
-     --> records    packing, examine
+     --> records    record_files
 All of them print through output.
 """

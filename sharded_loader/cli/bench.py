@@ -1,7 +1,7 @@
 """``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
 
     target.find_dataset --> measure --> a table, recommend
-    facts.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
+    doctor.cores_of_others, between two rounds --> a line, if other programs disturb the measurement
 
     rows_of(pools, workers) -> Rows
     measure(dataset, rows, ...) -> a Measurement for each row: the medians of several rounds, and their spread
@@ -31,7 +31,7 @@ import click
 
 from sharded_loader.base.limits import cores_for_workers
 from sharded_loader.cli import output
-from sharded_loader.cli.facts import busy_text, cores_of_others
+from sharded_loader.cli.doctor import busy_text, cores_of_others
 from sharded_loader.cli.output import POOLS, CannotRun, Steps, complain
 from sharded_loader.cli.target import find_dataset, find_function, kind_of, say_error
 
@@ -116,8 +116,14 @@ def bench(
             measured = measure(data, rows, seconds, batch_size, shuffle, batchify_fn, on_turn)
     except DatasetFailed as error:
         raise CannotRun(f"reading {dataset} failed: {error}") from None
-    show = _show_json if as_json else _show
-    show(asked, measured, statistics.median(others))
+    recommendation, cores_used = recommend(measured, cores_for_workers()), statistics.median(others)
+    if as_json:
+        cells = [dataclasses.asdict(row) | {"times_inline": times_inline(row, measured)} for row in measured]
+        result = {"rounds": ROUNDS, "cores_of_others": cores_used, "rows": cells, "recommendation": recommendation}
+        output.show_json(asked | result)
+    else:
+        _show(measured, cores_used)
+        click.echo(recommendation)
     failed = [row for row in measured if row.error is not None]
     for row in failed:
         complain(f"{row.pool} with {row.workers} workers failed: {row.error}")
@@ -136,13 +142,7 @@ def times_inline(row: Measurement, measured: list[Measurement]) -> float | None:
     return row.samples_per_second / inline[0] if inline and row.error is None else None
 
 
-def _show_json(asked: dict[str, Any], measured: list[Measurement], others: float) -> None:
-    rows = [dataclasses.asdict(row) | {"times_inline": times_inline(row, measured)} for row in measured]
-    result = {"rounds": ROUNDS, "cores_of_others": others, "rows": rows}
-    output.show_json(asked | result | {"recommendation": recommend(measured, cores_for_workers())})
-
-
-def _show(asked: dict[str, Any], measured: list[Measurement], others: float) -> None:
+def _show(measured: list[Measurement], others: float) -> None:
     cells = []
     for row in measured:
         times = times_inline(row, measured)
@@ -152,7 +152,6 @@ def _show(asked: dict[str, Any], measured: list[Measurement], others: float) -> 
     output.show_table(["pool", "workers", "samples/s", "ms per batch", "spread", "x inline"], cells)
     if (busy := busy_text(others, os.cpu_count() or 1, cores_for_workers())) is not None:
         click.echo(f"{busy} The figures are lower than on a quiet machine, and vary more.")
-    click.echo(recommend(measured, cores_for_workers()))
 
 
 # -- the measurement, without a terminal -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.cli.facts import busy_text, cores_of_others
+from sharded_loader.cli.doctor import busy_text, cores_of_others
 from sharded_loader.cli.output import POOLS, CannotRun, Steps, quiet_option
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def demo(
 ) -> int:
     """Train a small convolutional network on 1,797 handwritten digits, on several devices from one process."""
     _check(pool, workers, kill)
-    from sharded_loader.demo import disturbed, train
+    from sharded_loader.demo import train
 
     try:
         chosen = train.find_devices(devices)
@@ -70,11 +70,11 @@ def demo(
     code = 0
     if stop_resume:
         with Steps("killed and resumed", None, quiet) as steps:
-            resumed = disturbed.stop_and_resume(options, lambda what: steps.update(0, what))
+            resumed = train.stop_and_resume(options, lambda what: steps.update(0, what))
         code |= _compare("killed and resumed", report, *resumed)
     if kill:
         with Steps("with workers killed", epochs, quiet) as steps:
-            killed = disturbed.train_and_kill(options, on_batch)
+            killed = train.train_and_kill(options, on_batch)
         code |= _compare("with workers killed", report, *killed)
     return code
 

@@ -18,13 +18,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from typing_extensions import Self
 
 PATIENCE = 2.0
 """Seconds without any progress shown."""
@@ -99,6 +99,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def one_line(error: BaseException) -> str:
+    """An exception as one line of text.
+
+    Example:
+        >>> one_line(ValueError("a\\nb"))
+        'ValueError: a b'
+    """
+    return ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
+
+
 def size_text(nbytes: float) -> str:
     """A number of bytes for people.
 
@@ -106,14 +116,13 @@ def size_text(nbytes: float) -> str:
         >>> size_text(64), size_text(1536), size_text(64 << 20), size_text(3 << 40)
         ('64 bytes', '1.5 KiB', '64.0 MiB', '3,072.0 GiB')
     """
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:,.{0 if unit == 'bytes' else 1}f} {unit}"
+    from rich.filesize import pick_unit_and_suffix
+
+    unit, name = pick_unit_and_suffix(int(nbytes), ["bytes", "KiB", "MiB", "GiB"], 1024)
+    return f"{nbytes / unit:,.{0 if unit == 1 else 1}f} {name}"
 
 
-class Steps:
+class Steps(AbstractContextManager["Steps"]):
     """Progress of one long job.
 
     Args:
@@ -152,9 +161,6 @@ class Steps:
             self._task = self._bar.add_task("", total=self._total)
         self._bar.update(self._task, completed=done, description=f"{self._what} {note}")
         self._bar.refresh()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:

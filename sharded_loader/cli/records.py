@@ -1,8 +1,8 @@
 """``sharded-loader records``: pack files into a RecordIO file, look into one, write its index.
 
-    pack FOLDER_OR_LIST OUT.rec --> packing
-    inspect FILE.rec -------------> examine
-    index FILE.rec ---------------> examine, packing.write_index
+    pack FOLDER_OR_LIST OUT.rec --> record_files.pack_files
+    inspect FILE.rec -------------> record_files.examine
+    index FILE.rec ---------------> record_files.examine, record_files.write_index
 
 Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files, an
 output that exists, a folder that cannot be written to.
@@ -20,8 +20,7 @@ from pathlib import Path
 
 import click
 
-from sharded_loader.cli import output, packing
-from sharded_loader.cli.examine import Examination, examine
+from sharded_loader.cli import output, record_files
 from sharded_loader.cli.output import CannotRun, Steps, complain, counted, size_text
 
 DAMAGED = 1
@@ -59,20 +58,20 @@ def pack(
     """
     if out.suffix != ".rec":
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
-    _check_output(out, packing.index_of(out), force=force)
+    _check_output(out, out.with_suffix(".idx"), force=force)
     with _os_errors_in_one_line(out):
-        names = packing.read_labels(labels) if labels is not None and labels.exists() else None
+        names = record_files.read_labels(labels) if labels is not None and labels.exists() else None
         listing = _listing(source, suffix, root, names)
         if labels is not None and not listing.names:
             raise CannotRun(f"{source} has no class names for --labels {labels}: leave out --labels")
         with Steps("packing", len(listing.entries), quiet) as steps:
-            nbytes = packing.pack_files(listing.entries, out, steps.update)
+            nbytes = record_files.pack_files(listing.entries, out, steps.update)
         if labels is not None and names is None:
-            packing.write_labels(labels, listing.names)
+            record_files.write_labels(labels, listing.names)
     if quiet:
         return
     count = counted(len(listing.entries), "record")
-    click.echo(f"{out}: {count}, {size_text(nbytes)}; index in {packing.index_of(out).name}")
+    click.echo(f"{out}: {count}, {size_text(nbytes)}; index in {out.with_suffix('.idx').name}")
     kinds = Counter(entry.path.suffix.lower() or "no suffix" for entry in listing.entries)
     if len(kinds) > 1:
         shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(10)]
@@ -113,14 +112,14 @@ def inspect(file: Path, first: int, as_json: bool, quiet: bool) -> int:
 @output.quiet_option
 def index(file: Path, force: bool, quiet: bool) -> int:
     """Write FILE.idx beside FILE.rec. The keys are 0, 1, 2 ... in the order of the records."""
-    idx = packing.index_of(file)
+    idx = file.with_suffix(".idx")
     _check_output(idx, force=force)
     result, offsets = _examine(file, 0, quiet)
     if result.damage is not None:
         complain(f"{file} is damaged at offset {result.damage_offset:,}, no index was written: {result.damage}")
         return DAMAGED
     with _os_errors_in_one_line(idx):
-        packing.write_index(file, offsets)
+        record_files.write_index(file, offsets)
     if not quiet:
         click.echo(f"{idx}: {counted(len(offsets), 'key')}")
     return 0
@@ -134,19 +133,21 @@ def _os_errors_in_one_line(file: Path) -> Iterator[None]:
         raise CannotRun(f"{error.filename or file}: {error.strerror or error}") from None
 
 
-def _examine(file: Path, first: int, quiet: bool) -> tuple[Examination, array[int]]:
+def _examine(file: Path, first: int, quiet: bool) -> tuple[record_files.Examination, array[int]]:
     with _os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
-        return examine(file, first, steps.update)
+        return record_files.examine(file, first, steps.update)
 
 
-def _listing(source: Path, suffix: tuple[str, ...], root: Path | None, names: dict[str, int] | None) -> packing.Listing:
+def _listing(
+    source: Path, suffix: tuple[str, ...], root: Path | None, names: dict[str, int] | None
+) -> record_files.Listing:
     if source.is_dir():
         if root is not None:
             raise CannotRun(f"--root is for lists, and {source} is a folder: leave out --root")
-        return packing.find_folder(source, [f".{end.lower().lstrip('.')}" for end in suffix], names)
+        return record_files.find_folder(source, [f".{end.lower().lstrip('.')}" for end in suffix], names)
     if suffix:
         raise CannotRun(f"--suffix is for folders, and {source} is a list: leave out --suffix")
-    return packing.find_list(source, root, names)
+    return record_files.find_list(source, root, names)
 
 
 def _check_output(*files: Path, force: bool) -> None:
@@ -160,7 +161,7 @@ def _check_output(*files: Path, force: bool) -> None:
         raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
 
-def _show(result: Examination) -> None:
+def _show(result: record_files.Examination) -> None:
     def listed(counts: dict[str, int]) -> str:
         shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:10]]
         return ", ".join(shown) + (", ..." if len(counts) > 10 else "") or "none"

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sharded_loader.cli.facts import one_line
-from sharded_loader.cli.output import CannotRun
+from sharded_loader.cli.output import CannotRun, one_line
 
 
 def find_dataset(target: str) -> Any:
@@ -63,19 +62,19 @@ def find_function(target: str) -> Callable[..., Any]:
 
 
 def _find(target: str, what: str) -> Any:
-    place, colon, name = target.rpartition(":")
+    module_name, colon, name = target.rpartition(":")
     if not colon or name.endswith(".py") or not name:
         module = _import(target.rstrip(":") if not name else target)
         raise CannotRun(f"{target!r} does not name a {what}: write {target.rstrip(':')}:NAME{_candidates(module)}")
-    if not place:
+    if not module_name:
         raise CannotRun(f"{target!r} does not name a module: write module{target} or path/to/file.py{target}")
-    module = _import(place)
+    module = _import(module_name)
     named: Any = module
     for part in name.split("."):
         try:
             named = getattr(named, part)
         except AttributeError:
-            raise CannotRun(f"{place} has no {name!r}{_similar(part, named)}") from None
+            raise CannotRun(f"{module_name} has no {name!r}{_similar(part, named)}") from None
     return named
 
 
@@ -104,11 +103,11 @@ def say_error(error: BaseException) -> str:
     return one_line(error) + (f" (in {where[-1]})" if where else "")
 
 
-def _import(place: str) -> ModuleType:
+def _import(where: str) -> ModuleType:
     """Import a module by its name or its file."""
-    name, folder = _name_of_file(Path(place)) if place.endswith(".py") else (place, os.getcwd())
+    name, folder = _name_of_file(Path(where)) if where.endswith(".py") else (where, os.getcwd())
     if "/" in name or os.sep in name:
-        raise CannotRun(f"{place!r} is a path without .py: write path/to/file.py:NAME")
+        raise CannotRun(f"{where!r} is a path without .py: write path/to/file.py:NAME")
     sys.path.insert(0, folder)  # as `python` and `python -m` have it
     try:
         return importlib.import_module(name)
@@ -123,7 +122,7 @@ def _import(place: str) -> ModuleType:
             ) from None
         relative = isinstance(error, ImportError) and "relative import" in str(error)
         hint = ": write package.module:NAME instead of a path" if relative else ""
-        raise CannotRun(f"importing {place} failed: {_where(error)}{hint}") from None
+        raise CannotRun(f"importing {where} failed: {_where(error)}{hint}") from None
 
 
 def _name_of_file(path: Path) -> tuple[str, str]:

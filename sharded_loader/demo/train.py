@@ -9,19 +9,36 @@ here, and no terminal: that is the part of `sharded_loader.cli.demo`.
 
 Everything random follows from the seed: the weights (``torch.manual_seed``), the order (the loader's ``seed``) and
 the shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit
-whichever pool reads, with any number of workers.
+whichever pool reads, with any number of workers. Two functions disturb the run to show this:
 
-What can go wrong: scikit-learn is not installed (ImportError); what the loader, the model or a device raises.
+    stop_and_resume(options) -- starts --> a process that trains, and saves after half of the steps
+                             -- the file is there: SIGKILL, while it goes on training (on Windows TerminateProcess)
+                             -- starts --> another one, which goes on from the file
+                             <-- its report, through a pipe --
+    train_and_kill(options)  trains; after a step, now and then: a worker of its pool is killed
+
+The processes are spawned: they share nothing with this one, as after the restart of a machine. No worker is killed
+without a step since the last one, so that training comes to its end even where workers start more slowly than they are
+killed. The loader is not warned: it finds out as it would about the kernel's out-of-memory killer.
+
+What can go wrong: scikit-learn is not installed (ImportError); what the loader, the model or a device raises. A process
+fails, or ends before it is killed. That is a RuntimeError; the process has said why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import multiprocess
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,11 +48,21 @@ from sharded_loader import ArrayDataset, Dataset, Replicas, ShardedDataLoader, s
 from sharded_loader.devices.names import accelerators, find_device
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.stats import LoaderStats
+from sharded_loader.pools.process.pool import ProcessPool
 
 BATCH_SIZE = 64
 HELD_OUT = 0.2
 SPLIT_SEED = 0
 """The same scans are held out for every ``--seed``, so that accuracies can be compared."""
+
+EVERY = 0.1
+"""Seconds between two kills, on average."""
+
+RESTARTS = 1000
+"""By default a batch is given up when it has killed three workers, which kills at random do now and then."""
+
+# On Windows os.kill with any signal but two is TerminateProcess.
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -297,7 +324,9 @@ def train_and_test(
         (359, 1438)
     """
     train_set, held_out = load_digits_split()
-    with ExitStack() as steady:  # sums in one order everywhere, so that a seed gives the same accuracy every time
+    with (
+        contextlib.ExitStack() as steady
+    ):  # sums in one order everywhere, so that a seed gives the same accuracy every time
         # So small a network gains nothing from more threads (3.5 s either way on two free cores) and loses much where
         # another program holds a core: 33 s with two, because they wait for each other in every operation.
         steady.callback(torch.set_num_threads, torch.get_num_threads())
@@ -313,3 +342,95 @@ def train_and_test(
             losses = train(loader, replicas, options.epochs, on_batch, checkpoint)
             stats, first = loader.stats(), loader.stats(0)
         return Report(accuracy_on(held_out, replicas), len(held_out), losses, stats, first)
+
+
+# -- disturbed ---------------------------------------------------------------------------------------------------------
+
+
+def stop_and_resume(options: Options, on_wait: Callable[[str], object] = lambda what: None) -> tuple[Report, str]:
+    """Train, be killed in the middle of an epoch, train on.
+
+    Args:
+        options: of the training.
+        on_wait: called now and then with what the runs do.
+
+    Returns:
+        What came of the run that went on, and a text: when the other one was killed.
+
+    Raises:
+        RuntimeError: a run failed, or ended too soon to be killed.
+    """
+    steps_per_epoch = -(-len(load_digits_split()[0]) // BATCH_SIZE)
+    step = options.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
+    with tempfile.TemporaryDirectory(prefix="sharded_loader-") as folder:
+        path = Path(folder) / "checkpoint.pt"
+        with _training(options, CheckpointFile(path, step)) as (first, _):
+            while first.is_alive() and not path.exists():
+                first.join(0.02)
+                on_wait("training until it is killed")
+        if not path.exists() or first.exitcode == 0:
+            raise RuntimeError(f"the training run ended by itself, exit code {first.exitcode}; see above")
+        with _training(options, CheckpointFile(path)) as (second, reports):
+            try:
+                while not reports.poll(0.1):
+                    on_wait("training on from the checkpoint")
+                report: Report = reports.recv()
+            except (EOFError, BrokenPipeError):  # Windows says the second
+                second.join()
+                raise RuntimeError(f"the resumed training run failed, exit code {second.exitcode}; see above") from None
+    return report, f"saved after step {step}, killed in mid-epoch, resumed in a new process"
+
+
+@contextlib.contextmanager
+def _training(options: Options, checkpoint: CheckpointFile) -> Iterator[tuple[Any, Any]]:
+    """A process that trains, killed at the end of the block, and the pipe that its report comes through."""
+    spawn = multiprocess.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_train, args=(options, checkpoint, sender))
+    with receiver:
+        try:
+            with sender:
+                process.start()
+            yield process, receiver
+        finally:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _train(options: Options, checkpoint: CheckpointFile, sender: Any) -> None:
+    with contextlib.suppress(KeyboardInterrupt):  # the parent says so
+        sender.send(train_and_test(options, checkpoint=checkpoint))
+
+
+def train_and_kill(
+    options: Options, on_batch: Callable[[int, float], object] = lambda epoch, loss: None
+) -> tuple[Report, str]:
+    """Train, while workers are killed.
+
+    Args:
+        options: of the training. The pool is one of processes, whatever they say.
+        on_batch: called after each step with the epoch and the loss of the batch.
+
+    Returns:
+        What came of it, and a text: how many workers were killed.
+
+    Raises:
+        Exception: what the training raises.
+    """
+    pool = ProcessPool(options.workers, restarts=RESTARTS)
+    killed = 0
+    due = time.monotonic()
+
+    def kill_one(epoch: int, loss: float) -> None:
+        nonlocal killed, due
+        on_batch(epoch, loss)
+        if time.monotonic() < due:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just been killed
+            os.kill(random.choice(pool.pids), _KILL)
+            killed += 1
+        due = time.monotonic() + random.uniform(0, 2 * EVERY)
+
+    report = train_and_test(options, kill_one, pool=pool)
+    return report, f"{killed} killed at random while it trained"

@@ -21,11 +21,12 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sharded_loader.recordio.dataset import RecordFileDataset
 from sharded_loader.recordio.files import (
     MAX_LENGTH,
+    Closable,
     RecordFile,
     RecordIOError,
     Writer,
@@ -34,9 +35,6 @@ from sharded_loader.recordio.files import (
     load_index,
 )
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "IRHeader",
@@ -51,7 +49,7 @@ __all__ = [
 ]
 
 
-class MXRecordIO:
+class MXRecordIO(Closable):
     """Reads or writes a ``.rec`` file from its beginning to its end.
 
     Safe in several threads: each record is read by one of them, and written as a whole. A copy in another process
@@ -94,7 +92,7 @@ class MXRecordIO:
         self.open()
 
     def _here(self) -> None:
-        """In another process, begin anew: a forked child may inherit a lock that nobody unlocks there."""
+        """In another process, start with a new lock: a forked child may inherit one that no thread unlocks there."""
         if self._pid != os.getpid():
             self._turn = threading.RLock()
             self._position = 0
@@ -183,12 +181,6 @@ class MXRecordIO:
         if self.writable:
             raise TypeError(f"{self.uri}: a writer belongs to its process and cannot be pickled; pickle a reader")
         return {**self.__dict__, "_turn": None, "_pid": 0}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r}, {self.flag!r}{'' if self.is_open else ', closed'})"

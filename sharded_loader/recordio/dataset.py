@@ -12,9 +12,9 @@ A run of records is one read. A shuffled batch of short records is gathered on L
 where that fails, it is one read per record, in the order of the file, or for several that lie within `GAP` bytes.
 
 The size of a record is not known before its header is read: until then it is taken to reach to the next record of the
-index. What the read does not show to be a whole record (a payload cut at magics, a record of more than `LARGE` bytes,
-damage) is read by `RecordFile.read`, which also names the damage. Where records are large on average all are read so:
-then a call for each costs nothing beside its bytes.
+index. A read may not show a whole record: a payload cut at magics, a record of more than `LARGE` bytes, damage. Then
+`RecordFile.read` reads the record, and names the damage. Where records are large on average, all are read by it: then a
+call for each costs nothing beside its bytes.
 
 Memory: records, headers and gaps, at most the size of the file, and once more while they are gathered or joined.
 
@@ -27,17 +27,14 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
 from sharded_loader.data.datasets import Dataset
-from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, RecordFile, index_path, load_index, padded
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from sharded_loader.recordio.files import HEAD_SIZE, MAGIC_NUMBER, Closable, RecordFile, load_index, padded
 
 GAP = 256
 """Bytes between two records that are read in vain: a read costs 0.6 us, but what is read is kept with the batch."""
@@ -49,7 +46,7 @@ LARGE_MEAN = 1 << 15
 """Bytes of an average record; above, they are made one by one: memory for a large buffer costs more than the reads."""
 
 
-class RecordFileDataset(Dataset):
+class RecordFileDataset(Closable, Dataset):
     """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
 
     The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the
@@ -86,7 +83,7 @@ class RecordFileDataset(Dataset):
         self.filename = os.fspath(filename)
         self._file = RecordFile(self.filename)
         self._file.watch()
-        idx_path = index_path(self.filename)
+        idx_path = os.path.splitext(self.filename)[0] + ".idx"
         if os.path.exists(idx_path):
             _, offsets = load_index(idx_path, str)
             if not offsets and self._file.size:
@@ -148,12 +145,6 @@ class RecordFileDataset(Dataset):
     def close(self) -> None:
         """Closes the file, in this process. Again is no error."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"RecordFileDataset({self.filename!r}, {len(self)} records)"
@@ -245,7 +236,7 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
     if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # one after the other
         begin, order = int(offsets[0]), None
         buffer = file.read_stretches([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
-        at = offsets - begin
+        begins = offsets - begin
     else:
         inside = np.flatnonzero(limits >= HEAD_SIZE)
         order = None if len(inside) == len(offsets) else inside
@@ -253,13 +244,13 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[Reco
         if gathered is None:
             order = inside[np.argsort(offsets[inside], kind="stable")]
             gathered = _read_stretches(file, offsets[order], limits[order])
-        buffer, at = gathered
+        buffer, begins = gathered
         limits = limits if order is None else limits[order]
-    lengths, all_as_guessed = _stored_lengths(buffer, at, limits)
-    starts = at + HEAD_SIZE
+    lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
+    starts = begins + HEAD_SIZE
     if order is not None:
         starts, lengths = _scattered(starts, order, len(offsets)), _scattered(lengths, order, len(offsets))
-    if all_as_guessed and len(at) == len(offsets):
+    if all_as_guessed and len(begins) == len(offsets):
         return Records(buffer, starts, starts + lengths), sizes
     sizes = padded(lengths) + HEAD_SIZE
     parts, total = [buffer], len(buffer)
@@ -303,16 +294,16 @@ def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[by
     return buffer, begins + np.repeat(moved, np.diff(first, append=len(begins)))
 
 
-def _stored_lengths(buffer: bytes, at: Int64s, limits: Int64s) -> tuple[Int64s, bool]:
+def _stored_lengths(buffer: bytes, begins: Int64s, limits: Int64s) -> tuple[Int64s, bool]:
     """The payload's length of each record that lies whole in the buffer, from its header, -1 for others; and whether
     each reaches just to its limit."""
-    if not len(at) or len(buffer) < at[-1] + limits[-1] or np.bitwise_or.reduce(at) & 3:
+    if not len(begins) or len(buffer) < begins[-1] + limits[-1] or np.bitwise_or.reduce(begins) & 3:
         # Nothing is there, or (the file was truncated just now) not where it is looked for, or not by words.
-        return np.full_like(at, -1), False
+        return np.full_like(begins, -1), False
     words = np.frombuffer(buffer, "<u4", len(buffer) // 4)
-    place = at >> 2
-    lengths = words[place + 1].astype(np.int64)  # of a part, the flag in the upper bits makes it exceed any limit
-    is_head = words[place] == MAGIC_NUMBER
+    heads = begins >> 2
+    lengths = words[heads + 1].astype(np.int64)  # of a part, the flag in the upper bits makes it exceed any limit
+    is_head = words[heads] == MAGIC_NUMBER
     taken = padded(lengths) + HEAD_SIZE
     if np.logical_and.reduce(is_head & (taken == limits)):
         return lengths, True

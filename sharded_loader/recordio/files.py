@@ -5,8 +5,8 @@ A ``.rec`` file is a row of records, nothing else. All numbers are little-endian
     | magic 0xced7230a | flag << 29 | length | payload, `length` bytes | 0 to 3 zero bytes |
       4 bytes            4 bytes                                         up to a multiple of 4
 
-``flag`` 0 is a whole record. A payload that contains the magic number at a multiple of 4 is cut there, so that
-the magic at a multiple of 4 of the file always begins a part: the first part has flag 1, those between 2, the
+``flag`` 0 is a whole record. A payload that contains the magic number at a multiple of 4 is cut there. So
+the magic at a multiple of 4 of the file always begins a part. The first part has flag 1, those between 2, the
 last 3. The four bytes of the magic are dropped at each cut and put back by the reader.
 
 Reading: a ``RecordFile`` owns one descriptor and reads at positions (``os.pread``), so that all threads share
@@ -33,11 +33,16 @@ import struct
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
 
 from sharded_loader.data.bulk import Int64s
 from sharded_loader.data.files import BINARY, PositionedFile, checksums, is_rewritten, settled, tag_of
 from sharded_loader.recordio.gather import Gatherer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -75,6 +80,19 @@ class RecordIOError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.path}, offset {self.offset}: {self.problem}"
+
+
+class Closable:
+    """A ``with`` block closes it at the end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -124,7 +142,10 @@ class _Descriptor(PositionedFile):
         return super().bytes_at(offset, size)
 
 
-def read_record(source: RecordBytes | _Descriptor, begin: int) -> tuple[bytes, int]:
+_Source = RecordBytes | _Descriptor
+
+
+def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
     """The record at ``begin``, and the offset of the next.
 
     Raises:
@@ -149,7 +170,7 @@ def read_record(source: RecordBytes | _Descriptor, begin: int) -> tuple[bytes, i
         offset = end
 
 
-def scan_records(source: RecordBytes | _Descriptor, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
+def scan_records(source: _Source, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
     """The offset of each record.
 
     Args:
@@ -173,7 +194,7 @@ def scan_records(source: RecordBytes | _Descriptor, stream: BinaryIO, offsets: l
     return offsets
 
 
-def _part(source: RecordBytes | _Descriptor, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
+def _part(source: _Source, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
     """Flag, length and end of the part that has this header at ``offset``, in a file of at least this size.
 
     ``begin`` is where its record begins. Raises a `RecordIOError` if such a part cannot stand there.
@@ -194,7 +215,7 @@ def _part(source: RecordBytes | _Descriptor, head: bytes, offset: int, begin: in
     return flag, length, end
 
 
-def _damaged(source: RecordBytes | _Descriptor, offset: int, problem: str) -> RecordIOError:
+def _damaged(source: _Source, offset: int, problem: str) -> RecordIOError:
     advice = (
         "The file is truncated or corrupt here, the records before this offset are readable; copy or write it "
         "again. If the offset comes from an .idx of another file, delete the .idx to have it rebuilt."
@@ -367,17 +388,15 @@ def framed(payload: bytes) -> bytes:
     return b"".join(pieces)
 
 
+def is_written(part: bytes, record: bytes) -> bool:
+    """Whether a writer makes these bytes of the record: zeros fill it up, and no part begins within another."""
+    if len(part) == HEAD_SIZE + padded(len(record)):
+        has_one_part = np.count_nonzero(np.frombuffer(part, "<u4") == MAGIC_NUMBER) == 1
+        return bool(has_one_part) and not part[HEAD_SIZE + len(record) :].strip(b"\0")
+    return framed(record) == part
+
+
 # -- indexes -----------------------------------------------------------------------------------------------------------
-
-
-def index_path(path: str) -> str:
-    """Where the index of a record file lies.
-
-    Example:
-        >>> index_path("data/train.rec")
-        'data/train.idx'
-    """
-    return os.path.splitext(path)[0] + ".idx"
 
 
 def index_line(key: Any, offset: int) -> str:

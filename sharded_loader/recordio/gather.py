@@ -78,7 +78,7 @@ class _Scratch:
 
 
 _scratches: deque[_Scratch] = deque()
-"""Those of this process that nobody uses now. They go with the last map."""
+"""Those of this process that no thread uses now. They go with the last map."""
 
 _mapping: weakref.WeakSet[Gatherer] = weakref.WeakSet()
 """Those that have a map."""
@@ -148,10 +148,10 @@ class Gatherer:
         return mapped
 
     def _copy(self, scratch: int, table: Int64s, total: int, end: int) -> bytes | None:
-        place, done = table.__array_interface__["data"][0], 0
+        address, done = table.__array_interface__["data"][0], 0
         for begin in range(0, len(table), MOST):
             wanted = int(np.add.reduce(table[begin : begin + MOST, 1]))
-            if _pwritev(scratch, place + 16 * begin, min(MOST, len(table) - begin), done) != wanted:
+            if _pwritev(scratch, address + 16 * begin, min(MOST, len(table) - begin), done) != wanted:
                 return None
             done += wanted
         if os.fstat(self._fd).st_size < end:

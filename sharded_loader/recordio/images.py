@@ -4,8 +4,10 @@
       uint32   float32   uint64   uint64                                             all little-endian
 
 A label that is one number stands in its field and ``flag`` is 0; an array of n numbers stands behind the header and
-``flag`` is n. What can go wrong: a field that does not fit, a record too short for its header, an image that does not
-decode are each a ValueError, with the header's ``id`` where there is one.
+``flag`` is n.
+
+What can go wrong: a field that does not fit, a record too short for its header, an image that does not decode. Each is
+a ValueError, with the header's ``id`` where there is one.
 """
 
 from __future__ import annotations
@@ -156,13 +158,9 @@ def pack_img(
     Source: ``mxnet.recordio.pack_img``.
     """
     pillow = _pillow()
-    options: dict[str, tuple[str, dict[str, Any]]] = {
-        ".jpg": ("JPEG", {"quality": quality}),
-        ".jpeg": ("JPEG", {"quality": quality}),
-        ".png": ("PNG", {"compress_level": max(0, min(quality, 9))}),
-    }
-    if img_fmt.lower() not in options:
-        raise ValueError(f"unknown image format {img_fmt!r}, use one of {', '.join(options)}")
+    formats = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG"}
+    if img_fmt.lower() not in formats:
+        raise ValueError(f"unknown image format {img_fmt!r}, use one of {', '.join(formats)}")
     check_unmasked(img)
     array = np.asarray(img)
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
@@ -170,7 +168,8 @@ def pack_img(
             f"an image is uint8 of shape (height, width) or (height, width, 3), "
             f"not {array.dtype} of shape {array.shape}"
         )
-    name, settings = options[img_fmt.lower()]
+    name = formats[img_fmt.lower()]
+    settings = {"quality": quality} if name == "JPEG" else {"compress_level": max(0, min(quality, 9))}
     encoded = io.BytesIO()
     pillow.fromarray(np.ascontiguousarray(array)).save(encoded, format=name, **settings)
     return pack(header, encoded.getvalue())
@@ -189,8 +188,8 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, npt.NDArray[Any]]
         stored: uint16 of 16-bit grey, int32 and float32 of such images, alpha as the last channel.
 
     Raises:
-        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`; with -1, an
-            image of several channels of 16 bits, of which Pillow reads 8; with 0 or 1, values of more than 16 bits.
+        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`. With -1, an
+            image of several channels of 16 bits, of which Pillow reads 8. With 0 or 1, values of more than 16 bits.
         ImportError: Pillow is not installed.
 
     Example:
@@ -254,7 +253,7 @@ def _loses_bits(image: Any) -> bool:
         return False
     stored = [tile[3] if isinstance(tile[3], tuple) else (tile[3],) for tile in image.tile]
     return any(
-        (isinstance(one, str) and ";16" in one) or (tile[0] == "ppm" and isinstance(one, int) and one > 255)
+        (isinstance(arg, str) and ";16" in arg) or (tile[0] == "ppm" and isinstance(arg, int) and arg > 255)
         for tile, args in zip(image.tile, stored, strict=True)
-        for one in args
+        for arg in args
     )

@@ -8,10 +8,10 @@
     locks/                 one lock for a few shards each, and one for the room: who dies loses his locks
 
 A shard is renamed when the disk has all of it: half of one is never read. Of several processes that want the same
-shard, one fetches it and the others wait. For room, the shard goes that is needed last, as far as a loader has said so
-(`ShardCache.let_go`), then the one that was not needed for the longest time; or a part that no process locks. Files
-with other names are never touched. A shard that is open somewhere can be read to its end after it has gone (on Windows
-it cannot go). A damaged shard is deleted and fetched again.
+shard, one fetches it and the others wait. To make room, the cache deletes first the shard that is needed last, as far
+as a loader has said so (`ShardCache.let_go`). Then it deletes the one that was not needed for the longest time, or a
+part that no process locks. It never touches files with other names. A shard that is open somewhere can be read to its
+end after it has gone (on Windows it cannot go). A damaged shard is deleted and fetched again.
 
 `seal` gives a new shard its name, and notes its checksum. `is_sound` compares. A shard has the time `UNTOUCHED`, so
 each write to it leaves another time. The time of its last change is noted too: no program can set that one back. The
@@ -53,7 +53,7 @@ STUCK = 30.0 if os.name == "nt" else 0.0
 """Seconds to wait for a file that cannot be deleted. Windows deletes a file when no process has it open any more."""
 
 UNTOUCHED = 10**9
-"""The time of each shard, in the year 2001: older than any time of a checksum that nobody has let go."""
+"""The time of each shard, in the year 2001: older than the time of a checksum, except of shards that were let go."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
@@ -106,6 +106,11 @@ class ShardCache:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
 
     @property
+    def limit_text(self) -> str:
+        """Part of a sentence: how much the cache may take."""
+        return f"the cache {self.folder} may take {self.max_bytes:,}"
+
+    @property
     def used_bytes(self) -> int:
         """What the shards take, those included that are being fetched."""
         return sum(size for _, size, _ in self._files())
@@ -133,13 +138,13 @@ class ShardCache:
         for _ in range(TRIES):
             with self._named(url):
                 found = self._found(path, url, stat)
+                if found is None:
+                    with self._lock(_lock_of(path.name)):
+                        found = self._found(path, url, stat, is_locked=True)  # another process may have fetched it
+                        if found is None:
+                            self._fetch(path, url, stat, fetch)
                 if found is not None:
                     return found
-                with self._lock(_lock_of(path.name)):
-                    found = self._found(path, url, stat, is_locked=True)  # another process has fetched it meanwhile
-                    if found is not None:
-                        return found
-                    self._fetch(path, url, stat, fetch)
         raise ShardError(
             f"{shown(url)} was deleted from {self.folder} at once, by others: give a larger max_bytes, or a folder "
             "that no other program cleans"
@@ -242,8 +247,7 @@ class ShardCache:
     def _make_room(self, part: Path, url: str, size: int) -> None:
         """Delete shards until one of this size fits, and take its place."""
         if size > self.max_bytes:
-            limit = f"the cache {self.folder} may take {self.max_bytes:,}"
-            raise ShardError(f"{shown(url)} has {size:,} bytes, and {limit}: give a larger max_bytes")
+            raise ShardError(f"{shown(url)} has {size:,} bytes, and {self.limit_text}: give a larger max_bytes")
         until = time.monotonic() + STUCK
         while True:
             with self._lock("room"):
@@ -251,7 +255,20 @@ class ShardCache:
                 disk = shutil.disk_usage(self.folder)
                 missing = sum(taken for _, taken, _ in files) + size - self.max_bytes
                 missing = max(missing, size - disk.free if disk.total else 0)  # 0: the system does not know
-                missing, is_waiting, stuck = self._evict(files, missing, part)
+                is_waiting, stuck = False, ""
+                for path, taken, _ in files:
+                    if missing <= 0:
+                        break
+                    try:
+                        if not self._may_go(path, part):
+                            is_waiting = True
+                            continue
+                        _delete(path)
+                    except OSError as error:
+                        stuck = f"{path} cannot be deleted ({error})"
+                        continue
+                    self.evicted += 1
+                    missing -= taken
                 if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
                     return
@@ -261,38 +278,15 @@ class ShardCache:
                 )
             time.sleep(0.02)  # others are being fetched
 
-    def _evict(self, files: list[tuple[Path, int, float]], missing: int, part: Path) -> tuple[int, bool, str]:
-        """Delete files until there is room.
-
-        Returns:
-            How many bytes are still missing, whether others are fetching, and which file cannot be deleted.
-        """
-        is_waiting, stuck = False, ""
-        for path, taken, _ in files:
-            if missing > 0:
-                try:
-                    if not self._may_go(path, part):
-                        is_waiting = True
-                        continue
-                    _delete(path)
-                except OSError as error:
-                    stuck = f"{path} cannot be deleted ({error})"
-                    continue
-                self.evicted += 1
-                missing -= taken
-        return missing, is_waiting, stuck
-
     def _may_go(self, path: Path, part: Path) -> bool:
         """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
         if path.suffix == ".shard" or _lock_of(path.name) == _lock_of(part.name):  # that lock is held for `part`
             return True
-        lock = self._lock(_lock_of(path.name))
         try:
-            lock.acquire(timeout=0)
+            with self._lock(_lock_of(path.name)).acquire(timeout=0):
+                return True
         except TimeoutError:
             return False
-        lock.release()
-        return True
 
     def _files(self) -> Iterator[tuple[Path, int, float]]:
         """The shards, whole or in parts, with their sizes and when they were opened last."""

@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.base.checks import refuse_arguments
-from sharded_loader.base.limits import processes_here
 from sharded_loader.base.notices import warn
 from sharded_loader.base.private import path_of
 from sharded_loader.data.bulk import Int64s, bulk, checked_index, checked_indices
@@ -220,40 +219,22 @@ class ShardDataset(Dataset):
         if cache is None or all(map(local_path, self._urls)):
             return
 
-        first = self._fetched_for(batches, position() or 0)
-        excess = self._excess(first or [])
+        first = self._fetched_for(batches, position() or 0) or []
+        excess = self._excess(first)
         if excess is not None:
-            needed = f"a batch needs {len(first or [])} shards of {excess:,} bytes together"
-            room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
             warn(
-                f"{needed}, and {room}: so samples are read one by one from the store, which is slower. Give a larger "
-                "max_bytes, or read with ShardShuffleSampler and a smaller window"
+                f"a batch needs {len(first)} shards of {excess:,} bytes together, and {cache.limit_text}: so samples "
+                "are read one by one from the store, which is slower. Give a larger max_bytes, or read with "
+                "ShardShuffleSampler and a smaller window"
             )
             return
-        where = list(zip(self._urls, self._stats, strict=True))
-
-        def fetch(shard: int, is_needed: Callable[[], bool]) -> None:
-            url, stat = where[shard]
-            cache.prepare(url, stat, lambda file: self._store.fetch(url, file, stat), is_needed)
-
-        def short_of(size: int) -> None:
-            room = f"the cache {cache.folder} may take {cache.max_bytes:,}"
-            warn(
-                f"the order returns to shards that had to go: it needs {size:,} bytes of shards at once, and {room}. "
-                "So shards are fetched again and again. Give a larger max_bytes, or give ShardShuffleSampler a smaller "
-                "window"
-            )
-
         self._ahead = ReadAhead(
+            cache,
+            self._store,
+            list(zip(self._urls, self._stats, strict=True)),
             partial(self._fetched_for, batches),
             position,
-            [stat.size for stat in self._stats],
-            cache.max_bytes // processes_here(),
-            fetch,
-            lambda shard: cache.keep(*where[shard]),
-            lambda shard, again: cache.let_go(*where[shard], again),
             partial(self._fetched_for, later),
-            short_of,
         )
         self._ahead.start()
 

@@ -75,13 +75,6 @@ class ShardFile(ABC):
         """The file for libraries that read from a binary file: it seeks, and has a buffer."""
         return io.BufferedReader(_ShardStream(self), self._buffered)
 
-    def cut(self, begin: int, end: int, found: int) -> ShardError:
-        """The error for a part that is not whole."""
-        return ShardError(
-            f"{self.name} ends within bytes {begin} to {end}, of which {found} are there: it is shorter than when it "
-            "was indexed. Copy it again. If it is to be so, make the dataset again, which indexes it again"
-        )
-
 
 class LocalFile(ShardFile):
     """A file of this machine.
@@ -123,7 +116,10 @@ class LocalFile(ShardFile):
     def _part(self, begin: int, end: int) -> bytes:
         found = self._file.bytes_at(begin, end - begin)
         if len(found) < end - begin:
-            raise self.cut(begin, end, len(found))
+            raise ShardError(
+                f"{self.name} ends within bytes {begin} to {end}, of which {len(found)} are there: it is shorter than "
+                "when it was indexed. Copy it again. If it is to be so, make the dataset again, which indexes it again"
+            )
         return found
 
     def close(self) -> None:
@@ -255,11 +251,11 @@ def _words(options: Any) -> Iterable[str]:
     found: list[str] = []
     todo = [options]
     while todo:
-        one = todo.pop()
-        if isinstance(one, Mapping):
-            todo += one.values()
-        elif isinstance(one, (list, tuple)):
-            todo += one
-        elif isinstance(one, str) and len(one) >= 4:
-            found.append(one)
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+        elif isinstance(value, str) and len(value) >= 4:
+            found.append(value)
     return sorted(found, key=len, reverse=True)

@@ -1,8 +1,8 @@
-"""Fetches shards in the order in which they will be needed, before they are.
+"""Fetches the shards of a cache in the order in which they will be needed, before they are.
 
-    batches(number) -> indices        the loader's own order, read a second time: it is a function of the epoch
-    position() -> number | None       the batch that the user receives next; None: nobody reads this epoch any more
-    later(number) -> indices          the order of the next epoch
+    needs(number) -> shards           of a batch: the loader's own order, read a second time
+    position() -> number | None       the batch that the user receives next; None: this epoch is not read any more
+    later(number) -> shards           of a batch of the next epoch
 
 A `ReadAhead` runs a thread that looks at the batches to come and keeps three lines of them:
 
@@ -13,10 +13,10 @@ stay), which were passed, and when a passed shard will be needed again, in this 
 delete the shard that is needed last. That is the best rule there is (L. A. Belady, 1966). If the cache has room for all
 shards, the next epoch is not looked at.
 
-Whoever needs a shard earlier fetches it himself, and waits for nobody but the one that fetches it already.
+A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
 
-All threads are daemons, and end with `stop`, with the epoch, or when nobody reads it any more. What goes wrong here is
-not told: the one who reads the shard will meet it.
+All threads are daemons. They end with `stop`, with the epoch, or when the epoch is not read any more. Errors are not
+raised here: the reader of the shard meets them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
-from sharded_loader.storage.stores import CONNECTIONS
+from sharded_loader.base.limits import processes_here
+from sharded_loader.base.notices import warn
+from sharded_loader.storage.cache import ShardCache
+from sharded_loader.storage.files import Stat
+from sharded_loader.storage.stores import CONNECTIONS, ObjectStore
 
 PAUSE = 0.005
 """Seconds between two looks at the position."""
 
 YOUNG = 1.0
-"""Seconds after which the shards that are needed are kept young again."""
+"""Seconds after which the shards that are needed are marked as needed again."""
 
 LOOKS = 50
 """Batches that are looked at between two looks at the position: 0.5 to 3 ms."""
 
 MOST_USES = 200_000
-"""How far the thread looks at most: uses of shards by stretches, about 100 bytes each."""
+"""How far the thread looks at most: uses of shards by ranges, about 100 bytes each."""
 
 Needs = Callable[[int], "Sequence[int] | None"]
+"""The shards of a batch, by its number; None after the last batch."""
 
 
-class _Stretch:
+class _BatchRange:
     """Neighbouring batches that need the same shards.
 
     Attributes:
         first, last: numbers of the batches. Those of the next epoch go on from those of this one.
-        next: by shard, the batch that needs it after this stretch; None: not known.
+        next: by shard, the batch that needs it after this range; None: not known.
     """
 
     __slots__ = ("first", "last", "next")
@@ -64,16 +68,12 @@ class ReadAhead:
     """Fetches the shards of one epoch ahead of the position.
 
     Args:
-        needs: the shards of a batch, by its number; None after the last.
+        cache: keeps the shards.
+        store: reads them.
+        shards: the URL of each shard, and what it was when the dataset was made.
+        needs: the order of this epoch.
         position: see above.
-        sizes: of all shards, in bytes.
-        room: how many bytes of the cache may be used.
-        fetch: fetches a shard if it is not there, and if what it is given says that the shard is still needed.
-        keep: tells the cache that a shard is needed; whether it is there.
-        let_go: tells the cache that a shard is not needed before a batch, by its number; None: perhaps never.
-        later: the shards of a batch of the next epoch, from 0 on; None after the last.
-        short_of: called once, if the order comes back to shards that had to go: with the bytes that would have been
-            enough.
+        later: the order of the next epoch, from 0 on.
 
     Attributes:
         error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
@@ -81,29 +81,27 @@ class ReadAhead:
 
     def __init__(
         self,
+        cache: ShardCache,
+        store: ObjectStore,
+        shards: Sequence[tuple[str, Stat]],
         needs: Needs,
         position: Callable[[], int | None],
-        sizes: Sequence[int],
-        room: int,
-        fetch: Callable[[int, Callable[[], bool]], None],
-        keep: Callable[[int], bool],
-        let_go: Callable[[int, int | None], None],
         later: Needs = lambda number: None,
-        short_of: Callable[[int], None] = lambda size: None,
     ) -> None:
-        self._needs, self._position, self._sizes, self._room = needs, position, sizes, room
-        self._fetch, self._keep, self._let_go, self._later = fetch, keep, let_go, later
-        self._short_of, self._comes_back = short_of, 0
-        self._looked: deque[_Stretch] = deque()  # looked at, and not asked for
-        self._window: deque[_Stretch] = deque()  # asked for, and not passed
-        self._latest: dict[int, _Stretch] = {}  # by shard, the last stretch that is known to need it
+        self._cache, self._store, self._shards = cache, store, shards
+        self._needs, self._position, self._later = needs, position, later
+        self._room = cache.max_bytes // processes_here()
+        self._returns = 0  # to shards of this epoch that had to go
+        self._looked: deque[_BatchRange] = deque()  # looked at, and not asked for
+        self._window: deque[_BatchRange] = deque()  # asked for, and not passed
+        self._latest: dict[int, _BatchRange] = {}  # by shard, the last range that is known to need it
         self._uses = 0  # in both lines
         self._next = 0  # the batch that is looked at next
         self._end: int | None = None  # the first number of the next epoch
         self._all_is_known = False
-        self._needed: Counter[int] = Counter()  # by how many stretches of the window; only one thread changes it
+        self._needed: Counter[int] = Counter()  # by how many ranges of the window; only one thread changes it
         self._used = 0  # bytes of what is needed
-        self._asked: set[int] = set()  # that wait to be fetched, or are being fetched
+        self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -127,17 +125,23 @@ class ReadAhead:
     def _fetch_all(self) -> None:
         while (shard := self._wanted.get()) is not None:
             try:
-                self._fetch(shard, partial(self._is_needed, shard))
+                self._fetch(shard)
             except Exception as error:
                 self.error = error
-            self._asked.discard(shard)
+            self._in_progress.discard(shard)
 
-    def _is_needed(self, shard: int) -> bool:
-        return shard in self._needed and not self._stopped.is_set()
+    def _fetch(self, shard: int) -> None:
+        url, stat = self._shards[shard]
+        self._cache.prepare(
+            url,
+            stat,
+            lambda file: self._store.fetch(url, file, stat),
+            lambda: shard in self._needed and not self._stopped.is_set(),
+        )
 
     def _ask_for(self, shard: int) -> None:
-        if not self._keep(shard) and shard not in self._asked:
-            self._asked.add(shard)
+        if not self._cache.keep(*self._shards[shard]) and shard not in self._in_progress:
+            self._in_progress.add(shard)
             self._wanted.put(shard)
 
     # -- the order --------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class ReadAhead:
         if number is None:
             return
         self._next, young = number, time.monotonic()
-        all_fit = sum(self._sizes) <= self._room
+        all_fit = self._size_of(range(len(self._shards))) <= self._room
         while not self._stopped.is_set():
             now = self._position()
             if now is None:
@@ -191,26 +195,26 @@ class ReadAhead:
         if last is not None and last.last == number - 1 and number != self._end and last.next.keys() == set(shards):
             last.last = number
             return
-        stretch = _Stretch(number, shards)
-        for shard in stretch.next:
+        batches = _BatchRange(number, shards)
+        for shard in batches.next:
             before = self._latest.get(shard)
             if before is not None:
                 before.next[shard] = number
             elif shard not in self._needed:
-                self._let_go(shard, number)  # it may lie in the cache
-            self._latest[shard] = stretch
-        self._uses += len(stretch.next)
-        self._looked.append(stretch)
+                self._cache.let_go(*self._shards[shard], number)  # it may lie in the cache
+            self._latest[shard] = batches
+        self._uses += len(batches.next)
+        self._looked.append(batches)
 
     def _ask(self) -> None:
-        """Have the shards of the next stretches fetched, as far as there is room."""
+        """Have the shards of the next ranges fetched, as far as there is room."""
         while self._looked and (self._end is None or self._looked[0].first < self._end):
-            stretch = self._looked[0]
-            new = [shard for shard in stretch.next if shard not in self._needed]
-            size = sum(self._sizes[shard] for shard in new)
+            batches = self._looked[0]
+            new = [shard for shard in batches.next if shard not in self._needed]
+            size = self._size_of(new)
             if self._window and self._used + size > self._room:
                 return
-            self._needed.update(stretch.next.keys())
+            self._needed.update(batches.next.keys())
             self._used += size
             self._window.append(self._looked.popleft())
             for shard in new:
@@ -219,22 +223,30 @@ class ReadAhead:
     def _pass(self, now: int) -> None:
         """Let the shards go that were needed by batches before ``now`` alone."""
         while self._window and self._window[0].last < now:
-            stretch = self._window.popleft()
-            self._uses -= len(stretch.next)
-            for shard, again in stretch.next.items():
-                if self._latest.get(shard) is stretch:
+            batches = self._window.popleft()
+            self._uses -= len(batches.next)
+            for shard, again in batches.next.items():
+                if self._latest.get(shard) is batches:
                     del self._latest[shard]
                 self._needed[shard] -= 1
                 if not self._needed[shard]:
                     del self._needed[shard]
-                    self._used -= self._sizes[shard]
-                    self._let_go(shard, again)
+                    self._used -= self._size_of([shard])
+                    self._cache.let_go(*self._shards[shard], again)
                     if again is not None and (self._end is None or again < self._end):
                         self._note_return(again)
 
     def _note_return(self, number: int) -> None:
         """This epoch comes back to a shard that was let go. If that goes on, the cache is too small for the order."""
-        self._comes_back += 1
-        if self._comes_back == len(self._sizes):
-            between = {shard for stretch in self._looked if stretch.first <= number for shard in stretch.next}
-            self._short_of(sum(self._sizes[shard] for shard in between | self._needed.keys()))
+        self._returns += 1
+        if self._returns == len(self._shards):
+            between = {shard for batches in self._looked if batches.first <= number for shard in batches.next}
+            size = self._size_of(between | self._needed.keys())
+            warn(
+                f"the order returns to shards that had to go: it needs {size:,} bytes of shards at once, and "
+                f"{self._cache.limit_text}. So shards are fetched again and again. Give a larger max_bytes, or give "
+                "ShardShuffleSampler a smaller window"
+            )
+
+    def _size_of(self, shards: Iterable[int]) -> int:
+        return sum(self._shards[shard][1].size for shard in shards)

@@ -29,16 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.recordio.files import (
-    HEAD_SIZE,
-    MAGIC_NUMBER,
-    RecordBytes,
-    RecordIOError,
-    framed,
-    padded,
-    read_record,
-    scan_records,
-)
+from sharded_loader.recordio.files import RecordBytes, RecordIOError, is_written, read_record, scan_records
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, packed, unpacked
 
@@ -76,21 +67,13 @@ class RecordIO:
                 record, _ = read_record(RecordBytes(file.name, end, part), begin)
             except RecordIOError as error:
                 raise ShardError(str(error)) from None
-            if not _is_written(part, record):
+            if not is_written(part, record):
                 raise ShardError(
                     f"{file.name}, offset {begin}: the record is not as a writer leaves it. The length of a part is "
                     "damaged, or what follows the part. Copy or write the shard again"
                 )
             records.append(record)
         return records
-
-
-def _is_written(part: bytes, record: bytes) -> bool:
-    """Whether a writer makes these bytes of the record: zeros fill it up, and no part begins within another."""
-    if len(part) == HEAD_SIZE + padded(len(record)):
-        has_one_part = np.count_nonzero(np.frombuffer(part, "<u4") == MAGIC_NUMBER) == 1
-        return bool(has_one_part) and not part[HEAD_SIZE + len(record) :].strip(b"\0")
-    return framed(record) == part
 
 
 # -- MDS ---------------------------------------------------------------------------------------------------------------
@@ -120,30 +103,28 @@ class MDS:
 
     def index(self, file: ShardFile) -> Index:
         """Where each sample lies, and what its columns are."""
-        at = 0
+        offset = 0
         try:
             count = int(np.frombuffer(file.ranges([0], [4])[0], "<u4")[0])
-            at, table = 4, 4 * (count + 2)
+            offset, table = 4, 4 * (count + 2)
             if table > file.size:
                 raise ValueError(f"{count} samples in {file.size} bytes")
             offsets = np.frombuffer(file.ranges([4], [table])[0], "<u4").astype(np.int64)
             if (np.diff(offsets) < 0).any() or not table <= offsets[0] <= offsets[-1] == file.size:
                 raise ValueError(f"the offsets of its samples do not fit its {file.size} bytes")
-            at = table
+            offset = table
             columns = json.loads(file.ranges([table], [int(offsets[0])])[0])
             names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
             for name, encoding, size in zip(names, encodings, sizes, strict=True):
-                decoder(encoding, f"{file.name}, at byte {at},")
+                decoder(encoding, f"{file.name}, at byte {offset},")
                 if _fixed_size(encoding) not in (size or None, None) or not (size is None or 0 <= size < 1 << 32):
                     raise ValueError(f"its column {name!r} of {encoding} has {size} bytes")
             if len(set(names)) < len(names):
                 raise ValueError("two of its columns have the same name")
             packed_names = packed(names)
-        except ShardError:
-            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ShardError(
-                f"{file.name} is no MDS file ({error}; byte {at}): give its format, decompress it, or copy it again"
+                f"{file.name} is no MDS file ({error}; byte {offset}): give its format, decompress it, or copy it again"
             ) from None
         return {
             "offsets": offsets,

@@ -163,15 +163,10 @@ class ObjectStore:
         if not begins:
             return []
         spans, where = merged(begins, ends, GAP)
-        if len(spans) == 1:
-            answers = [self._part(url, spans[0][0], spans[0][1], stat)]
-        else:
-            with ThreadPoolExecutor(min(len(spans), 4 * CONNECTIONS)) as threads:
-                answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
-        self._compare(url, stat, all(is_sure for _, is_sure in answers))
-        found = [content for content, _ in answers]
+        contents, are_sure = self._contents(url, spans, stat, 4 * CONNECTIONS)
+        self._compare(url, stat, are_sure)
         return [
-            found[number][begin - spans[number][0] : end - spans[number][0]]
+            contents[number][begin - spans[number][0] : end - spans[number][0]]
             for number, begin, end in zip(where, begins, ends, strict=True)
         ]
 
@@ -182,14 +177,23 @@ class ObjectStore:
             ShardError: it is another file now.
         """
         spans = [(begin, min(begin + PIECE, stat.size)) for begin in range(0, stat.size, PIECE)]
-        are_sure = True
-        with ThreadPoolExecutor(CONNECTIONS) as threads:
-            for first in range(0, len(spans), CONNECTIONS):  # no more than these lie in memory
-                some = spans[first : first + CONNECTIONS]
-                for piece, is_sure in threads.map(lambda span: self._part(url, span[0], span[1], stat), some):
-                    file.write(piece)
-                    are_sure = are_sure and is_sure
-        self._compare(url, stat, are_sure)
+        all_are_sure = True
+        for first in range(0, len(spans), CONNECTIONS):  # no more than these lie in memory
+            contents, are_sure = self._contents(url, spans[first : first + CONNECTIONS], stat, CONNECTIONS)
+            file.writelines(contents)
+            all_are_sure = all_are_sure and are_sure
+        self._compare(url, stat, all_are_sure)
+
+    def _contents(
+        self, url: str, spans: Sequence[tuple[int, int]], stat: Stat | None, at_once: int
+    ) -> tuple[list[bytes], bool]:
+        """Parts of a file, ``at_once`` requests side by side, and whether all answers are of this version."""
+        if len(spans) == 1:
+            answers = [self._part(url, spans[0][0], spans[0][1], stat)]
+        else:
+            with ThreadPoolExecutor(min(len(spans), at_once)) as threads:
+                answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
+        return [content for content, _ in answers], all(is_sure for _, is_sure in answers)
 
     def _compare(self, url: str, stat: Stat | None, are_sure: bool) -> None:
         """After reading: if not all answers had the tag, see whether the file is still the same."""
@@ -320,8 +324,8 @@ def pause(number: int, asked: float) -> float:
         >>> pause(2, 0) <= 0.4, pause(2, 5), pause(2, 3600)
         (True, 5, 60.0)
     """
-    own: float = min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1)
-    return max(min(asked, LONGEST_WAIT), own)
+    backoff: float = min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1)
+    return max(min(asked, LONGEST_WAIT), backoff)
 
 
 def _asked_pause(error: Exception) -> float:

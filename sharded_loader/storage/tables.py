@@ -195,28 +195,28 @@ def messages(stream: BinaryIO, size: int) -> Int64s:
     The number is that of the rows of a batch, or the id of a dictionary. ``adds`` is 1 if it adds to the dictionary.
     """
     is_file = stream.read(6) == MAGIC
-    at, end = (8, _end(stream, size)) if is_file else (0, size)
+    offset, end = (8, _end(stream, size)) if is_file else (0, size)
     found: list[tuple[int, ...]] = []
-    while at < end:
-        stream.seek(at)
+    while offset < end:
+        stream.seek(offset)
         first = stream.read(8)
         begin, length = _head(first)
-        if found and length == 0 and at + begin == end:
+        if found and length == 0 and offset + begin == end:
             return np.array(found, np.int64).reshape(-1, 5)
-        stream.seek(at + begin)
-        head = stream.read(length) if 0 < length < end - at else b""
+        stream.seek(offset + begin)
+        head = stream.read(length) if 0 < length < end - offset else b""
         if len(head) != length or not head:
             break
         kind, table, body = _message(head)
         number, adds = _number(head, table, 0, "<q"), _number(head, table, 2, "<?") if kind == DICTIONARY else 0
-        after = at + begin + length + body
+        after = offset + begin + length + body
         if not SCHEMA <= kind <= BATCH or (kind == SCHEMA) == bool(found) or min(body, number, end - after) < 0:
             break
-        found.append((kind, at, after, number if kind != SCHEMA else 0, int(adds)))
-        at = after
-    if found and is_file and at == end:  # old writers end without a mark
+        found.append((kind, offset, after, number if kind != SCHEMA else 0, int(adds)))
+        offset = after
+    if found and is_file and offset == end:  # old writers end without a mark
         return np.array(found, np.int64).reshape(-1, 5)
-    raise ValueError(f"there is no whole message at byte {at}")
+    raise ValueError(f"there is no whole message at byte {offset}")
 
 
 def needed(rows: Int64s, batch: int) -> Int64s:
@@ -260,9 +260,9 @@ def check_nulls(message: bytes, columns: Sequence[Any]) -> None:
     if _field(head, table, 3) or first.pop() != struct.unpack_from("<I", head, vector)[0]:
         return  # compressed; or of a type that has fewer buffers in a file, such as null
     for column, number in zip(columns, first, strict=True):
-        at, size = struct.unpack_from("<qq", head, vector + 4 + 16 * number)
+        offset, size = struct.unpack_from("<qq", head, vector + 4 + 16 * number)
         if size and column.null_count == 0:
-            bits = np.unpackbits(np.frombuffer(message, np.uint8, size, body + at), bitorder="little")
+            bits = np.unpackbits(np.frombuffer(message, np.uint8, size, body + offset), bitorder="little")
             if not bits[: len(column)].all():
                 raise ValueError("its head says that a column has no nulls, but it has some")
 
@@ -298,13 +298,13 @@ def _field(head: bytes, table: int, field: int) -> int:
 
 
 def _number(head: bytes, table: int, field: int, kind: str) -> Any:
-    at = _field(head, table, field)
-    return struct.unpack_from(kind, head, at)[0] if at else 0
+    offset = _field(head, table, field)
+    return struct.unpack_from(kind, head, offset)[0] if offset else 0
 
 
 def _inside(head: bytes, table: int, field: int) -> int:
     """Where the table or vector begins that a field points to."""
-    at = _field(head, table, field)
-    if not at:
+    offset = _field(head, table, field)
+    if not offset:
         raise ValueError("a part of its head is missing")
-    return at + int(struct.unpack_from("<I", head, at)[0])
+    return offset + int(struct.unpack_from("<I", head, offset)[0])

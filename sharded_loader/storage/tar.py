@@ -11,7 +11,7 @@ tarfile ends at the first header that it does not understand, as if the file end
 tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
 
 What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), a
-damaged or cut one, an extension that comes twice in one sample, a link to what is not in the shard, a sparse member.
+damaged or cut one. An extension that comes twice in one sample, a link to what is not in the shard, a sparse member.
 All are a `ShardError` that names the shard and the offset.
 """
 
@@ -53,7 +53,8 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28
 _RECORD = re.compile(rb"(\d{1,10}) ([^=]+)=")
 """The beginning of a record of an extended header."""
 
-_Place = tuple[int, int]
+_Span = tuple[int, int]
+"""Where the bytes of a member begin, and how many they are."""
 
 
 class Tar:
@@ -67,34 +68,34 @@ class Tar:
         keys: list[str] = []
         extensions: dict[str, int] = {}
         firsts: list[int] = []
-        places: list[_Place] = []
+        spans: list[_Span] = []
         kinds: list[int] = []
         seen: set[str] = set()
-        for name, offset, place in _files(file):
+        for name, offset, span in _files(file):
             folder, slash, base = name.rpartition("/")
             key, dot, extension = base.partition(".")
             if not dot or not key or (base.startswith("__") and base.endswith("__")):
                 continue
-            if isinstance(place, str):
+            if isinstance(span, str):
                 raise ShardError(
-                    f"{file.name}, offset {offset}: {name!r} is a link to {place!r}, which is not in the shard. Write "
+                    f"{file.name}, offset {offset}: {name!r} is a link to {span!r}, which is not in the shard. Write "
                     "the shard again, and let tar follow links (tar -h)"
                 )
             key, extension = folder + slash + key, extension.lower()
             if not keys or key != keys[-1]:
                 keys.append(key)
-                firsts.append(len(places))
+                firsts.append(len(spans))
                 seen = set()
             if extension in seen:
                 raise ShardError(
                     f"{file.name}: the sample {key!r} has two members .{extension}, one at offset {offset}"
                 )
             seen.add(extension)
-            places.append(place)
+            spans.append(span)
             kinds.append(extensions.setdefault(extension, len(extensions)))
-        offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T.copy()
+        offsets, sizes = np.array(spans, np.int64).reshape(-1, 2).T.copy()
         return {
-            "firsts": np.array([*firsts, len(places)], np.int64),
+            "firsts": np.array([*firsts, len(spans)], np.int64),
             "offsets": offsets,
             "sizes": sizes,
             "kinds": np.array(kinds, np.int32),
@@ -124,35 +125,36 @@ class Tar:
         return samples
 
 
-def _files(file: ShardFile) -> list[tuple[str, int, _Place | str]]:
+def _files(file: ShardFile) -> list[tuple[str, int, _Span | str]]:
     """Each file of a tar file: its name, the offset of its header, and where its bytes lie; of a link that leads out of
     the tar file, where it leads."""
-    found: list[tuple[str, int, _Place | str]] = []
-    places: dict[str, _Place | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
+    found: list[tuple[str, int, _Span | str]] = []
+    contents: dict[str, _Span | str | None] = {}  # by name; a text: a link to that name; None: it has no bytes
     for member in _members(file):
-        place: _Place | str | None = None
-        kind = "a part of a file of several volumes" if member.type == b"M" else "a sparse file"
-        if member.issparse() or member.type == b"M" or any(one.startswith("GNU.sparse.") for one in member.pax_headers):
+        content: _Span | str | None = None
+        is_part = member.type == b"M"
+        if is_part or member.issparse() or any(name.startswith("GNU.sparse.") for name in member.pax_headers):
+            kind = "a part of a file of several volumes" if is_part else "a sparse file"
             raise ShardError(
                 f"{file.name}, offset {member.offset}: {member.name!r} is {kind}, which is not read. Write the shard "
                 "again, as one file without sparse files (tar without -M and -S)"
             )
         if member.issym():
-            place = posixpath.join(posixpath.dirname(member.name), member.linkname)
+            content = posixpath.join(posixpath.dirname(member.name), member.linkname)
         elif member.islnk():  # to a member before it, which a later one of the same name does not replace
-            place = places.get(posixpath.normpath(member.linkname), member.linkname)
+            content = contents.get(posixpath.normpath(member.linkname), member.linkname)
         elif member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES):  # POSIX: unknown ones are files
-            place = member.offset_data, member.size
-        places[posixpath.normpath(member.name)] = place
-        if place is not None:
-            found.append((member.name, member.offset, place))
+            content = member.offset_data, member.size
+        contents[posixpath.normpath(member.name)] = content
+        if content is not None:
+            found.append((member.name, member.offset, content))
     files = []
-    for name, offset, place in found:
-        target: _Place | str | None = place
+    for name, offset, content in found:
+        target: _Span | str | None = content
         for _ in range(LINKS):
             if not isinstance(target, str):
                 break
-            target = places.get(posixpath.normpath(target), target)
+            target = contents.get(posixpath.normpath(target), target)
         if target is not None:  # a link to a directory
             files.append((name, offset, target))
     return files
@@ -193,10 +195,10 @@ def _kind(begin: bytes) -> tuple[str, str]:
 
 def _check_headers(headers: bytes) -> None:
     """Check the extended headers before a member's own: some versions of tarfile leave out what they cannot read."""
-    at = 0
-    while (kind := headers[at + 156 : at + 157]) and kind in b"xgXLK":
-        size = tarfile.TarInfo.frombuf(headers[at : at + BLOCK], "utf-8", "surrogateescape").size
-        begin, at = at + BLOCK, at + BLOCK + -(-size // BLOCK) * BLOCK
+    offset = 0
+    while (kind := headers[offset + 156 : offset + 157]) and kind in b"xgXLK":
+        size = tarfile.TarInfo.frombuf(headers[offset : offset + BLOCK], "utf-8", "surrogateescape").size
+        begin, offset = offset + BLOCK, offset + BLOCK + -(-size // BLOCK) * BLOCK
         content = headers[begin : begin + size].rstrip(b"\0")
         end = begin + len(content)
         if not content or (kind in b"LK" and (len(content) < size - 1 or b"\0" in content)):  # a zero ends a name

@@ -27,7 +27,9 @@ HELD = (
     "loader",
     "parallel",
     "randomness",
+    "recordio",
     "sampling",
+    "storage",
     "streams",
 )
 """The rooms whose docstrings, comments and messages are in these words. A room joins them when it is rewritten."""

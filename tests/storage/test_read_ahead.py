@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from sharded_loader import (
 from sharded_loader.storage import read_ahead
 from sharded_loader.storage.files import Stat
 from sharded_loader.storage.read_ahead import ReadAhead
+from sharded_loader.storage.stores import ObjectStore
 
 
 def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -38,33 +40,41 @@ def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
 class Walk:
     """A `ReadAhead` over batches that need the given shards, of size 1. What it lets go is deleted at once."""
 
+    limit_text = "the cache has no more"
+
     def __init__(self, batches: list[list[int]], room: int, later: Sequence[list[int]] = ()) -> None:
+        self.max_bytes = room
         self.fetched: list[int] = []
         self.there: set[int] = set()
         self.said: list[tuple[int, int | None]] = []  # of shards that are not needed now: the batch that needs them
-        self.short: list[int] = []
         self.position: int | None = 0
+        cache: Any = self
         self.ahead = ReadAhead(
+            cache,
+            ObjectStore(),
+            shards(100),
             lambda number: batches[number] if number < len(batches) else None,
             lambda: self.position,
-            [1] * 100,
-            room,
-            self.fetch,
-            lambda shard: shard in self.there,
-            self.let_go,
             lambda number: later[number] if number < len(later) else None,
-            self.short.append,
         )
         self.ahead.start()
 
-    def fetch(self, shard: int, is_needed: Callable[[], bool]) -> None:
+    def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
         if is_needed():
-            self.there.add(shard)
-            self.fetched.append(shard)
+            self.there.add(int(url))
+            self.fetched.append(int(url))
 
-    def let_go(self, shard: int, again: int | None) -> None:
-        self.there.discard(shard)
-        self.said.append((shard, again))
+    def keep(self, url: str, stat: Stat) -> bool:
+        return int(url) in self.there
+
+    def let_go(self, url: str, stat: Stat, again: int | None) -> None:
+        self.there.discard(int(url))
+        self.said.append((int(url), again))
+
+
+def shards(count: int) -> list[tuple[str, Stat]]:
+    """Each of one byte. Its URL is its number."""
+    return [(str(shard), Stat(1, str(shard))) for shard in range(count)]
 
 
 def test_it_goes_as_far_as_there_is_room() -> None:
@@ -121,34 +131,29 @@ def test_the_cache_learns_when_a_shard_is_needed_again_in_this_epoch_or_the_next
 
 def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() -> None:
     asked: list[int] = []
-    ahead = ReadAhead(
-        lambda number: [number] if number < 3 else None,
-        lambda: 0,
-        [1] * 3,
-        3,
-        lambda shard, is_needed: None,
-        lambda shard: True,
-        lambda shard, again: None,
-        asked.append,
-    )
+    cache: Any = types.SimpleNamespace(max_bytes=3, keep=lambda url, stat: True, let_go=lambda *_: None)
+    needs = lambda number: [number] if number < 3 else None  # noqa: E731
+    ahead = ReadAhead(cache, ObjectStore(), shards(3), needs, lambda: 0, asked.append)
     ahead.start()
     until(lambda: ahead._end == 3 and len(ahead._window) == 3)
     ahead.stop()
     assert asked == [] and ahead.error is None
 
 
+@pytest.mark.filterwarnings("error")
 def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     batches = [[number % 5] for number in range(300)]
-    walk = Walk(batches, room=3)
-    for walk.position in range(290):
-        until(lambda: batches[walk.position or 0][0] in walk.ahead._needed)
-    assert walk.short == [5]
-    walk.ahead.stop()
+    with pytest.warns(UserWarning, match="it needs 5 bytes of shards at once, and the cache has no more") as told:
+        walk = Walk(batches, room=3)
+        for walk.position in range(290):
+            until(lambda: batches[walk.position or 0][0] in walk.ahead._needed)
+        walk.ahead.stop()
+    assert len(told) == 1
     walk = Walk([[number // 50] for number in range(300)], room=3)
     for walk.position in range(290):
         until(lambda: (walk.position or 0) // 50 in walk.ahead._needed)
-    assert walk.short == []
     walk.ahead.stop()
+    assert walk.ahead.error is None
 
 
 def optimum(batches: list[list[int]], room: int) -> int:
@@ -172,13 +177,16 @@ def optimum(batches: list[list[int]], room: int) -> int:
 
 @pytest.mark.parametrize("room", [12, 24, 36])
 @pytest.mark.costly
-def test_a_cache_fetches_about_as_little_as_the_best_rule(tmp_path: Path, room: int) -> None:
+def test_a_cache_fetches_about_as_little_as_the_best_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
     order = ShardShuffleSampler([16] * 48, window=4, seed=3)
     epochs = [
         [sorted(set((batch // 16).tolist())) for batch in np.array(list(order.iter_epoch(epoch))).reshape(-1, 8)]
         for epoch in range(5)
     ]
-    cache, stats = ShardCache(tmp_path, room), [Stat(1, str(shard)) for shard in range(48)]
+    cache, store, known = ShardCache(tmp_path, room), ObjectStore(), shards(48)
+    monkeypatch.setattr(store, "fetch", lambda url, file, stat: file.write(b"a"))
 
     def of(epoch: int, number: int) -> list[int] | None:
         return epochs[epoch][number] if number < len(epochs[epoch]) else None
@@ -186,18 +194,16 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(tmp_path: Path, room: 
     for epoch in range(4):
         position = 0
         ahead = ReadAhead(
+            cache,
+            store,
+            known,
             lambda number, epoch=epoch: of(epoch, number),  # type: ignore[misc]
             lambda: position,  # noqa: B023
-            [1] * 48,
-            room,
-            lambda shard, is_needed: cache.prepare("", stats[shard], lambda file: file.write(b"a"), is_needed),
-            lambda shard: cache.keep("", stats[shard]),
-            lambda shard, again: cache.let_go("", stats[shard], again),
             lambda number, epoch=epoch: of(epoch + 1, number),  # type: ignore[misc]
         )
         ahead.start()
-        for position, shards in enumerate(epochs[epoch]):  # noqa: B007
-            until(lambda shards=shards: all(cache._path("", stats[shard]).exists() for shard in shards))  # type: ignore[misc]
+        for position, needed in enumerate(epochs[epoch]):  # noqa: B007
+            until(lambda needed=needed: all(cache._path(*known[shard]).exists() for shard in needed))  # type: ignore[misc]
         ahead.stop()
         assert ahead.error is None
     best = optimum([shards for epoch in epochs[:4] for shards in epoch], room)
@@ -208,7 +214,8 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(tmp_path: Path, room: 
 def test_its_threads_end(end: str) -> None:
     before = set(threading.enumerate())
     if end == "an order that fails":
-        ahead = ReadAhead(lambda number: [][number], lambda: 0, [], 1, lambda *_: None, bool, id)  # type: ignore[arg-type]
+        cache: Any = types.SimpleNamespace(max_bytes=1)
+        ahead = ReadAhead(cache, ObjectStore(), [], lambda number: [][number], lambda: 0)
         ahead.start()
         until(lambda: type(ahead.error) is IndexError)
     else:

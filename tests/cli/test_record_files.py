@@ -1,4 +1,4 @@
-"""Which files are packed, with which labels, and that both output files appear or neither."""
+"""Which files are packed, with which labels; both output files appear or neither. What a record file holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sharded_loader import RecordFileDataset
-from sharded_loader.cli import packing
 from sharded_loader.cli.output import CannotRun
-from sharded_loader.cli.packing import (
-    Entry,
+from sharded_loader.cli.record_files import (
+    FileToPack,
+    examine,
     find_folder,
     find_list,
     pack_files,
@@ -19,7 +19,7 @@ from sharded_loader.cli.packing import (
     write_index,
     write_labels,
 )
-from sharded_loader.recordio import unpack
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, pack, unpack
 
 
 def files(folder: Path, *names: str) -> Path:
@@ -127,7 +127,7 @@ def test_a_class_without_a_number_is_named(tmp_path: Path) -> None:
 def test_the_bytes_and_the_labels_come_back(tmp_path: Path) -> None:
     files(tmp_path, "a.jpg", "b.jpg")
     done: list[int] = []
-    entries = [Entry(9, 3.0, tmp_path / "a.jpg"), Entry(4, (1.0, 2.0), tmp_path / "b.jpg")]
+    entries = [FileToPack(9, 3.0, tmp_path / "a.jpg"), FileToPack(4, (1.0, 2.0), tmp_path / "b.jpg")]
     size = pack_files(entries, tmp_path / "out.rec", done.append)
     assert size == (tmp_path / "out.rec").stat().st_size
     assert done == [1, 2]
@@ -141,7 +141,9 @@ def test_the_bytes_and_the_labels_come_back(tmp_path: Path) -> None:
 def test_if_a_file_cannot_be_read_nothing_is_written_and_nothing_replaced(tmp_path: Path) -> None:
     files(tmp_path, "a.jpg", "out.rec", "out.idx")
     with pytest.raises(OSError):
-        pack_files([Entry(0, 0.0, tmp_path / "a.jpg"), Entry(1, 0.0, tmp_path / "gone.jpg")], tmp_path / "out.rec")
+        pack_files(
+            [FileToPack(0, 0.0, tmp_path / "a.jpg"), FileToPack(1, 0.0, tmp_path / "gone.jpg")], tmp_path / "out.rec"
+        )
     assert sorted(os.listdir(tmp_path)) == ["a.jpg", "out.idx", "out.rec"]
     assert (tmp_path / "out.rec").read_bytes() == b"bytes of out.rec"
 
@@ -149,15 +151,105 @@ def test_if_a_file_cannot_be_read_nothing_is_written_and_nothing_replaced(tmp_pa
 def test_a_file_that_is_too_large_for_a_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharded_loader.recordio.files.MAX_LENGTH", 30)
     with pytest.raises(CannotRun, match=r"a.jpg: it has 14 bytes, and a record has room for 30"):
-        pack_files([Entry(0, 0.0, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
+        pack_files([FileToPack(0, 0.0, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
 
 
 def test_a_label_that_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannotRun, match=r"a.jpg: .*does not fit"):
-        pack_files([Entry(0, 1e300, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
+        pack_files([FileToPack(0, 1e300, files(tmp_path, "a.jpg") / "a.jpg")], tmp_path / "out.rec")
 
 
 def test_an_index_has_a_key_for_each_offset(tmp_path: Path) -> None:
     write_index(tmp_path / "x.rec", [0, 16, 40])
     assert (tmp_path / "x.idx").read_bytes() == b"0\t0\n1\t16\n2\t40\n"
-    assert packing.index_of(tmp_path / "x.rec") == tmp_path / "x.idx"
+
+
+# -- what is in a record file ------------------------------------------------------------------------------------------
+
+JPEG, PNG = b"\xff\xd8\xff\xe0 a photo", b"\x89PNG\r\n\x1a\n a drawing"
+
+
+def write_records(path: Path, *records: bytes) -> list[int]:
+    """The records as a file; where each begins."""
+    offsets = []
+    with MXRecordIO(path, "w") as file:
+        for record in records:
+            offsets.append(file.tell())
+            file.write(record)
+    return offsets
+
+
+def test_sizes_labels_and_contents_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "some.rec"
+    records = [
+        pack((0, 1.0, 7, 0), JPEG),
+        pack((0, [1.0, 0.5], 8, 0), PNG),
+        pack((0, 1.0, 9, 0), b""),
+        JPEG,
+        b"plain text of some length, without a header",
+    ]
+    offsets = write_records(path, *records)
+    seen: list[int] = []
+    found, begins = examine(path, 2, seen.append)
+    assert (found.records, found.headers, found.nbytes) == (5, 3, path.stat().st_size)
+    assert (found.smallest, found.median, found.largest) == (0, len(JPEG), len(records[4]))
+    assert found.labels == {"1": 2, "1 0.5": 1}
+    assert found.contents == {"JPEG": 2, "PNG": 1, "empty": 1, "other": 1}
+    assert [(one.offset, one.nbytes, one.label, one.id, one.content) for one in found.first] == [
+        (0, len(JPEG), "1", 7, "JPEG"),
+        (offsets[1], len(PNG), "1 0.5", 8, "PNG"),
+    ]
+    assert (found.damage, found.damage_offset, found.index) == (None, None, "none")
+    assert seen == list(begins) == offsets
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_damage_is_found_at_its_offset_and_what_comes_before_is_counted(damaged: int, tmp_path: Path) -> None:
+    path = tmp_path / "some.rec"
+    offsets = write_records(path, b"one", b"two", b"three")
+    content = bytearray(path.read_bytes())
+    content[offsets[damaged]] ^= 0xFF
+    path.write_bytes(content)
+    found, _ = examine(path)
+    assert (found.records, found.damage_offset) == (damaged, offsets[damaged])
+    assert found.damage is not None and found.damage.startswith(f"no record at {offsets[damaged]}: ")
+    assert ("Is it a RecordIO file?" in found.damage) == (damaged == 0)
+
+
+def test_a_file_that_ends_too_soon_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "some.rec"
+    offsets = write_records(path, b"one", b"two")
+    path.write_bytes(path.read_bytes()[:-2])
+    found, _ = examine(path)
+    assert (found.records, found.damage_offset) == (1, offsets[1])
+    assert found.damage is not None and "the file ends at" in found.damage
+
+
+def test_a_file_without_records_has_none(tmp_path: Path) -> None:
+    write_records(tmp_path / "some.rec")
+    found, _ = examine(tmp_path / "some.rec")
+    assert (found.records, found.damage, found.contents, found.median) == (0, None, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("index", "said", "wrong"),
+    [
+        ("0\t0\n1\t12\n", "some.idx: 2 keys", False),
+        ("0\t12\n", "some.idx: 1 key; 1 record has no key", False),
+        ("0\t0\n1\t16\n", "some.idx: 1 of 2 keys lead to no whole record", True),
+        ("0\tzero\n", "is no line 'key<TAB>offset'", True),
+    ],
+)
+def test_the_index_is_compared_with_the_records(index: str, said: str, wrong: bool, tmp_path: Path) -> None:
+    assert write_records(tmp_path / "some.rec", b"one", b"two") == [0, 12]
+    (tmp_path / "some.idx").write_text(index)
+    found, _ = examine(tmp_path / "some.rec")
+    assert said in found.index
+    assert found.index_is_wrong == wrong
+
+
+def test_an_index_of_the_librarys_own_is_right(tmp_path: Path) -> None:
+    with MXIndexedRecordIO(tmp_path / "x.idx", tmp_path / "x.rec", "w") as file:
+        file.write_idx(5, b"five")
+    found, _ = examine(tmp_path / "x.rec")
+    assert (found.index, found.index_is_wrong) == ("x.idx: 1 key", False)
