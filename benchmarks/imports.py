@@ -93,7 +93,7 @@ def imports_of(sources: Mapping[str, str]) -> list[Import]:
 def _running(node: ast.AST, inside: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
     """All statements and expressions that can run, and whether they are inside a function."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).rpartition(".")[2] == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and _last_name(child.test) == "TYPE_CHECKING":
             child = ast.Module(child.orelse, [])
         if isinstance(child, (ast.stmt, ast.expr)):
             yield child, inside
@@ -114,15 +114,20 @@ def _named(node: ast.AST, inside: bool, package: str, modules: Collection[str]) 
         full = [f"{base}.{alias.name}" for alias in node.names]
         names = [name if name in modules else base for name in full]
     elif isinstance(node, ast.Call) and node.args:
-        called = ast.unparse(node.func)
         names = _constant(node.args[0])
+        called = ast.unparse(node.func) if names else ""
         if called in ("sys.modules.get", "modules.get"):
             kind = HIDDEN
         elif called not in ("importlib.import_module", "import_module", "__import__"):
             return
-    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("sys.modules", "modules"):
-        names, kind = _constant(node.slice), HIDDEN
+    elif isinstance(node, ast.Subscript) and _constant(node.slice):
+        by_name = ast.unparse(node.value) in ("sys.modules", "modules")
+        names, kind = _constant(node.slice) if by_name else [], HIDDEN
     yield from ((name, kind) for name in dict.fromkeys(names) if name in modules)
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _constant(node: ast.AST) -> list[str]:

@@ -126,19 +126,21 @@ def _choose_methods(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def covering(strength: int = 1, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrise a test with all combinations. Those that bring no new value are slow.
 
-    Those of the forkserver are slow too. The quick tests do not even collect the slow ones.
+    Those that start an interpreter are slow too. The quick tests do not even collect the slow ones.
 
     Args:
         strength: 0: all but one are slow, 2: those that bring no new pair of values together, 3: no new three.
+        spawned: whether one that spawns workers is quick all the same.
         parameters: the values of each.
     """
     rows = list(itertools.product(*parameters.values()))
+    late = {"forkserver"} if spawned or "fork" not in PROCESS_POOLS else {"forkserver", "spawn"}
     parts = [
         {tuple((i, id(row[i])) for i in columns) for columns in itertools.combinations(range(len(row)), strength)}
-        if "forkserver" not in row
+        if late.isdisjoint(value for value in row if isinstance(value, str))
         else set()
         for row in rows
     ]

@@ -254,6 +254,7 @@ class Plain(torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "process", "torch's"])
 @pytest.mark.parametrize("shuffles", [False, True])
+@pytest.mark.costly(4)
 def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, shuffles: bool) -> None:
     def make(dataset: Any) -> Any:
         if pool == "torch's":

@@ -60,11 +60,20 @@ NAMES = {
 }
 """By module: the names that this library uses."""
 
+SLOW_TO_IMPORT = ("lightning.pytorch.loops", "lightning.fabric.wrappers", "accelerate.state")
+
 ON_OBJECTS = {"_initializing", "_mmap"}
 """Instances have them, and their classes do not."""
 
 
-@pytest.mark.parametrize(("module", "name"), [(one, name) for one, names in NAMES.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=pytest.mark.slow if module in SLOW_TO_IMPORT else ())
+        for module, names in NAMES.items()
+        for name in names.split()
+    ],
+)
 def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
     holder = pytest.importorskip(module)
     *path, last = name.split(".")

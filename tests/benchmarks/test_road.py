@@ -268,6 +268,7 @@ def test_a_checkout_without_the_package_is_refused(tmp_path: Path) -> None:
         road.main(["--package", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_an_error_and_no_hang(tmp_path: Path) -> None:
     (tmp_path / road.PACKAGE).mkdir()
     (tmp_path / road.PACKAGE / "__init__.py").write_text("raise ImportError('half a checkout')\n")
@@ -288,6 +289,7 @@ def test_the_package_is_measured_beside_itself() -> None:
     assert any("__next__" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_checkout_is_measured_from_its_own_folder(tmp_path: Path) -> None:
     """Not the package that this program imports."""
     package = tmp_path / road.PACKAGE

@@ -13,7 +13,7 @@ import pytest
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/command.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE)
-SLOW = ("bench", "demo")
+SLOW = ("bench", "demo", "doctor")
 NUMBER = re.compile(r"[\d.,]*\d")
 
 

@@ -119,6 +119,7 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(arguments: list[str]
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process group")
 def test_ctrl_c_stops_bench_and_its_workers_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "data_to_stop.py").write_text(

@@ -126,7 +126,7 @@ def test_the_seed_decides_who_comes_first_and_nothing_else_does():
     assert first(Schedule([3, 2, 1], 5), 12) == always
 
 
-@pytest.mark.parametrize("count", [1, 2, MOST])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(MOST, marks=pytest.mark.slow)])
 def test_up_to_65536_sources_fit(count):
     schedule = Schedule(whole_numbers(None, count), 0)
     assert set(schedule.at_many(np.arange(5 * count))[0].tolist()) == set(range(count))

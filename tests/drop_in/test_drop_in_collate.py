@@ -227,7 +227,7 @@ THROUGH_A_PIPE = [kind for kind in SAMPLES if kind not in HERE_ONLY]
 )
 @pytest.mark.parametrize("in_tuples", [False, True])
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.costly(6)
+@pytest.mark.costly(2)
 def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples: bool) -> None:
     samples = SAMPLES[kind]()
     if in_tuples:
@@ -324,7 +324,7 @@ ROWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.costly(2))])
 @pytest.mark.parametrize("kind", ROWS)
 def test_rows_of_tensors_are_torchs_batches(kind: str, num_workers: int) -> None:
     if kind == "that is learned" and num_workers:

@@ -171,6 +171,7 @@ class Watched(Sampler[int]):
 
 
 @pytest.mark.parametrize("factor", [1, 2, 5])
+@pytest.mark.costly
 def test_prefetch_factor_bounds_how_far_the_sampler_is_read(factor: int) -> None:
     sampler = Watched()
     loader = DataLoader(range(60), 3, sampler=sampler, num_workers=2, prefetch_factor=factor)

@@ -108,7 +108,10 @@ def test_its_attributes_and_its_length_are_torchs(name: str) -> None:
     assert len(DataLoader(Rows(), **MADE[name]())) == len(TORCHS(Rows(), **MADE[name]()))
 
 
-@pytest.mark.parametrize("name", MADE)
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "many workers" else name for name in MADE]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_its_first_epoch_is_torchs(name: str) -> None:
     assert epochs(DataLoader, Rows(), **MADE[name]()) == epochs(TORCHS, Rows(), **MADE[name]())
 
@@ -429,16 +432,16 @@ def rebuilt(loader: Any) -> Any:
     return DataLoader(**found)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loader_that_is_made_from_the_attributes_gives_the_same_batches(name: str) -> None:
     torch.manual_seed(2)
     loader = DataLoader(Rows(), **MADE[name](), seed=3)
     assert repr(list(rebuilt(copy.deepcopy(loader)))) == repr(list(loader))
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
-@pytest.mark.costly(13)
+@pytest.mark.costly(12)
 def test_a_copy_gives_the_same_batches(name: str, again: Callable[[Any], Any]) -> None:
     if again is copy.copy and name in ("shuffle", "generator"):
         return  # it shares the sampler, whose next epoch comes

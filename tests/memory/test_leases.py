@@ -59,6 +59,7 @@ def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
 
 
 @METHODS
+@pytest.mark.costly
 def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(method: str, backend: None) -> None:
     with loader_over(make_pool(method)) as loader:
         held: dict[int, Any] = {}
@@ -86,6 +87,7 @@ def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(m
 
 
 @METHODS
+@pytest.mark.costly
 def test_all_batches_can_be_held(method: str, backend: None) -> None:
     with loader_over(make_pool(method)) as loader:
         batches = list(loader)
@@ -216,6 +218,7 @@ def test_leases_that_end_after_the_loader_are_nobody_s_affair() -> None:
 
 @METHODS
 @pytest.mark.parametrize("max_bytes", [0, 1000, 100_000, 300_000, None])
+@pytest.mark.costly(2)
 def test_values_are_right_at_any_bound(method: str, max_bytes: int | None) -> None:
     with loader_over(ProcessPool(2, start_method=method, max_bytes=max_bytes), 120) as loader:
         held = []

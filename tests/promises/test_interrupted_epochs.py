@@ -68,7 +68,7 @@ def places(kind: str) -> list[Any]:
 
 
 @covering(1, pool=["inline", "thread"], kind=KINDS, iterator=["the same", "another"])
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 23])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 61])
 def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
     pool: str, kind: str, iterator: str, step: int
 ) -> None:

@@ -75,7 +75,7 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], 
 # -- parts in turn, every sample once -----------------------------------------------------------------------------
 
 
-@covering(1, pool=POOLS, kind=TORCH_FREE, workers=[1, 2, 3, 4])
+@covering(1, spawned=True, pool=POOLS, kind=TORCH_FREE, workers=[1, 2, 3, 4])
 def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
@@ -312,7 +312,7 @@ def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
             assert until_the_end(iter(loader))[2] == places  # another epoch
 
 
-@covering(1, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
+@covering(1, spawned=True, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
 @pytest.mark.costly
 def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
     dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))

@@ -79,7 +79,9 @@ def test_a_state_after_any_batch_of_any_epoch_is_gone_on_from(kind: Callable[...
             assert next(rest) == one, (epoch, count)
 
 
-@covering(1, saves=POOLS, loads=POOLS, kind=[Parts, GoOn, WithStatefulRows], workers=[1, 3], prefetch=[1, 9])
+@covering(
+    1, spawned=True, saves=POOLS, loads=POOLS, kind=[Parts, GoOn, WithStatefulRows], workers=[1, 3], prefetch=[1, 9]
+)
 def test_any_pool_goes_on_from_the_state_of_any_other(
     saves: str, loads: str, kind: Callable[..., Any], workers: int, prefetch: int
 ) -> None:
@@ -548,7 +550,7 @@ def test_a_buffer_may_be_part_of_the_state() -> None:
 
     (whole,) = epochs_of(Buffered(), 1, streams=1)
     assert sorted(sum(whole, [])) == list(range(30))
-    for count in range(8):
+    for count in (0, 1, 5, 7):
         stream = io.BytesIO()
         pickle.dump(save_after(Buffered(), count, streams=1, pool="fork"), stream)
         state = pickle.loads(stream.getvalue())

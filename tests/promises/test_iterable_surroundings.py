@@ -64,7 +64,7 @@ class InterruptInParts(InterruptAt):
 # -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [59, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 @pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
 @pytest.mark.parametrize("pool", [*POOLS[:3], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[3:])])
 def test_a_ctrl_c_at_any_line_of_next_loses_no_batch(pool: str, kind: Callable[..., Any], step: int) -> None:
@@ -342,7 +342,7 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
 
 
 @pytest.mark.also_spawned
-@covering(1, method=PROCESS_POOLS, workers=[1, 3])
+@covering(1, spawned=True, method=PROCESS_POOLS, workers=[1, 3])
 def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
     lengths = (20, 3)
     (whole,) = epochs_of(Draws(lengths), pool="fork", workers=2, streams=2)

@@ -65,7 +65,7 @@ def expected(where: str, **options: Any) -> list[Any]:
 # -- a batch that fails every time ----------------------------------------------------------------------------
 
 
-@covering(1, method=PROCESS_POOLS, how=HOWS, where=PHASES)
+@covering(1, spawned=True, method=PROCESS_POOLS, how=HOWS, where=PHASES)
 @pytest.mark.costly(3)
 def test_a_batch_that_always_fails_is_one_error_in_its_place(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
@@ -164,7 +164,9 @@ def test_a_death_is_no_bad_sample(on_error: str, tmp_path: Path) -> None:
 # -- a crash that does not come again -------------------------------------------------------------------------
 
 
-@covering(1, method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2])
+@covering(
+    1, spawned=True, method=PROCESS_POOLS, where=[*PHASES, "starting"], how=[leaves, killed], num_shards=[None, 2]
+)
 @pytest.mark.costly(2)
 def test_a_crash_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], num_shards: int | None, tmp_path: Path

@@ -121,7 +121,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
 
 
-@covering(1, method=PROCESS_POOLS, how=["fork", "program"], known=["by pidfd", "by pipe"])
+@covering(1, spawned=True, method=PROCESS_POOLS, how=["fork", "program"], known=["by pidfd", "by pipe"])
 def test_a_dead_worker_is_noticed_while_a_process_that_it_started_lives(
     method: str, how: str, known: str, folder: Path
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_storm_that_hits_workers_while_they_start_does_not_end_the_pool(method
     assert killer.left == 0
 
 
-@pytest.mark.parametrize("how", [leaves, crashes])
+@pytest.mark.parametrize("how", [leaves, pytest.param(crashes, marks=pytest.mark.slow)])
 def test_a_replacement_that_ends_by_itself_is_given_up_soon(how: Any, tmp_path: Path) -> None:
     """Also where workers have started before."""
     broken = tmp_path / "broken"

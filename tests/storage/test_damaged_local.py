@@ -70,6 +70,7 @@ def tar_subject(dialect: str) -> Subject:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.costly
 def test_damaged_tar_shards_are_noticed(dialect: str, tmp_path: Path) -> None:
     assert read_shards(str(write(tmp_path / "a.tar", tar_of(dialect)))) == samples_of_tar(tar_of(dialect))
     assert_noticed(tar_subject(dialect), range(120), tmp_path)

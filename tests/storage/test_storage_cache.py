@@ -159,6 +159,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.costly
 def test_a_killed_fetcher_leaves_its_place_to_another(tmp_path: Path, number: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], stdout=subprocess.PIPE, text=True
