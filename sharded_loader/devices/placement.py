@@ -43,7 +43,7 @@ from sharded_loader.devices.pinning import Registrar, Undo, copied_out, pinned_e
 from sharded_loader.devices.streams import OUT_OF_MEMORY, Streams, capture_probe, note_late, streams_of
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
-from sharded_loader.memory.reused import ReusedMemory
+from sharded_loader.memory.leases import ReusedMemory
 
 AHEAD = 2
 """Batches copied ahead: one is being copied while the one before it waits for the consumer."""

@@ -10,8 +10,8 @@
 A segment is mapped once, so a batch costs no system call and no page fault. Segments grow geometrically, because each
 of them holds a descriptor in every process. Slots begin at multiples of 64 bytes.
 
-A lease is a weak reference to the array that the buffers are views of. When that array dies, in any thread or inside
-the garbage collector, the reference is appended to a deque. The next `take` finds it there, and uses the slot again.
+A slot is lent by a `memory.leases.Lease`: when the array that the buffers are views of has died, the next `take` uses
+the slot again.
 
 What can go wrong:
   * the bound is reached and all slots are held: `take` returns None, and the batch goes through the pipe;
@@ -32,7 +32,6 @@ import contextlib
 import errno
 import mmap
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +41,7 @@ import numpy as np
 from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.memory.codec import ALIGNMENT
+from sharded_loader.memory.leases import Lease
 from sharded_loader.memory.segments import Segment, Slot, create
 
 PAGE = 4096
@@ -52,7 +52,7 @@ HELD_LONG = 32
 """A batch is held, not in flight, if it stays lent while 32 others are begun: 16 workers have that many in flight."""
 
 PAUSE = 256
-"""Batches before the system is asked again for what it has refused: to ask takes 0.2 ms."""
+"""Batches before the system is asked again for what it has denied: to ask takes 0.2 ms."""
 
 WINDOW = 64
 """Batches: where sizes vary at random, one batch in 64 does not fit its slot, and is copied once more."""
@@ -95,21 +95,6 @@ class RecentSizes:
         self.wanted = largest + largest // 16
 
 
-class Lease(weakref.ref):  # type: ignore[type-arg]
-    """A reference to the array over a slot that is lent. Its callback is C code, which runs safely anywhere.
-
-    Attributes:
-        slot: the slot.
-        since: how many slots had been taken when it was lent.
-        is_shared: a process that the user has forked can read the slot.
-    """
-
-    __slots__ = ("is_shared", "since", "slot")
-    slot: Slot
-    since: int
-    is_shared: bool
-
-
 class Arena:
     """Slots for one pool. One thread at a time uses it; leases end in any thread.
 
@@ -126,7 +111,8 @@ class Arena:
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
         self._taken = 0
-        self._out: dict[Slot, Lease] = {}
+        self._out: dict[Slot, tuple[Lease, int]] = {}  # of each slot that is lent how many had been taken then
+        self._shared: set[Slot] = set()  # a process that the user has forked can read these
         self._returned: deque[Lease] = deque()
         self._warned = self._warned_of_refusal = False
         self._paused_until = 0
@@ -138,7 +124,7 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """How many batches somebody holds. Any thread may ask: it counts, and changes nothing."""
+        """How many batches the user holds. Any thread may ask: it counts, and changes nothing."""
         return len(self._out) - len(self._returned)
 
     def take(self, nbytes: int) -> Slot | None:
@@ -150,10 +136,9 @@ class Arena:
         self._taken += 1
         wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         while self._returned:
-            lease = self._returned.popleft()
-            slot = lease.slot
+            slot: Slot = self._returned.popleft().held
             del self._out[slot]
-            if lease.is_shared:
+            if slot in self._shared:
                 continue
             if slot.nbytes == wanted:
                 return slot  # as it is, where all batches are equally large
@@ -188,8 +173,8 @@ class Arena:
         # An array of its own for each lease: NumPy makes it the base of all views of it.
         whole = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
         lease = Lease(whole, self._returned.append)
-        lease.slot, lease.since, lease.is_shared = slot, self._taken, False
-        self._out[slot] = lease
+        lease.held = slot
+        self._out[slot] = lease, self._taken
         buffers = []
         for place in places:
             if type(place) is tuple:
@@ -201,9 +186,7 @@ class Arena:
 
     def retire_lent(self) -> None:
         """Never use the slots again that are lent now: the user is about to fork. Any thread may call this."""
-        for lease in list(self._out.values()):
-            if lease() is not None:
-                lease.is_shared = True
+        self._shared.update(slot for slot, (lease, _) in list(self._out.items()) if lease() is not None)
 
     def close_descriptors(self) -> None:
         """In a forked child: the descriptors belong to the main process."""
@@ -215,7 +198,7 @@ class Arena:
         segments = self.segments
         self.segments, self._free = [], []
         # New ones: a lease that ends later must not free a slot of a later segment.
-        self._out, self._returned = {}, deque()
+        self._out, self._returned, self._shared = {}, deque(), set()
         with contextlib.ExitStack() as steps:  # each step is done, whatever another one raises
             for segment in segments:
                 steps.callback(_give_up, segment)
@@ -251,7 +234,7 @@ class Arena:
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        with uninterrupted():  # a segment that nobody knows would keep its descriptor, and stay registered
+        with uninterrupted():  # a segment that is not noted would keep its descriptor, and stay registered
             segment = self._create(size, least, have)
             if segment is None:
                 self._paused_until = self._taken + PAUSE
@@ -284,7 +267,7 @@ class Arena:
 
     def _warn_of_bound(self, have: int) -> None:
         # Not the batches in flight, however many: those that stay while others come and go.
-        held = sum(self._taken - lease.since >= HELD_LONG for lease in self._out.values())
+        held = sum(self._taken - since >= HELD_LONG for _, since in self._out.values())
         if not self._warned and held and 2 * held >= len(self._out):
             self._warned = True
             warnings.warn(

@@ -40,9 +40,9 @@ class EncodedError:
 def encode_error(error: BaseException) -> EncodedError:
     """Make ``error`` ready to travel. Never raises.
 
-    The exception's own reduction is tried first, then one that does not call ``__init__`` (a constructor
-    with several arguments cannot be called with ``args``); each is tried out here, because a failure in the
-    main process would come too late.
+    The exception's own reduction is tried first, then one that does not call ``__init__``: a constructor with several
+    arguments cannot be called with ``args``. Each is tried out here, because a failure in the main process would come
+    too late.
     """
     notes = (*notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
     shorten(error)

@@ -8,8 +8,8 @@
     died, timed_out, ...              -> the errors, with batch, sample, worker, and how to see it again
 
 A batch is built again by another worker, unless it has killed ``restarts`` of them. The clock of a silent worker runs
-only while the trainer looks, in small steps: neither a trainer that was busy elsewhere nor a program that was
-stopped (Ctrl-Z) makes a worker late.
+only while the main process looks, in small steps. So a worker is not late because the main process was busy elsewhere,
+or because the program was stopped (Ctrl-Z).
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Deaths:
     """Counts the workers that batches, and starting, have killed.
 
     A worker that ends by itself in its start (an exit code, a segmentation fault) will do so again: ``restarts`` of
-    them, of whatever numbers, are too many. One that is killed there (out of memory, by somebody) may be unlucky: of
-    these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been ready.
+    them, of whatever numbers, are too many. One that is killed there (out of memory, by another program) may be
+    unlucky: of these, ``restarts`` of the same number are too many, or `PROVEN` times as many if any worker has been
+    ready.
 
     Args:
         restarts: the number of deaths that is too many; 0 counts as 1.
@@ -82,7 +83,7 @@ class Deaths:
         return self._by_batch[task.run, task.seq]
 
     def suspect(self, keys: Iterable[tuple[int, int]]) -> None:
-        """A worker died over one of these tasks, and nobody knows over which."""
+        """A worker died over one of these tasks, and it is not known over which."""
         self.suspects.update(keys)
         self.unsettled = True
 
@@ -124,7 +125,7 @@ class Deaths:
 
 
 _FROM_OUTSIDE = {-int(number) for name in ("SIGHUP", "SIGTERM", "SIGKILL") if (number := getattr(signal, name, None))}
-"""Exit codes of workers that somebody else has killed. One that is not known is taken for such."""
+"""Exit codes of workers that another program has killed. One that is not known is taken for such."""
 
 _BY_ITSELF = -1
 """Instead of a worker's number."""
@@ -136,7 +137,7 @@ class Watch:
     Also between batches: a worker that was stopped there never begins the one that it has been sent.
 
     Args:
-        timeout: seconds without progress; None: nobody looks.
+        timeout: seconds without progress; None: workers are never late.
 
     Attributes:
         step: seconds until the next look; None: never.
@@ -158,7 +159,7 @@ class Watch:
         if self.timeout is None or self.step is None:
             return []
         now = time.monotonic()
-        # No more is counted between two looks: whoever looks may have been away.
+        # No more is counted between two looks: the main process may have been away.
         passed, self._looked = min(now - self._looked, 2 * self.step), now
         before, self._seen = self._seen, {}
         late = []
@@ -182,9 +183,9 @@ class Death(NamedTuple):
         oom_kills: what `ProcessTransport.oom_kills` said then.
         host, cause: where another program runs the workers: the address of its machine, and what that program says.
         hung: it was killed because it was late.
-        board: where it was; None: nobody knows.
+        board: where it was; None: that is not known.
         traceback: what it has sent of its own end, in its start.
-        is_of_machine: its machine has gone: nobody is to blame.
+        is_of_machine: its machine has gone: no batch is to blame.
         is_final: it could not be made; nor could another one.
     """
 

@@ -2,7 +2,7 @@
 
     submit -> tasks -> wait: Reader.read -> Result
 
-The least there is between a dataset and a loop: nothing to start, nothing read ahead, a debugger works. If an exception
+The least there is between a dataset and a loop: nothing to start, nothing prefetched, a debugger works. If an exception
 strikes inside the dataset, such as a Ctrl-C, the task stays, and the next `wait` reads it again.
 """
 

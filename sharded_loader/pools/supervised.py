@@ -23,8 +23,7 @@ from sharded_loader.engine.grouping import Grouping
 from sharded_loader.engine.messages import NewJob, Result, Task, unpack_result
 from sharded_loader.engine.pool import WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.classes import is_findable
-from sharded_loader.memory.codec import SetApart, decode
+from sharded_loader.memory.codec import SetApart, decode, is_findable
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.supervisor import Supervisor, W
@@ -56,7 +55,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         grouping: Grouping,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
-        self.restarts = check_int("restarts", restarts, 0, "a batch that kills so many workers is given up")
+        self.restarts = check_int("restarts", restarts, 0, "a batch that kills this number of workers is given up")
         self._grouping = grouping
         self._sizes = RecentSizes()
         self._rejected: list[Result] = []  # of tasks that could not be sent

@@ -34,7 +34,7 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import IN_BULK, ONE_BY_ONE, SAMPLE, is_at
 from sharded_loader.engine.messages import NOTHING, NewJob, Result, Task
 from sharded_loader.engine.pool import PoolBroken
-from sharded_loader.memory.classes import classes_of_main
+from sharded_loader.memory.codec import classes_of_main
 from sharded_loader.pools.deaths import (
     Death,
     Deaths,
@@ -122,7 +122,7 @@ class Transport(ABC, Generic[W]):
         """Give back what a worker has left."""
 
     def goes_on_without(self, worker: W, error: Exception) -> bool:
-        """Whether the others read without a worker that cannot start, and that nobody replaces."""
+        """Whether the others read without a worker that cannot start, and is not replaced."""
         return False
 
     @abstractmethod

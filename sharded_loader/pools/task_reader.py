@@ -2,14 +2,12 @@
 
     reader_for(job) -> Reader           that of iterable data is imported only where there is such data: fewer imports
     TaskReader(number, ...)             for workers that have a dataset of their own, wherever they run:
-      take(new job) -> reader made, torch told, worker_init_fn called
-      read(run, seq, fields, memory) -> Result, its slot, the task      noted on the board, generators seeded
-      pack(result, slot, task) -> Encoded                               what leaves the worker
+      begin(load) -> None, or an encoded error    the job taken: reader made, torch told, worker_init_fn called
+      answer(run, seq, fields, memory) -> reply   read, noted on the board, generators seeded; what leaves the worker
 
 `process.worker` brings messages and slots to it by a pipe, `ray.actor` by calls of Ray. One thread uses it. What
-the user's code raises in a task is part of the result. A result that cannot be pickled is the error of its batch. If
-the job cannot be taken, `take` raises, and `failed_in_start` says where. Nothing here imports torch. If the user's
-dataset does, torch is told that it is in a worker.
+the user's code raises in a task is part of the result. A result that cannot be pickled is the error of its batch.
+Nothing here imports torch. If the user's dataset does, torch is told that it is in a worker.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from sharded_loader.base.errors import Location, add_note, as_exception
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.datasets import retries_here
 from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board
-from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_result, task_of
+from sharded_loader.engine.messages import Job, NewJob, Reply, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import Encoded, End, SetApart, SlotWriter, encode, set_apart
 from sharded_loader.memory.exceptions import encode_error
@@ -70,7 +68,8 @@ class TaskReader:
 
     Attributes:
         board: where it notes what it is at.
-        job: what it reads; None before `take`.
+        job: what it reads; None before `begin`.
+        cancelled: runs whose tasks are not to be read.
     """
 
     def __init__(self, number: int, num_workers: int, name: str) -> None:
@@ -79,7 +78,22 @@ class TaskReader:
         self._name = name
         self.board: Board = new_board()
         self.job: Job | None = None
+        self.cancelled: set[int] = set()
         self._reader: Reader | None = None
+
+    def explain(self, error: BaseException, *, in_start: bool) -> None:
+        """Add to an error what is known of its cause here."""
+
+    def begin(self, load: Callable[[], NewJob]) -> bytes | None:
+        """Read the job that `load` returns from now on. An encoded error, if it cannot be taken."""
+        try:
+            self.take(load())
+        except BaseException as error:
+            failure = as_exception(error, "while a worker started")
+            add_note(failure, f"sharded_loader: while {self._name} started (unpickling the dataset, worker_init_fn)")
+            self.explain(failure, in_start=True)
+            return encode(encode_error(failure)).head
+        return None
 
     def take(self, new: NewJob) -> None:
         """Read this job from now on.
@@ -107,6 +121,25 @@ class TaskReader:
             alone=True,
             seed=self._seed_globals,
         )
+
+    def answer(
+        self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
+    ) -> tuple[bytes, Encoded, SlotWriter]:
+        """Read one task, unless its run is cancelled.
+
+        Args:
+            run, seq, fields, memory: as of `read`.
+
+        Returns:
+            What leaves the worker (`messages.pack_reply`), with its buffers, and the slot that these lie in.
+        """
+        result, slot, task = Result(run, seq), SlotWriter(None), None
+        if run not in self.cancelled:
+            result, slot, task = self.read(run, seq, fields, memory)
+            if result.error is not None:
+                self.explain(result.error, in_start=False)
+        encoded = self.pack(result, slot, task)
+        return pack_reply(run, seq, slot.wanted, encoded), encoded, slot
 
     def read(
         self, run: int, seq: int, fields: Any, memory: np.ndarray[Any, Any] | None
@@ -168,13 +201,6 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     reply = Reply(result._replace(error=None, skipped=()), error, skipped)
     objects = set_apart(result.batch)
     return encode(SetApart([*objects, skipped], End, reply) if objects or skipped else reply, slot)
-
-
-def failed_in_start(error: BaseException, name: str) -> Exception:
-    """The error for a worker that cannot take its job."""
-    failure = as_exception(error, "while a worker started")
-    add_note(failure, f"sharded_loader: while {name} started (unpickling the dataset, worker_init_fn)")
-    return failure
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:

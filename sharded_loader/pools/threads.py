@@ -52,7 +52,7 @@ class _Shared:
         # One for all threads; if tasks have lanes, one for each thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs whose tasks are wanted
-        self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: nobody reads them on
+        self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: they end there
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False

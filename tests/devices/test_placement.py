@@ -15,7 +15,7 @@ from sharded_loader.devices.copies import Placed
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placement, not_placed
 from sharded_loader.engine.messages import NOTHING, Result, Task
 from sharded_loader.engine.pipeline import Entry
-from sharded_loader.memory.reused import ReusedMemory
+from sharded_loader.memory.leases import ReusedMemory
 
 CPU = torch.device("cpu")
 

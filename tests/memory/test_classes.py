@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import cloudpickle
 import pytest
 
-from sharded_loader.memory import classes
-from sharded_loader.memory.classes import class_reference, classes_of_main, is_findable, resolve_class
+from sharded_loader.memory import codec as classes
+from sharded_loader.memory.codec import class_reference, classes_of_main, is_findable, resolve_class
 
 
 class Outer:

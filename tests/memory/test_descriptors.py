@@ -106,7 +106,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
             patched.setattr(link, "receive_descriptor", refuse)
             reader._finished.set()
             reader.receive()
-        assert reader._cancelled == {7}
+        assert reader._reading.cancelled == {7}
     finally:
         theirs.close()
         os.close(read)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory.references import Inherited, needs_inheritance, reduced_lock
+from sharded_loader.memory.publish import Inherited, needs_inheritance, reduced_lock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors are handles there")
 

@@ -14,7 +14,7 @@ from conftest import SPAWNED, covering
 from memory_samples import Lines
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory import references as mapped_module
+from sharded_loader.memory import publish as mapped_module
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.publish import publish
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.engine.stream import Stream
 from sharded_loader.memory.codec import decode
+from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools import task_reader
-from sharded_loader.pools.task_reader import TaskReader, failed_in_start, reader_for
+from sharded_loader.pools.task_reader import TaskReader, reader_for
 from sharded_loader.streams.reader import StatefulReader, StreamReader
 
 
@@ -86,7 +88,9 @@ def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
 
 
 def test_a_start_that_fails_says_where() -> None:
-    error = failed_in_start(SystemExit(3), "worker 0")
+    failure = TaskReader(0, 1, "worker 0").begin(partial(exit, 3))
+    assert failure is not None
+    error = decode_error(decode(failure))
     assert isinstance(error, Exception)
     assert "while worker 0 started" in "\n".join(error.__notes__)
 

@@ -1,11 +1,11 @@
-"""Workers end with their trainer, whatever they are doing. The trainer notices the end of a worker.
+"""Workers end with the main process, whatever they are doing. The main process notices the end of a worker.
 
-    trainer:  Lifeline() .tie(process, link) .close()    Linux: the only writing end of a pipe. Windows: a job object
+    main:     Lifeline() .tie(process, link) .close()    Linux: the only writing end of a pipe. Windows: a job object
     worker:   die_with(path)                             the kernel kills this process when that end is closed
               keep_from_children(conn, held)             the pipes that end with the worker, not with its children
 
-The kernel closes the trainer's end when the trainer ends, also by SIGKILL. So a worker ends that holds the GIL, in
-which none of its own threads can notice anything. Processes that a worker starts are the user's: they live on.
+The kernel closes the main process's end when that process ends, also by SIGKILL. So a worker ends that holds the GIL,
+in which none of its own threads can notice anything. Processes that a worker starts are the user's: they live on.
 
 What can go wrong: the kernel refuses the signal or the job (a sandbox, Windows 7 inside another job). There is nothing
 of the kind on macOS. Then the worker's receiver thread ends the process, which it cannot while code in C holds the GIL.
@@ -33,7 +33,7 @@ except ImportError:  # Windows
 
 
 class Lifeline:
-    """The trainer's end. Owns a pipe (Linux) or the handle of a job object (Windows).
+    """The main process's end. Owns a pipe (Linux) or the handle of a job object (Windows).
 
     Raises:
         OSError: no descriptors.
@@ -58,7 +58,7 @@ class Lifeline:
                 link.send(pack_head(DEATH, content=f"/proc/{os.getpid()}/fd/{self._ends[0]}".encode()))
 
     def close(self) -> None:
-        """End the workers that live. In a forked child this ends nobody: its copy must not keep them alive."""
+        """End the workers that live. In a forked child this ends no worker: its copy must not keep them alive."""
         ends, self._ends = self._ends, ()
         for end in ends:
             os.close(end)
@@ -91,7 +91,7 @@ def die_with(path: str) -> None:
 
 
 def keep_from_children(conn: Any, held: int | None) -> None:
-    """Close the ends by which the trainer notices the death of this process in what the user's code starts.
+    """Close the ends by which the main process notices the death of this process in what the user's code starts.
 
     Args:
         conn: the worker's end of the pipe.

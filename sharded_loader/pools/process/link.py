@@ -4,7 +4,7 @@
     head frame = number of buffers, (offset, size) of each, head        offset -1: its frame follows
     head = kind, run, seq, content
 
-    TASKS            pickled tasks, each with its slot            trainer -> worker
+    TASKS            pickled tasks, each with its slot            main process -> worker
     CANCEL  run                             do not begin the tasks of this run
     BOARD            offset, size, name     where the worker notes what it is at (`engine.board`); without a name a
                      descriptor follows
@@ -13,7 +13,7 @@
     SEGMENT          number, size, name     shared memory; likewise
     JOB              pickled NewJob; its buffers lie in the segment that came before, or follow. To a forked worker,
                      which has it: begin
-    READY                                                         worker -> trainer: it has its dataset
+    READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
     CRASHED          text: a traceback      it ends, before it could take the job
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
@@ -48,6 +48,7 @@ import pickle
 import select
 import socket
 import struct
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -60,7 +61,6 @@ import numpy as np
 from sharded_loader.base.system import is_on
 from sharded_loader.engine.messages import Task
 from sharded_loader.memory.segments import Segment, Slot
-from sharded_loader.pools.process.spawned import LONG_SIZE, SIZE
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
 
@@ -80,6 +80,8 @@ Places = Sequence[tuple[int, int]]
 
 Buffers = Sequence[memoryview]
 
+# Of a frame, as `multiprocess.connection` writes it. -1: the long one follows. `spawned` has the same, without NumPy.
+_SIZE, _LONG_SIZE = struct.Struct("!i"), struct.Struct("!Q")
 _COUNT = struct.Struct("!I")
 _PLACE = struct.Struct("!qq")
 _NO_PLACES = _COUNT.pack(0)
@@ -268,10 +270,10 @@ class Link(ABC):
         """Close this end: the worker sees end-of-file."""
 
 
-def _leave_to_the_trainer() -> None:
-    """In a forked child, worker or the user's own: the trainer's ends are the trainer's alone.
+def _leave_to_the_main_process() -> None:
+    """In a forked child, worker or the user's own: the main process's ends are not for it.
 
-    A worker learns that the trainer has gone by end-of-file, which never comes while a relative holds the
+    A worker learns that the main process has gone by end-of-file, which never comes while a relative holds the
     other end.
     """
     for link in list(Link.live):
@@ -279,7 +281,7 @@ def _leave_to_the_trainer() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_trainer)
+    os.register_at_fork(after_in_child=_leave_to_the_main_process)
 
 
 class SocketLink(Link):
@@ -310,7 +312,7 @@ class SocketLink(Link):
             first = head_frame(head, piped(buffers) if places is None else places)
         for frame in (memoryview(first), *buffers):
             size = frame.nbytes
-            prefix = SIZE.pack(size) if size <= 0x7FFFFFFF else SIZE.pack(-1) + LONG_SIZE.pack(size)
+            prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
             if size < 16384:
                 # One write for a small frame: two would be two system calls and wake the worker twice.
                 self.outbox.append(memoryview(prefix + bytes(frame)))
@@ -331,7 +333,7 @@ class SocketLink(Link):
             except BlockingIOError:
                 break
             except OSError as error:
-                # Not for ever: so many descriptors are on their way to workers that have not taken them yet.
+                # Not for ever: too many descriptors are on their way to workers that have not taken them yet.
                 if error.errno != getattr(errno, "ETOOMANYREFS", None):
                     self.outbox.clear()
                 break
@@ -366,14 +368,14 @@ class SocketLink(Link):
     def _split(self) -> None:
         """Take the complete frames out of the chunk. A frame that is larger gets memory of its own."""
         chunk, begin, filled = self._chunk, 0, self._filled
-        while filled - begin >= SIZE.size:
-            start = begin + SIZE.size
-            (size,) = SIZE.unpack_from(chunk, begin)
+        while filled - begin >= _SIZE.size:
+            start = begin + _SIZE.size
+            (size,) = _SIZE.unpack_from(chunk, begin)
             if size == -1:
-                start += LONG_SIZE.size
+                start += _LONG_SIZE.size
                 if start > filled:
                     break
-                (size,) = LONG_SIZE.unpack_from(chunk, start - LONG_SIZE.size)
+                (size,) = _LONG_SIZE.unpack_from(chunk, start - _LONG_SIZE.size)
             if start + size <= filled:
                 begin = start + size
                 self._add(chunk[start:begin])
@@ -449,3 +451,66 @@ class PortableLink(Link):
 def make_link(conn: Any) -> Link:
     """The main process's end over ``conn``, which it takes over."""
     return PortableLink(conn) if PORTABLE else SocketLink(conn)
+
+
+class Poller:
+    """Waits for workers: for what they send, for their ends, and for a thread that wakes the one that waits.
+
+    Args:
+        workers: of the workers; each has a ``link`` and a ``sentinel``.
+        waker: the end of a pipe that is written to in order to wake.
+    """
+
+    def __init__(self, workers: Sequence[Any], waker: Any) -> None:
+        self.workers, self._waker = list(workers), waker
+        self._sentinels = {worker.sentinel for worker in workers}
+        if not PORTABLE:
+            self._by_number = {worker.link.waitable: worker for worker in workers}
+            self._writing: set[Link] = set()
+            self._poller = select.poll()
+            for number in (*self._by_number, *self._sentinels, waker.fileno()):
+                self._poller.register(number, select.POLLIN)
+
+    def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
+        """Block until a link can be read (or, with something unsent, written), a worker has ended, or the waker woke.
+
+        Args:
+            timeout: seconds, at most; None: no limit.
+
+        Returns:
+            The workers whose links are ready; the sentinels of the workers that have ended.
+        """
+        if PORTABLE:
+            return self._wait_portably(timeout)
+        for worker in self.workers:
+            link = worker.link
+            if link.outbox or link in self._writing:
+                self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
+                (self._writing.add if link.outbox else self._writing.discard)(link)
+        ready: list[Any] = []
+        ended: set[int] = set()
+        for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout):
+            if number in self._by_number:
+                ready.append(self._by_number[number])
+            elif number in self._sentinels:
+                ended.add(number)
+            else:
+                self._calm()
+        return ready, ended
+
+    def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
+        from multiprocess import connection  # which a spawned worker does without
+
+        watched = [*[worker.link.waitable for worker in self.workers], self._waker]
+        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
+        if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
+            watched += self._sentinels
+        found = connection.wait(watched, timeout)
+        if self._waker in found:
+            self._calm()
+        return [one for one in self.workers if one.link.waitable in found], self._sentinels.intersection(found)
+
+    def _calm(self) -> None:
+        """Take out what the waker was sent: it woke this process."""
+        while self._waker.poll():
+            self._waker.recv_bytes()

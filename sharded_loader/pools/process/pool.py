@@ -11,7 +11,7 @@ does not fit, travel through the pipe. A slot belongs to its worker until the wo
 belongs to the user until nothing refers to it.
 
 Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits for ever.
-Here no lock or queue is shared between processes, so a worker can die anywhere and stops nobody.
+Here no lock or queue is shared between processes, so a worker can die anywhere and stops no other.
 
 A worker holds at most one task beyond the one that it does. While batches are cheap, it holds groups of tasks, and each
 group is one message (`engine.grouping`).
@@ -28,8 +28,6 @@ What can go wrong, and what then:
 
 from __future__ import annotations
 
-import select
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -49,10 +47,9 @@ from sharded_loader.memory.segments import chosen_backend
 from sharded_loader.pools.process.link import (
     CRASHED,
     FAILED,
-    PORTABLE,
     READY,
     RESULTS,
-    Link,
+    Poller,
     pack_tasks,
     unpack_head,
 )
@@ -116,7 +113,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.start_method: Any = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
-        self._poller: Poller | None = None  # of these workers; made again after one of them was replaced
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         self._transport.register = self._transport.arena.register = register
@@ -181,11 +177,11 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         transport, supervisor = self._transport, self._supervisor
-        workers, poller = transport.workers, self._poller
+        workers, poller = transport.workers, transport.poller
         if not workers:
             return ()
         # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
-        self._poller = None
+        transport.poller = None
         if poller is None or poller.workers != workers:
             poller = Poller(workers, transport.wake_reader)
         self.waiting = True
@@ -199,7 +195,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             return ()  # a signal handler has closed the pool
         noted = transport.ended
         if poller.workers == workers:
-            self._poller = poller
+            transport.poller = poller
         else:  # a step inside this one has replaced a worker
             ready = [worker for worker in ready if worker in workers]
         if ended:
@@ -233,10 +229,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     def wake(self) -> None:
         self._transport.wake()
 
-    def close(self) -> None:
-        super().close()
-        self._poller = None
-
     def closer(self) -> Callable[[], None]:
         return self._transport.close
 
@@ -260,66 +252,3 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                     # Also if nothing lies in it: then it comes back at once.
                     buffers = self._transport.arena.lend(slot, buffers)
                 results.append(self._result(run, seq, wanted, pickled, buffers, task))
-
-
-class Poller:
-    """Waits for workers: for what they send, for their ends, and for somebody who wakes the one that waits.
-
-    Args:
-        workers: of the workers; each has a ``link`` and a ``sentinel``.
-        waker: the end of a pipe that is written to in order to wake.
-    """
-
-    def __init__(self, workers: Sequence[Any], waker: Any) -> None:
-        self.workers, self._waker = list(workers), waker
-        self._sentinels = {worker.sentinel for worker in workers}
-        if not PORTABLE:
-            self._by_number = {worker.link.waitable: worker for worker in workers}
-            self._writing: set[Link] = set()
-            self._poller = select.poll()
-            for number in (*self._by_number, *self._sentinels, waker.fileno()):
-                self._poller.register(number, select.POLLIN)
-
-    def wait(self, timeout: float | None = None) -> tuple[list[Any], set[int]]:
-        """Block until a link can be read (or, with something unsent, written), a worker has ended, or the waker woke.
-
-        Args:
-            timeout: seconds, at most; None: no limit.
-
-        Returns:
-            The workers whose links are ready; the sentinels of the workers that have ended.
-        """
-        if PORTABLE:
-            return self._wait_portably(timeout)
-        for worker in self.workers:
-            link = worker.link
-            if link.outbox or link in self._writing:
-                self._poller.modify(link.waitable, select.POLLIN | (select.POLLOUT if link.outbox else 0))
-                (self._writing.add if link.outbox else self._writing.discard)(link)
-        ready: list[Any] = []
-        ended: set[int] = set()
-        for number, _ in self._poller.poll(None if timeout is None else 1000 * timeout):
-            if number in self._by_number:
-                ready.append(self._by_number[number])
-            elif number in self._sentinels:
-                ended.add(number)
-            else:
-                self._calm()
-        return ready, ended
-
-    def _wait_portably(self, timeout: float | None) -> tuple[list[Any], set[int]]:
-        from multiprocess import connection  # which a spawned worker does without
-
-        watched = [*[worker.link.waitable for worker in self.workers], self._waker]
-        # At most 63 handles on Windows: of many workers the end shows as end-of-file alone.
-        if sys.platform != "win32" or len(watched) + len(self._sentinels) <= 63:
-            watched += self._sentinels
-        found = connection.wait(watched, timeout)
-        if self._waker in found:
-            self._calm()
-        return [one for one in self.workers if one.link.waitable in found], self._sentinels.intersection(found)
-
-    def _calm(self) -> None:
-        """Take out what the waker was sent: it woke this process."""
-        while self._waker.poll():
-            self._waker.recv_bytes()

@@ -1,7 +1,7 @@
 """The first lines of a new interpreter: a spawned worker, or the forkserver that workers are forked from.
 
-    trainer: start.py  --pickled dict through a pipe-->  main(orders) -> worker.main
-    trainer: start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
+    main process: start.py  --pickled dict through a pipe-->  main(orders) -> worker.main
+    main process: start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
 
 ``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. So a spawned
 worker does without. Where the user's dataset imports it after all, it finds itself as in any child process.
@@ -10,7 +10,7 @@ BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothin
 imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
 the same forkserver inherit those libraries with one thread, but not the variables.
 
-What can go wrong: a library cannot be imported. A spawned worker then tells the trainer why (`messages.CRASHED`). The
+What can go wrong: a library cannot be imported. A spawned worker then tells the main process why (`link.CRASHED`). The
 forkserver leaves it to the workers, whose error says why.
 """
 
@@ -32,10 +32,7 @@ from sharded_loader.base.system import ONE_THREAD
 PRELOAD = "SHARDED_LOADER_PRELOAD"
 """The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
 
-SIZE = struct.Struct("!i")
-"""Of a frame, as ``multiprocess.connection`` writes it. -1: `LONG_SIZE` follows."""
-
-LONG_SIZE = struct.Struct("!Q")
+_SIZE, _LONG_SIZE = struct.Struct("!i"), struct.Struct("!Q")
 
 
 class Connection:
@@ -58,7 +55,7 @@ class Connection:
     def send_bytes(self, data: Any) -> None:
         view = memoryview(data).cast("B")
         size = view.nbytes
-        prefix = SIZE.pack(size) if size <= 0x7FFFFFFF else SIZE.pack(-1) + LONG_SIZE.pack(size)
+        prefix = _SIZE.pack(size) if size <= 0x7FFFFFFF else _SIZE.pack(-1) + _LONG_SIZE.pack(size)
         if size > 16384:  # not worth a copy
             self._socket.sendall(prefix)
             self._socket.sendall(view)
@@ -76,7 +73,7 @@ class Connection:
         return size
 
     def _receive_size(self) -> int:
-        for size_format in (SIZE, LONG_SIZE):
+        for size_format in (_SIZE, _LONG_SIZE):
             data = bytearray(size_format.size)
             self._fill(memoryview(data))
             (size,) = size_format.unpack(data)
@@ -117,7 +114,7 @@ def main(orders: dict[str, Any]) -> None:
 
 
 def _close_stdin() -> None:
-    """As ``multiprocess`` does: several processes that read one terminal help nobody."""
+    """As ``multiprocess`` does: several processes that read one terminal are of no use."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdin.close()
     with contextlib.suppress(OSError, ValueError):
@@ -125,7 +122,7 @@ def _close_stdin() -> None:
 
 
 def _preload() -> None:
-    """In the forkserver: import what the trainer has asked for, once for all workers."""
+    """In the forkserver: import what the main process has asked for, once for all workers."""
     import json
 
     request = json.loads(os.environ.pop(PRELOAD))

@@ -1,22 +1,22 @@
-"""The process that forked workers come from: a copy of the trainer, made when the pool starts, that does nothing else.
+"""The process that forked workers come from: a copy of the main process that does nothing else.
 
-    trainer                            template                          worker
+    main process                       template                          worker
     Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
                  <--- pid ------------
     ForkedWorker.join            ----> waits for the dead child
                  <--- exit code ------
 
-A worker that is replaced in the middle of training must not be forked from the trainer: by then that has threads,
+A worker that is replaced in the middle of training must not be forked from the main process: by then that has threads,
 locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was.
 
-It reaps a child only when it is told to, so a pid that the trainer knows is that of its worker until then. It ends
-with the pipe to the trainer, when the trainer shuts it or dies, after it has reaped the workers that are left, which
-have pipes of their own.
+It reaps a child only when it is told to, so a pid that the main process knows is that of its worker until then. It ends
+with the pipe to the main process, when that shuts it or dies. Before, it reaps the workers that are left, which have
+pipes of their own.
 
-What can go wrong: it is slow, or stopped. The trainer waits, and warns once after `SLOW` seconds: a fork may wait for
-processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone, and the pool
-makes another template out of the trainer as it is now: a last resort, of which it warns. Exit codes of its workers are
-unknown from then on (None).
+What can go wrong: it is slow, or stopped. The main process waits, and warns once after `SLOW` seconds: a fork may wait
+for processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone, and the
+pool makes another template out of the main process as it is now: a last resort, of which it warns. Exit codes of its
+workers are unknown from then on (None).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ NAME = "sharded_loader-worker"
 """How the processes of workers are named, before their numbers."""
 
 SLOW = 10
-"""Seconds after which the trainer says what it waits for. A fork takes 10 ms per GB of the process."""
+"""Seconds after which the main process says what it waits for. A fork takes 10 ms per GB of the process."""
 
 STEP = 1.0
-"""The same as in `deaths.Watch`: seconds that are counted at once, however long the trainer itself was stopped."""
+"""The same as in `deaths.Watch`: seconds that are counted at once, however long the main process itself was stopped."""
 
 ENDING = 0.1
 """Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
@@ -126,7 +126,7 @@ def warn(text: str) -> None:
         print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
 
-# -- in the trainer -------------------------------------------------------------------------------------------
+# -- in the main process -------------------------------------------------------------------------------------------
 
 
 class TemplateGone(Exception):
@@ -137,7 +137,7 @@ class TemplateGone(Exception):
 
 
 class Template:
-    """The trainer's end.
+    """The main process's end.
 
     Args:
         new_job: what the workers are to read.
@@ -275,7 +275,7 @@ class ForkedWorker:
     exitcode: int | None = None
 
     def kill(self) -> None:
-        """SIGKILL, if it cannot have been reaped. `ProcessWorker` kills nobody after `join`."""
+        """SIGKILL, if it cannot have been reaped. `ProcessWorker` kills no process after `join`."""
         if not self.template.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -294,10 +294,10 @@ class ForkedWorker:
 
 @dataclass
 class _Serving:
-    """The template, from its first line to its last. Made in the trainer.
+    """The template, from its first line to its last. Made in the main process.
 
     Attributes:
-        control: the pipe to the trainer.
+        control: the pipe to the main process.
         new_job, num_workers: for the workers.
         children: the workers that have not been reaped, by pid.
         handlers: what workers do about the signals that the template ignores.
@@ -323,17 +323,17 @@ class _Serving:
                 answer = self._fork(number, descriptors) if kind == _FORK else self._reap(number)
                 self.control.sendall(_ANSWER.pack(answer))
         except OSError:
-            pass  # the trainer is gone
+            pass  # the main process is gone
         finally:
             for child in self.children.values():
                 child.join()
             os._exit(0)
 
     def _ignore_signals(self) -> None:
-        """Ignore what the trainer's program handles: its handlers would run here too, in the wrong process.
+        """Ignore what the main process's program handles: its handlers would run here too, in the wrong process.
 
         A whole process group gets a Ctrl-C or a batch system's SIGTERM, and the template ends with its pipe anyway.
-        But SIGCHLD gets its default: otherwise the dead workers would be reaped before the trainer asks for them.
+        But SIGCHLD gets its default: otherwise the dead workers would be reaped before the main process asks for them.
         """
         signal.set_wakeup_fd(-1)
         self.handlers = dict.fromkeys(python_handlers(), signal.SIG_DFL)

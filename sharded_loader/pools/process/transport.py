@@ -5,9 +5,10 @@
     last_words(worker) reaped: its exit code, its board, the traceback that it has sent
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
 
-A `ProcessTransport` owns the workers, the pipe that wakes the thread that waits for them, the arena, the board
-(`engine.board`), the lifeline, the template that forked workers come from, and the memory of the published job. It
-keeps no job, so that a finalizer may hold it: a job leads to the user's dataset, and that often to the loader.
+A `ProcessTransport` owns the workers, and what they start with: the board (`engine.board`), the lifeline, the template
+that forked workers come from, the memory of the published job. It also owns the arena, and the pipe that wakes the
+thread that waits for the workers. It keeps no job, so that a finalizer may hold it: a job leads to the user's dataset,
+and that often to the loader.
 
 A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
 user forks `close` does nothing: the workers belong to the main process.
@@ -39,12 +40,12 @@ from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, board_in, new_board
 from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena, Register
-from sharded_loader.memory.references import Inherited
+from sharded_loader.memory.publish import Inherited
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import template
 from sharded_loader.pools.process.lifeline import Lifeline
-from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, STACKS, Link, make_link, pack_head
+from sharded_loader.pools.process.link import BOARD, CANCEL, JOB, STACKS, Link, Poller, make_link, pack_head
 from sharded_loader.pools.process.start import spawn_worker, start_forkserver
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, main
 from sharded_loader.pools.supervisor import Transport, Worker
@@ -54,8 +55,8 @@ TEMPLATES = 3
 row."""
 
 CLOSING_GRACE = 0.02
-"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms; under fork 4, because the kernel
-takes apart its copy of the main process's page tables (4 ms for 150 MB), and then the template's.
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms, under fork 4. There the
+kernel takes apart its copy of the main process's page tables (4 ms for 150 MB), and then the template's.
 
 `close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and
 39 ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10)."""
@@ -194,6 +195,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.start_method = start_method
         self.max_bytes = max_bytes
         self.workers: list[ProcessWorker] = []
+        self.poller: Poller | None = None  # of these workers: it keeps them, and goes with them
         self.ended: set[int] = set()
         self.register: Register | None = None
         self.arena = Arena(max_bytes)
@@ -415,7 +417,7 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
-        workers, self.workers = self.workers, []
+        workers, self.workers, self.poller = self.workers, [], None
         ended, self.template = self.template, None
         self.ended.clear()
         for worker in workers:

@@ -1,20 +1,20 @@
 """A worker process, from its first line to its last.
 
-    receiver thread:  pipe -> inbox                            always drains, so the trainer's sends never wait
+    receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
-The main thread notes on the board where it is. So a trainer that finds it dead or silent can say in which batch, and
-over which sample, if somebody has to know that (`engine.board`).
+The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
+and over which sample, if the user has to know that (`engine.board`).
 
 A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
 to begin. A job that cannot be taken is the answer (`FAILED`), and so is what strikes before there is a job (`CRASHED`).
 
-The process ends when the pipe does: the trainer closed it, or is gone. A main thread that is in the user's code then
-gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
+The process ends when the pipe does: the main process closed it, or is gone. A main thread that is in the user's code
+then gets `GRACE` seconds. Where that code holds the GIL (in C), the kernel ends the process (`lifeline`), but not on
 macOS: there `close` kills the worker, and without a `close` it ends after that call.
 
-SIGINT is the trainer's affair and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here imports
-torch.
+SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from sharded_loader.base.private import end_compiling
 from sharded_loader.base.system import ONE_THREAD, is_on, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
 from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import NewJob, Result, Task, pack_reply
-from sharded_loader.memory.codec import SlotWriter, decode, encode
-from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.engine.messages import NewJob
+from sharded_loader.memory.codec import decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link
 from sharded_loader.pools.process.lifeline import die_with, keep_from_children
-from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+from sharded_loader.pools.task_reader import TaskReader
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker that is in the user's code."""
@@ -66,7 +65,6 @@ class WorkerThreads:
         self._name = f"worker {number} (pid {os.getpid()})"
         # Kind, run or segment, content and buffers of a message; None: the pipe has ended.
         self._inbox: queue.SimpleQueue[tuple[bytes, int, memoryview, Sequence[Any]] | None] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
         self._finished = threading.Event()
         self._reading = TaskReader(number, num_workers, self._name)
         self._replies: list[bytes] = []
@@ -89,17 +87,17 @@ class WorkerThreads:
                     os._exit(1)
                 else:
                     if kind == link.CANCEL:  # at once: the message lies behind the last of the tasks
-                        self._cancelled.add(run)
+                        self._reading.cancelled.add(run)
                     self._inbox.put((kind, run, content, message.buffers))
         except (EOFError, OSError):
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
         except BaseException as error:
-            self._crash(error)  # nobody would feed the main thread any more
+            self._crash(error)  # otherwise the main thread would wait for ever
 
     def open_shared(self, kind: bytes, number: int, nbytes: int, name: str) -> None:
-        """Open what the trainer has made, by its name or by a descriptor that follows. Nothing of it is vital."""
+        """Open what the main process has made, by its name or by a descriptor that follows. Nothing of it is vital."""
         try:
             fd = None if name else link.receive_descriptor(self._conn)
             if kind == link.DEATH:
@@ -111,7 +109,7 @@ class WorkerThreads:
             elif kind == link.BOARD:
                 self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
             else:
-                # Batches are written for the trainer to see; a dataset's segment (negative) stays private.
+                # Batches are written for the main process to see; a dataset's segment (negative) stays private.
                 segment = attach(number, nbytes, fd, name, private=number < 0)
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
@@ -135,7 +133,7 @@ class WorkerThreads:
                     if not self._take_job(run, content, buffers, inherited):
                         break
                 elif kind == link.CANCEL:
-                    self._cancelled.discard(run)
+                    self._reading.cancelled.discard(run)
                 else:
                     for task in link.unpack_tasks(content):
                         self._do(*task)
@@ -155,14 +153,9 @@ class WorkerThreads:
         os._exit(1)
 
     def _take_job(self, segment: int, content: memoryview, buffers: Sequence[Any], inherited: NewJob | None) -> bool:
-        try:
-            self._reading.take(self._load(segment, content, buffers) if inherited is None else inherited)
-        except BaseException as error:
-            failure = failed_in_start(error, self._name)
-            self._send(link.pack_head(link.FAILED) + encode(encode_error(failure)).head)
-            return False
-        self._send(link.pack_head(link.READY))
-        return True
+        failure = self._reading.begin(lambda: inherited or self._load(segment, content, buffers))
+        self._send(link.pack_head(link.READY) if failure is None else link.pack_head(link.FAILED) + failure)
+        return failure is None
 
     def _load(self, segment: int, content: memoryview, buffers: Sequence[Any]) -> NewJob:
         memory = self._segments.pop(segment, None)
@@ -174,22 +167,16 @@ class WorkerThreads:
         return new
 
     def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: Any) -> None:
-        if run in self._cancelled:
-            self._reply(Result(run, seq), SlotWriter(None))
-            return
+        """Answer a task; the reply is sent at once if the main process may wait for it."""
         memory = None
         if place is not None:
             segment, offset, nbytes = place
             whole = self._segments.get(segment)
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
-        self._reply(*self._reading.read(run, seq, fields, memory))
-
-    def _reply(self, result: Result, slot: SlotWriter, task: Task | None = None) -> None:
-        """Put up a reply for sending; it is sent at once if somebody may wait for it."""
-        encoded = self._reading.pack(result, slot, task)
-        self._replies.append(pack_reply(result.run, result.seq, slot.wanted, encoded))
+        reply, encoded, _ = self._reading.answer(run, seq, fields, memory)
+        self._replies.append(reply)
         self._places.extend(encoded.places)
-        # Buffers are views into the batch's own arrays, which nobody keeps after this.
+        # Buffers are views into the batch's own arrays, which nothing else keeps after this.
         if encoded.buffers or time.perf_counter() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
@@ -203,7 +190,7 @@ class WorkerThreads:
         try:
             link.send_message(self._conn, head, places, buffers)
         except OSError:
-            _leave(0)  # the trainer has closed the pipe, or is gone
+            _leave(0)  # the main process has closed the pipe, or is gone
 
 
 def main(
@@ -227,7 +214,7 @@ def main(
     """
     keep_from_children(conn, held)
     end_compiling()
-    # Handlers that a forked worker has inherited are the trainer's: here SIGTERM ends the process.
+    # Handlers that a forked worker has inherited are the main process's: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)
     for number_of_signal in python_handlers():
         signal.signal(number_of_signal, signal.SIG_DFL)
@@ -238,8 +225,8 @@ def main(
         if not limited:
             limit_threads()
         if STACKS_SIGNAL is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # a stack of its own may be refused
-                # Chained to the default action, the end of the process: so the trainer knows they are written.
+            with contextlib.suppress(OSError, RuntimeError):  # the system may deny a stack of its own
+                # Chained to the default action, the end of the process: so the main process knows they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
@@ -287,7 +274,7 @@ def limit_threads() -> None:
 
 
 def _crash(conn: Any, error: BaseException) -> NoReturn:
-    """End, and leave the traceback to the trainer: of many workers that end alike it prints one."""
+    """End, and leave the traceback to the main process: of many workers that end alike it prints one."""
     with contextlib.suppress(OSError):
         link.send_message(
             conn, link.pack_head(link.CRASHED, content=format_traceback(error).encode(errors="replace")), (), ()

@@ -6,7 +6,7 @@
     stacks(), cancel(run)                           likewise
 
 The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
-when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.lent`).
+when `read` returns, so the next group may lie there again. The driver maps it (`pools.ray.cluster`).
 
 What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
 ends the process when the driver has gone.
@@ -22,13 +22,11 @@ import numpy as np
 
 from sharded_loader.base.errors import add_note
 from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.engine.messages import NewJob, Result, pack_reply
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SlotWriter, decode, encode
-from sharded_loader.memory.exceptions import encode_error
+from sharded_loader.memory.codec import decode
 from sharded_loader.pools.process.link import unpack_head, unpack_tasks
 from sharded_loader.pools.process.worker import write_stacks
-from sharded_loader.pools.task_reader import TaskReader, failed_in_start
+from sharded_loader.pools.task_reader import TaskReader
 
 SPARE = 2
 """The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
@@ -55,6 +53,27 @@ Group = tuple[bytes, "list[tuple[int, int]]", "np.ndarray[Any, Any]", "list[np.n
 the memory; the rest."""
 
 
+class _ActorReader(TaskReader):
+    """Knows what goes wrong on the nodes of a cluster."""
+
+    def explain(self, error: BaseException, *, in_start: bool) -> None:
+        note = None
+        if in_start and isinstance(error, ModuleNotFoundError):
+            note = (
+                "the node does not have this module. Send it along: RayPool(n, "
+                'runtime_env={"working_dir": "."}), or {"py_modules": [module]}, or {"pip": ["package"]}'
+            )
+        elif in_start and isinstance(error, FileNotFoundError):
+            note = "each node opens the dataset's files: put them where all nodes see them"
+        elif not in_start and isinstance(error, ValueError) and "read-only" in str(error):
+            note = (
+                "on Ray the dataset's arrays lie in memory that all workers of a node share, so they "
+                "cannot be written to: copy the array first, in __getitem__ or in worker_init_fn"
+            )
+        if note is not None:
+            add_note(error, f"sharded_loader: {note}")
+
+
 class LoaderActor:
     """One worker.
 
@@ -67,26 +86,16 @@ class LoaderActor:
     def __init__(self, number: int, num_workers: int, threads: int) -> None:
         self._threads = threads
         self._node, self._host = _place()
-        self._name = f"worker {number} (pid {os.getpid()} on {self._host})"
-        self._reading = TaskReader(number, num_workers, self._name)
+        self._reading = _ActorReader(number, num_workers, f"worker {number} (pid {os.getpid()} on {self._host})")
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
-        self._cancelled: set[int] = set()
 
     def begin(self, published: tuple[bytes, Sequence[np.ndarray[Any, Any]]]) -> Begun:
         """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
         import threadpoolctl
 
-        failure = None
-        try:
-            threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
-            head, buffers = published
-            new: NewJob = decode(head, buffers)
-            self._reading.take(new)
-        except BaseException as error:
-            raised = failed_in_start(error, self._name)
-            _advise(raised)
-            failure = encode(encode_error(raised)).head
+        threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
+        failure = self._reading.begin(lambda: decode(*published))
         return Begun(os.getpid(), self._node, self._host, failure)
 
     def read(self, content: bytes) -> Group:
@@ -100,17 +109,11 @@ class LoaderActor:
         places: list[tuple[int, int]] = []
         rest: list[np.ndarray[Any, Any]] = []
         for run, seq, _, fields in tasks:
-            if run in self._cancelled:
-                encoded, slot = reading.pack(Result(run, seq), SlotWriter(None)), SlotWriter(None)
-            else:
-                result, slot, task = reading.read(run, seq, fields, memory[used:])
-                if result.error is not None:
-                    _explain(result.error)
-                encoded = reading.pack(result, slot, task)
+            reply, encoded, slot = reading.answer(run, seq, fields, memory[used:])
+            replies.append(reply)
             # A negative size marks an object. If the main process pins the memory, it copies the objects out of it.
             places += [(-1 if offset < 0 else used + offset, abs(size)) for offset, size in encoded.places]
             rest += [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
-            replies.append(pack_reply(run, seq, slot.wanted, encoded))
             self._sizes.note(slot.wanted)
             used += slot.used
         reading.board[SAMPLE] = IDLE
@@ -127,7 +130,7 @@ class LoaderActor:
 
     def cancel(self, run: int) -> None:
         """Drop the tasks of this run that have not begun."""
-        self._cancelled.add(run)
+        self._reading.cancelled.add(run)
 
 
 def _place() -> tuple[str, str]:
@@ -135,23 +138,3 @@ def _place() -> tuple[str, str]:
     import ray
 
     return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())
-
-
-def _advise(error: BaseException) -> None:
-    if isinstance(error, ModuleNotFoundError):
-        add_note(
-            error,
-            "sharded_loader: the node does not have this module. Send it along: "
-            'RayPool(n, runtime_env={"working_dir": "."}), or {"py_modules": [module]}, or {"pip": ["package"]}',
-        )
-    elif isinstance(error, FileNotFoundError):
-        add_note(error, "sharded_loader: each node opens the dataset's files: put them where all nodes see them")
-
-
-def _explain(error: BaseException) -> None:
-    if isinstance(error, ValueError) and "read-only" in str(error):
-        add_note(
-            error,
-            "sharded_loader: on Ray the dataset's arrays lie in memory that all workers of a node share, so they "
-            "cannot be written to: copy the array first, in __getitem__ or in worker_init_fn",
-        )

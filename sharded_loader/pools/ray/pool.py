@@ -3,7 +3,7 @@
     driver                                              actor i, on any node (pools/ray/actor.py)
     submit -> a group of tasks is a call   ==Ray==>     Reader -> memory of the actor
     wait <- the call has ended             <==Ray==     copied into the node's object store
-         <- arrays over this node's copy of it, lent out (pools/ray/lent.py)
+         <- arrays over this node's copy of it, lent out (pools/ray/cluster.py)
 
 Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
 starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervisor`.
@@ -41,9 +41,16 @@ from sharded_loader.memory.arena import Register
 from sharded_loader.memory.codec import decode
 from sharded_loader.memory.exceptions import decode_error
 from sharded_loader.pools.ray.actor import Begun, Group
-from sharded_loader.pools.ray.actors import check_wanted, is_lost, is_of_call
-from sharded_loader.pools.ray.connect import check_address, check_installed, connect, store_bytes
-from sharded_loader.pools.ray.lent import Lent
+from sharded_loader.pools.ray.cluster import (
+    Lent,
+    check_address,
+    check_installed,
+    check_wanted,
+    connect,
+    is_lost,
+    is_of_call,
+    store_bytes,
+)
 from sharded_loader.pools.ray.transport import ActorWorker, RayTransport
 from sharded_loader.pools.supervised import SupervisedPool, own_pickle
 from sharded_loader.pools.supervisor import Supervisor
@@ -87,7 +94,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         runtime_env: what the nodes need to read the dataset, as Ray has it (``{"working_dir": "."}``).
         scheduling_strategy: ``"SPREAD"`` over the nodes, ``"DEFAULT"`` (few nodes), or a strategy object of Ray's.
         restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError` in its place. The
-            first death over a group of batches does not count: nobody knows which of them it was.
+            first death over a group of batches does not count: it is not known which of them it was.
         timeout: seconds without progress on one sample, after which its worker is killed and the batch read again.
             None: never.
         worker_init_fn: called with the worker's number, once in each, before it reads.

@@ -7,7 +7,7 @@
 
 An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
 ready get tasks. The board of a dead actor is gone. What it read is known if it read one task *alone*, or if it had said
-where it is before it was killed for its silence. A node that dies is nobody's fault.
+where it is before it was killed for its silence. A node that dies is no batch's fault.
 
 The tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part
 open. To give a lane to another actor costs the opening of a part, and changes no batch.
@@ -36,8 +36,17 @@ from sharded_loader.engine.messages import NewJob, Task
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process.link import pack_tasks
 from sharded_loader.pools.ray.actor import Begun, LoaderActor
-from sharded_loader.pools.ray.actors import Wanted, cause_of, is_of_node, stop, stop_from_anywhere
-from sharded_loader.pools.ray.connect import alive, put_job, session, what_there_is
+from sharded_loader.pools.ray.cluster import (
+    Wanted,
+    alive,
+    cause_of,
+    is_of_node,
+    put_job,
+    session,
+    stop,
+    stop_from_anywhere,
+    what_there_is,
+)
 from sharded_loader.pools.supervisor import Transport, Worker
 
 PATIENCE = 10.0
@@ -74,7 +83,7 @@ class ActorWorker(Worker):
         begun: what it has said of itself; None before it is ready.
         board: where it was when it last answered.
         asked: it was asked where it is, and has not answered.
-        failed: it could not begin, and nobody asks for another in its place.
+        failed: it could not begin, and no other is asked for in its place.
     """
 
     def __init__(self, number: int, actor: Any) -> None:
@@ -193,7 +202,7 @@ class RayTransport(Transport[ActorWorker]):
         stop(self.actors)
         self._holders.clear()
         self._published = None
-        # Calls that are under way may end yet: nobody listens any more. Who waits in an outer step goes on.
+        # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
         self._had_one = self._warned = False

@@ -21,6 +21,7 @@ from sharded_loader.pools.process.link import (
     SEGMENT,
     TASKS,
     Link,
+    Poller,
     PortableLink,
     SocketLink,
     head_frame,
@@ -35,7 +36,6 @@ from sharded_loader.pools.process.link import (
     unpack_head,
     unpack_tasks,
 )
-from sharded_loader.pools.process.pool import Poller
 
 LINKS = [SocketLink, PortableLink] if hasattr(os, "fork") else [PortableLink]
 

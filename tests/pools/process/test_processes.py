@@ -21,7 +21,7 @@ from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, begin
 from programs import run_script
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.memory import classes
+from sharded_loader.memory import codec as classes
 from sharded_loader.pools.process.start import choose_start_method
 
 # -- no guard, no second run of the script --------------------------------------------------------------------

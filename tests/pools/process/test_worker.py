@@ -131,7 +131,7 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
     trainer.send(link.CANCEL, 7)
-    while 7 not in trainer.worker._cancelled:  # it is taken while the first task is under way
+    while 7 not in trainer.worker._reading.cancelled:  # it is taken while the first task is under way
         time.sleep(0.001)
     go_on.set()
     assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]

@@ -14,7 +14,7 @@ from sharded_loader.engine.messages import Job, NewJob, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.ray import transport as transport_module
 from sharded_loader.pools.ray.actor import Begun
-from sharded_loader.pools.ray.actors import Wanted
+from sharded_loader.pools.ray.cluster import Wanted
 from sharded_loader.pools.ray.transport import ActorWorker, Call, RayTransport
 from sharded_loader.pools.supervisor import Supervisor
 

@@ -1,0 +1,362 @@
+"""Ray, as far as this process uses it: the cluster that it joins, the actors that it asks for, and the object store.
+
+    check_address(address)      what no pool can use is rejected at once
+    connect(address)            the instance that runs, or one that is started on this machine
+    what_there_is(wanted)       a sentence for a user who waits for room
+    Wanted.options()            arguments of ``ray.remote``
+    stop(actors)                kill them
+    cause_of(error) -> text     what Ray says about a death, in one line
+    is_of_node, is_of_call, is_lost(error)  whether a node has gone, a call has failed, or a reply has gone
+    put_job(new) -> reference   the dataset, and how it is read, once for all actors
+    Lent.take(memory) -> bytes  a batch in the object store, which may be written to: mapped where it is, or copied out
+
+Ray maps the object store into the driver and gives read-only arrays over it. No other process reads the object of a
+batch, so it may be written to like any other batch: the array that is handed out is a second one over the same memory,
+which says so. It holds Ray's array, and Ray keeps the object until that is gone. So the last view of a batch, in any
+thread, gives its memory back. All batches of a group lie in one object, and go together. In two cases a batch is copied
+out, and its object goes at once: the user holds `max_bytes` already, or a device is going to copy the batch, from
+pinned memory.
+
+Nothing here imports Ray before it is used, nothing decides anything, and nothing waits. What can go wrong: Ray is not
+installed (ImportError with the line to type), or cannot be reached (ConnectionError of Ray's own). Through Ray Client
+there is no object store on this side (ValueError). There may be no memory for the job or for a
+copy (MemoryError). An actor that is dead can be stopped again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharded_loader.base.notices import Notices
+from sharded_loader.base.private import is_thread_of_others
+from sharded_loader.batching.protocol import Empty, new_array
+from sharded_loader.engine.messages import NewJob
+from sharded_loader.memory import publish
+from sharded_loader.memory.leases import Leases
+
+CLIENT = "ray://"
+
+
+_CAUSE_CHARACTERS = 400
+"""Of what Ray says about a death."""
+
+NODE_DIED = "its node has died"
+"""In Ray's text about an actor."""
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def check_installed() -> None:
+    """Raise an ImportError that says what to install, if Ray is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError("RayPool needs Ray, which is not installed: pip install ray")
+
+
+def check_address(address: Any) -> str | None:
+    """The address of an instance, or an error that says why it cannot be used.
+
+    Example:
+        >>> check_address("auto")
+        'auto'
+    """
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f'address is {address!r}; it must be a string such as "auto" or "10.0.0.1:6379", or None')
+    if address is not None and address.startswith(CLIENT):
+        raise ValueError(
+            f"address is {address!r}, which is Ray Client: this process would have no object store, and batches could "
+            f'not come through it. Start this program on a node of the cluster, with address="auto"'
+        )
+    return address
+
+
+def connect(address: str | None) -> None:
+    """Join an instance: the one that this process has joined, that of ``address``, that of the environment variable
+    RAY_ADDRESS, the one that runs on this machine, or a new one on this machine.
+
+    Raises:
+        ConnectionError: there is none at ``address``.
+        ValueError: this process uses Ray Client, or has joined another cluster.
+    """
+    import ray
+
+    if not ray.is_initialized() and address in (None, "auto"):
+        check_address(os.environ.get("RAY_ADDRESS"))
+    if ray.util.client.ray.is_connected():
+        check_address(CLIENT)
+    if not ray.is_initialized():
+        ray.init(address=address)
+    elif address not in (None, "auto", "local", joined := ray.get_runtime_context().gcs_address):
+        raise ValueError(
+            f"address is {address!r}, and this process has joined the cluster {joined}: leave out address, or call "
+            f"ray.shutdown() first"
+        )
+
+
+def session() -> str | None:
+    """What tells this membership of a cluster from the next one; None: there is none."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id()) + here() if ray.is_initialized() else None
+
+
+def here() -> str:
+    """The id of this node."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def alive() -> set[str]:
+    """The ids of the nodes that Ray takes for alive."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def what_there_is(wanted: dict[str, float]) -> str:
+    """What a worker asks for, and what the cluster has of it, free and in all.
+
+    Example:
+        >>> _amounts({"CPU": 1.0, "reader": 0.5})
+        '1 CPU, 0.5 reader'
+    """
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    has = {name: total.get(name, 0.0) for name in wanted}
+    left = {name: free.get(name, 0.0) for name in wanted}
+    nodes = len(alive())
+    return (
+        f"a worker asks for {_amounts(wanted)}; the cluster has {_amounts(has)} on {nodes} "
+        f"node{'' if nodes == 1 else 's'}, and {_amounts(left)} of that is free"
+    )
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+# -- actors ------------------------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """What an actor is asked for with; see `RayPool`."""
+
+    num_cpus: float
+    resources: dict[str, float]
+    runtime_env: dict[str, Any] | None
+    scheduling_strategy: Any
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """The resources, with the CPUs."""
+        return {"CPU": self.num_cpus, **self.resources}
+
+    def options(self) -> dict[str, Any]:
+        """As Ray has them. Each call is made once: who does it again is decided here."""
+        options = {
+            "num_cpus": self.num_cpus,
+            "resources": self.resources,
+            "scheduling_strategy": self.scheduling_strategy,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "concurrency_groups": {"control": 1},
+        }
+        return options if self.runtime_env is None else {**options, "runtime_env": self.runtime_env}
+
+
+def stop(actors: list[Any], only: Any = None) -> None:
+    """Kill actors, and forget them."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():  # to call it would start Ray again
+        actors.clear()
+        return
+    for actor in list(actors) if only is None else [only]:
+        with contextlib.suppress(Exception):  # it is dead
+            ray.kill(actor)
+        with contextlib.suppress(ValueError):
+            actors.remove(actor)
+
+
+def is_of_node(error: BaseException) -> bool:
+    """Whether an actor is gone with its node, and not by itself.
+
+    A process that ends is told of by the program that has started it. If that is silent, the node has gone.
+    """
+    import ray
+
+    is_silent = isinstance(error, ray.exceptions.ActorUnavailableError)
+    return is_silent or NODE_DIED in str(error) or bool(getattr(error, "preempted", False))
+
+
+def stop_from_anywhere(actors: list[Any]) -> None:
+    """`stop`. In a thread of Ray's own, which the collector may run in, a call of Ray would wait for itself."""
+    if is_thread_of_others(threading.current_thread()):
+        threading.Thread(target=stop, args=(actors,), daemon=True).start()
+    else:
+        stop(actors)
+
+
+def cause_of(error: BaseException | None) -> str:
+    """What Ray says about a death, without its ids and its advice.
+
+    Example:
+        >>> cause_of(Exception("id: 67 Worker exit type: SYSTEM_ERROR Worker exit detail: It exits. Causes include:"))
+        'SYSTEM_ERROR: It exits.'
+    """
+    text = " ".join(str(error).split())
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common| Causes include|$)", text)
+    if found is not None:
+        return f"{found[1]}: {found[2]}"
+    return text if len(text) <= _CAUSE_CHARACTERS else f"... {text[-_CAUSE_CHARACTERS:]}"  # a traceback ends with why
+
+
+def is_of_call(error: BaseException) -> bool:
+    """Whether a call has failed, and its actor lives, or never will: what it was asked for with cannot be had."""
+    from ray import exceptions
+
+    return isinstance(
+        error,
+        exceptions.RayTaskError
+        | exceptions.ObjectStoreFullError
+        | exceptions.OutOfDiskError
+        | exceptions.RuntimeEnvSetupError
+        | exceptions.ActorUnschedulableError
+        | exceptions.ActorPlacementGroupRemoved,
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the reply was ready, and has gone."""
+    from ray import exceptions
+
+    return isinstance(error, exceptions.ObjectLostError)
+
+
+def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
+    """What each actor is asked for with, or an error that says what is wrong."""
+    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
+        raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
+    if not 0 <= num_cpus < float("inf"):
+        raise ValueError(f"num_cpus is {num_cpus!r}; it must be at least 0")
+    for name, value in (("resources", resources), ("runtime_env", runtime_env)):
+        if value is not None and not isinstance(value, dict):
+            raise TypeError(f"{name} is {value!r}; it must be a dict, or None")
+    if scheduling_strategy is None:
+        raise TypeError(
+            "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
+            '"SPREAD", "DEFAULT" or a strategy object'
+        )
+    return Wanted(float(num_cpus), dict(resources or {}), runtime_env, scheduling_strategy)
+
+
+# -- the object store --------------------------------------------------------------------------------------------------
+
+
+def store_bytes() -> int:
+    """How many bytes this node's object store has; 0 if Ray does not tell."""
+    import ray
+
+    node = here()
+    stores = [one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == node]
+    return int(stores[0]) if stores else 0
+
+
+def put_job(new: NewJob) -> Any:
+    """Pickle a job and put it into the object store, once for all actors.
+
+    Raises:
+        TypeError: it cannot be pickled; names the attribute.
+        MemoryError: it does not fit.
+    """
+    import ray
+
+    encoded = publish.publish(new, **new.parts)
+    buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
+    try:
+        return ray.put((encoded.head, buffers))
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
+        nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
+        raise MemoryError(
+            f"the dataset has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: start Ray "
+            f"with a larger object_store_memory, or let the dataset open its data in the worker"
+        ) from full
+
+
+Bytes = np.ndarray[Any, Any]
+
+
+class _Writable:
+    """Holds an array of Ray's, and offers its memory as writable."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory")
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        interface = dict(memory.__array_interface__)
+        interface["data"] = interface["data"][0], False
+        self.__array_interface__ = interface
+
+
+class Lent:
+    """Counts what the user holds.
+
+    Args:
+        max_bytes: if the user holds more, batches are copied.
+
+    Attributes:
+        empty: gives the memory of copies.
+        copies_all: whether all batches are copied into it.
+        max_bytes: the bound.
+
+    Example:
+        >>> stored = np.arange(3, dtype=np.uint8)
+        >>> stored.setflags(write=False)
+        >>> lent = Lent(100)
+        >>> batch = lent.take(stored)
+        >>> batch[0], lent.nbytes
+        (np.uint8(0), 3)
+        >>> del batch
+        >>> lent.nbytes
+        0
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.empty: Empty = new_array
+        self.copies_all = False
+        self.notices = Notices()
+        self._held = 0
+        self._leases: Leases[int] = Leases()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the object store that the user holds."""
+        self._held -= sum(self._leases.ended())
+        return self._held
+
+    def take(self, memory: Bytes) -> Bytes:
+        """The bytes of a group, for the user."""
+        if self.copies_all or self.nbytes + memory.nbytes > self.max_bytes:
+            if not self.copies_all:
+                text = (
+                    f"{memory.nbytes:,} bytes of batches are copied out of Ray's object store: {self._held:,} of the "
+                    f"{self.max_bytes:,} bytes that may be held are in use; see RayPool(max_bytes=)"
+                )
+                self.notices.happened("slow_batches", text)
+            copy = self.empty(memory.shape, memory.dtype)
+            copy[...] = memory
+            return copy
+        writable = _Writable(memory)
+        self._leases.lend(writable, memory.nbytes)
+        self._held += memory.nbytes
+        return np.asarray(writable)
