@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in.workers import WorkerView, in_torchs_words, make_pool
-from sharded_loader.pools.process import resources
+from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
 
 
@@ -132,8 +132,8 @@ def test_workers_that_the_loader_ends_have_the_exit_code_0(
     method: str, grace: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if grace is not None:  # as on a busy machine, where they take longer than the loader waits
-        monkeypatch.setattr(resources, "CLOSING_GRACE", grace)
-        monkeypatch.setattr(resources, "BUSY_GRACE", grace)
+        monkeypatch.setattr(transport, "CLOSING_GRACE", grace)
+        monkeypatch.setattr(transport, "BUSY_GRACE", grace)
     for ended in (False, True):
         iterator = iter(DataLoader(range(40), 2, num_workers=2, start_method=method))
         next(iterator)

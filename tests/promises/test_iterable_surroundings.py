@@ -56,7 +56,7 @@ class InterruptInParts(InterruptAt):
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         return (
             self
-            if text.startswith(("here.part = ", "reading.scope, here.part = "))
+            if text.startswith(("here.part = ", "reading.scope = ", "reading.scope, here.part = "))
             else super().__call__(frame, event, arg)
         )
 
