@@ -88,7 +88,7 @@ class ShuffleSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         # As with torch's generator function, the seed is drawn with the first index. But no Python function runs for
-        # each index: `BatchSampler` takes a batch of 256 in 6 us of CPU time. With a generator function it takes 11 us.
+        # each index: `BatchSampler` takes a batch of 256 in 4 us of CPU time. With a generator function it takes 9 us.
         return itertools.chain.from_iterable(self._orders())
 
     def _orders(self) -> Iterator[Iterable[int]]:
