@@ -1,4 +1,4 @@
-"""What can be known of a dataset before it is read: what it can do, which files it holds open, and a fingerprint.
+"""What can be known of a dataset before it is read: what it can do, which files it holds open, who reads it.
 
     is_indexed(dataset)         it is read by index, as torch's map-style datasets
     is_stream(dataset)          it is read in its own order only: iterable data
@@ -8,6 +8,7 @@
     takes_part(function)        a function asks which part it is to read
     iterable_of(dataset, part)  the dataset, or what a function of its part returns
     open_file(dataset)          the first open file that is found, as "dataset.f"
+    this_worker()               which of how many workers, or parts, reads here
     fingerprint_of(dataset)     a few bytes that tell other data of the same length: states have them
 
 No sample is read. Of the user's own code only what a file class defines is called, and ``_fingerprint``. What cannot be
@@ -331,3 +332,30 @@ def _of_rows(array: Any) -> bytes:
 def _some(length: int) -> Iterable[int]:
     """A few positions, from the first to the last."""
     return range(length) if length <= ITEMS else [i * (length - 1) // (ITEMS - 1) for i in range(ITEMS)]
+
+
+# -- who reads ---------------------------------------------------------------------------------------------------------
+
+_asked_first: list[Callable[[], tuple[int, int] | None]] = []
+
+
+def ask_first(function: Callable[[], tuple[int, int] | None]) -> None:
+    """Let `this_worker` ask a function before it asks torch."""
+    _asked_first.append(function)
+
+
+def this_worker() -> tuple[int, int] | None:
+    """The number of this worker, and how many there are, as torch's ``get_worker_info`` says; None outside workers.
+
+    A worker of this library that has not imported torch has no answer of torch's, but knows its part.
+
+    Example:
+        >>> this_worker() is None
+        True
+    """
+    for asked in _asked_first:
+        if (found := asked()) is not None:
+            return found
+    torchs: Any = sys.modules.get("torch.utils.data")
+    info = None if torchs is None else torchs.get_worker_info()
+    return None if info is None else (info.id, info.num_workers)

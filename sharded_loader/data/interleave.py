@@ -3,7 +3,6 @@
     interleave(datasets by index) -> InterleavedDataset    a `Dataset`: reads any position, also in bulk
     interleave(datasets in order) -> InterleavedIterable   a torch IterableDataset: reads on from a saved state
     Source(number, dataset, point)                         one of its datasets, read in order from any position
-    this_worker()                                          which of how many workers, or parts, reads here
 
 `sharded_loader.data.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
 process.
@@ -29,7 +28,7 @@ import copy
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn
@@ -53,7 +52,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
 from sharded_loader.data.columns import check_dataset
 from sharded_loader.data.datasets import ConcatDataset, Dataset, View
-from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_part
+from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_part, this_worker
 from sharded_loader.data.schedule import Schedule, whole_numbers
 
 FIRST, ALL = "first_exhausted", "all_exhausted"
@@ -225,31 +224,6 @@ def _empty(number: int, dataset: Any, passes: int = 0) -> ValueError:
 
 END: Any = object()
 """What `Source.read` returns when the dataset has no sample left in this pass."""
-
-
-_asked_first: list[Callable[[], tuple[int, int] | None]] = []
-
-
-def ask_first(function: Callable[[], tuple[int, int] | None]) -> None:
-    """Let `this_worker` ask a function before it asks torch."""
-    _asked_first.append(function)
-
-
-def this_worker() -> tuple[int, int] | None:
-    """The number of this worker, and how many there are, as torch's ``get_worker_info`` says; None outside workers.
-
-    A worker of this library that has not imported torch has no answer of torch's, but knows its part.
-
-    Example:
-        >>> this_worker() is None
-        True
-    """
-    for asked in _asked_first:
-        if (found := asked()) is not None:
-            return found
-    torchs: Any = sys.modules.get("torch.utils.data")
-    info = None if torchs is None else torchs.get_worker_info()
-    return None if info is None else (info.id, info.num_workers)
 
 
 def is_divided(dataset: Any) -> bool:

@@ -9,7 +9,8 @@ torch keeps one answer for the whole process. Threads that read different parts 
 other code, which looks for the thread's answer first. It stays the same object, because datasets import it by name.
 
 Who tells puts back what was there before in a ``finally`` clause, by a plain assignment, as with `rng.reading`. Nothing
-here imports torch. What can go wrong: torch has no such function any more. Then parts get torch's own answer.
+here imports torch, or mixtures: each worker beside torch imports this module. What can go wrong: torch has no such
+function any more. Then parts get torch's own answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from typing import Any
 
 from sharded_loader.base.private import answer_for_torch, set_worker_info, worker_info
-from sharded_loader.data.interleave import ask_first
+from sharded_loader.data.inspection import ask_first
 from sharded_loader.engine.messages import Job
 
 

@@ -155,6 +155,10 @@ class RayPool(SupervisedPool[ActorWorker]):
         self._supervisor = Supervisor(self._transport, self.restarts, self.timeout)
         self._lent = Lent(0)
 
+    def _options(self) -> Any:
+        kind, options = super()._options()
+        return kind, {**options, "resources": (self.resources, {})}  # None means none
+
     def use_memory(self, empty: Empty, register: Register, *, pinned: bool = False) -> None:
         self._lent.empty, self._lent.copies_all = empty, pinned
 
